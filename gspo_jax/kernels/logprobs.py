@@ -1,0 +1,57 @@
+"""Log-prob and entropy of target tokens from hidden states, without a [B, T, V] array."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def log_softmax_at(
+    logits: Float[Array, "*n V"], targets: Int[Array, "*n"]
+) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+    """log softmax(logits)[target] and the entropy of softmax(logits), in nats, float32.
+
+    The target's logit is picked by comparison, not by gather, so that a vocabulary split over devices stays split.
+    """
+    logits = logits.astype(jnp.float32)
+    shifted = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    log_z = jnp.log(jnp.exp(shifted).sum(axis=-1))
+    vocabulary = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    picked = jnp.where(vocabulary == targets[..., None], shifted, 0).sum(axis=-1)
+    probs = jnp.exp(shifted - log_z[..., None])
+    return picked - log_z, log_z - (probs * shifted).sum(axis=-1)
+
+
+def token_logprobs(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """log softmax(h W / temperature)[target] and its entropy, a few positions at a time.
+
+    Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row), in the backward
+    pass too, where they are computed again. Float32 out, gradients flow to `hidden` and `head`.
+    """
+    B, T, D = hidden.shape
+    width = max(1, min(T, chunk // B))
+    chunks = -(-T // width)
+    pad = chunks * width - T
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def one(h: Array, y: Array) -> tuple[Array, Array]:
+        logits = jnp.einsum("btd,dv->btv", h, head, preferred_element_type=jnp.float32)
+        return log_softmax_at(logits / temperature, y)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, chunks, width, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
+
+    _, (logprobs, entropy) = jax.lax.scan(lambda c, xs: (c, one(*xs)), None, (split(hidden), split(targets)))
+    return join(logprobs), join(entropy)

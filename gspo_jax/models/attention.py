@@ -1,0 +1,65 @@
+"""Qwen3 attention: grouped queries, RMS-normed queries and keys, rotary positions.
+
+What a query may see (causal, prefill, cached decode) is the caller's `attend`; this module makes q, k, v and the output.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gspo_jax.models.config import ModelConfig, ones, parameter
+from gspo_jax.parallel.mesh import constrain
+
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], whatever the caller wants kept)."""
+
+
+def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
+    """x / rms(x) * scale, in float32, returned in x's dtype."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def rope(x: Float[Array, "B T N h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N h"]:
+    """Rotates pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, the half-split layout)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Parameters carry a leading layer axis; `__call__` sees one layer's slice of them."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        L, D, h = config.num_layers, config.hidden_size, config.head_dim
+        H, Kv = config.num_heads, config.num_kv_heads
+        self.config = config
+        self.q = parameter(rngs, (L, D, H, h), ("layers", "embed", "heads", "head_dim"))
+        self.k = parameter(rngs, (L, D, Kv, h), ("layers", "embed", "kv_heads", "head_dim"))
+        self.v = parameter(rngs, (L, D, Kv, h), ("layers", "embed", "kv_heads", "head_dim"))
+        self.o = parameter(rngs, (L, H, h, D), ("layers", "heads", "head_dim", "embed"))
+        self.q_norm = parameter(rngs, (L, h), ("layers", "head_dim"), ones, float32=True)
+        self.k_norm = parameter(rngs, (L, h), ("layers", "head_dim"), ones, float32=True)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Returns the attention output and what `attend` kept (keys and values of the cache, or None)."""
+        eps, theta = self.config.rms_norm_eps, self.config.rope_theta
+        q = jnp.einsum("btd,dnh->btnh", x, self.q.astype(x.dtype))
+        k = jnp.einsum("btd,dnh->btnh", x, self.k.astype(x.dtype))
+        v = jnp.einsum("btd,dnh->btnh", x, self.v.astype(x.dtype))
+        q = rope(rms_norm(q, self.q_norm[...], eps), positions, theta)
+        k = rope(rms_norm(k, self.k_norm[...], eps), positions, theta)
+        q = constrain(q, "batch", None, "heads", None)
+        k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
+        out, kept = attend(q, k, v)
+        return jnp.einsum("btnh,nhd->btd", out, self.o.astype(x.dtype)), kept

@@ -1,0 +1,166 @@
+"""Qwen3 and Qwen3-MoE (arXiv 2505.09388): one stack of blocks, scanned over layers, for training, prefill and decode."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from gspo_jax.kernels.attention import attention, shared_prompt_attention
+from gspo_jax.models.attention import Attend, Attention, rms_norm
+from gspo_jax.models.cache import Cache
+from gspo_jax.models.config import ModelConfig, ones, parameter
+from gspo_jax.models.moe import MLP, MoE, Routes
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.mesh import constrain
+
+
+@struct.dataclass
+class Output:
+    """What a forward returns: enough for chunked log-probs and for routing drift; logits only if asked."""
+
+    hidden: Float[Array, "B T D"]
+    """After the final norm, in the compute dtype."""
+    routes: Routes
+    """Stacked over layers: `experts` and `logprobs` are [L, B, T, K]; K = 0 for a dense model."""
+    head: Float[Array, "D V"]
+    """The unembedding, in the compute dtype."""
+
+    @property
+    def logits(self) -> Float[Array, "B T V"]:
+        """hidden @ head in float32: for small checks. Training uses `kernels.logprobs.token_logprobs`."""
+        return jnp.einsum("btd,dv->btv", self.hidden, self.head, preferred_element_type=jnp.float32)
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and feed-forward; holds every layer's parameters, called on one layer's slice."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        L, D = config.num_layers, config.hidden_size
+        self.config = config
+        self.attention_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
+        self.mlp = MoE(config, rngs=rngs) if config.num_experts else MLP(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], valid: Bool[Array, "B T"], attend: Attend
+    ) -> tuple[Float[Array, "B T D"], Routes, Any]:
+        """Returns the residual stream, this layer's routes, and what `attend` kept."""
+        eps = self.config.rms_norm_eps
+        y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
+        x = constrain(x + y, "batch", None, None)
+        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid)
+        return constrain(x + y, "batch", None, None), routes, kept
+
+
+class Transformer(nnx.Module):
+    """A causal language model. Parameters are float32; `dtype` is what it computes in.
+
+    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        V, D = config.vocab_size, config.hidden_size
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.embed = parameter(rngs, (V, D), ("vocab", "embed"))
+        self.layers = Block(config, rngs=rngs)
+        self.norm = parameter(rngs, (D,), ("embed",), ones, float32=True)
+        self.head = None if config.tie_word_embeddings else parameter(rngs, (D, V), ("embed", "vocab"))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        *,
+        remat: bool = False,
+    ) -> Output:
+        """The training forward: token t sees the valid tokens at or before it.
+
+        Args:
+          tokens: [B, T]; holes are allowed anywhere and marked by `valid`.
+          positions: rotary positions; counted over valid tokens if not given.
+          valid: False on padding, which no token sees; all True if not given.
+          remat: keep only each layer's input for the backward pass and compute the rest again.
+        """
+        out, _ = self._causal(tokens, positions, valid, keep_cache=False, remat=remat)
+        return out
+
+    def prefill(
+        self, tokens: Int[Array, "P S"], lengths: Int[Array, " P"]
+    ) -> tuple[Output, tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]]]:
+        """Runs right-padded prompts and keeps each layer's keys and values."""
+        valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+        return self._causal(tokens, None, valid, keep_cache=True, remat=False)
+
+    def decode(self, tokens: Int[Array, " B"], active: Bool[Array, " B"], cache: Cache) -> tuple[Output, Cache]:
+        """Feeds one token per row at response slot `cache.step`; rows not `active` reach no expert."""
+        G = tokens.shape[0] // cache.prompt_lengths.shape[0]
+        positions = jnp.repeat(cache.prompt_lengths, G)[:, None] + cache.step
+        prompt_mask = jnp.arange(cache.prompt_k.shape[2])[None] < cache.prompt_lengths[:, None]
+        own_mask = jnp.broadcast_to(jnp.arange(cache.k.shape[2]) <= cache.step, (tokens.shape[0], cache.k.shape[2]))
+        graph, stacked = nnx.split(self.layers)
+
+        def layer(carry: tuple[Array, Array, Array], xs: tuple[nnx.State, Array, Array, Array]) -> tuple[Any, Routes]:
+            x, ks, vs = carry
+            params, prompt_k, prompt_v, index = xs
+
+            def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+                at = (index, 0, cache.step, 0, 0)
+                new_ks = jax.lax.dynamic_update_slice(ks, k[None], at)
+                new_vs = jax.lax.dynamic_update_slice(vs, v[None], at)
+                own_k, own_v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in (new_ks, new_vs))
+                out = shared_prompt_attention(q[:, 0], prompt_k, prompt_v, prompt_mask, own_k, own_v, own_mask)
+                return out[:, None], (new_ks, new_vs)
+
+            x, routes, (ks, vs) = nnx.merge(graph, params)(x, positions, active[:, None], attend)
+            return (x, ks, vs), routes
+
+        layers = jnp.arange(self.config.num_layers)
+        (x, k, v), routes = jax.lax.scan(
+            layer, (self._embed(tokens[:, None]), cache.k, cache.v), (stacked, cache.prompt_k, cache.prompt_v, layers)
+        )
+        return self._output(x, routes), cache.replace(k=k, v=v, step=cache.step + 1)
+
+    def _causal(
+        self, tokens: Array, positions: Array | None, valid: Array | None, *, keep_cache: bool, remat: bool
+    ) -> tuple[Output, Any]:
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0) if positions is None else positions
+        mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None] & valid[:, None]
+        graph, stacked = nnx.split(self.layers)
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            return attention(q, k, v, mask), (k, v) if keep_cache else None
+
+        def layer(x: Array, params: nnx.State) -> tuple[Array, tuple[Routes, Any]]:
+            x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend)
+            return x, (routes, kept)
+
+        x, (routes, kept) = jax.lax.scan(jax.checkpoint(layer) if remat else layer, self._embed(tokens), stacked)
+        return self._output(x, routes), kept
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        # Gathered over fsdp first: the rows are spread over fsdp too, and a lookup cannot leave both there.
+        embed = constrain(self.embed.astype(self.dtype), "vocab", None)
+        return constrain(embed[tokens], "batch", None, None)
+
+    def _output(self, x: Array, routes: Routes) -> Output:
+        head = self.embed[...].T if self.head is None else self.head[...]
+        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head.astype(self.dtype))
+
+
+def abstract(config: ModelConfig, *, dtype: DTypeLike = jnp.float32) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
+    """The model's graph and the shapes of its parameters; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def init_params(config: ModelConfig, key: jax.Array, *, mesh: jax.sharding.Mesh | None = None) -> nnx.State:
+    """Random float32 parameters, made where they will live."""
+    _, shapes = abstract(config)
+    shardings = None if mesh is None else mesh_lib.param_shardings(shapes, mesh)
+    return jax.jit(lambda k: nnx.state(Transformer(config, rngs=nnx.Rngs(k))), out_shardings=shardings)(key)

@@ -1,0 +1,134 @@
+"""The device mesh and the one table from logical to mesh axes.
+
+Model code names what an array's axes mean ("batch", "heads", "expert"); the tables below say where they live. Without a
+mesh in scope (`jax.set_mesh`) every constraint is the identity, so the same code runs on one device.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gspo_jax.types import UserError
+
+AXES = ("data", "fsdp", "expert", "tensor")
+
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Rows are spread over all of these: experts see the tokens of their whole group by an all-gather over `expert`."""
+
+Tree = TypeVar("Tree")
+
+Rules = Mapping[str, tuple[str, ...]]
+
+TRAINER: Rules = {
+    "batch": BATCH_AXES,
+    "layers": (),
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "expert": ("expert",),
+    "router": (),
+}
+"""The trainer's layout: weights split over fsdp, expert and tensor."""
+
+SAMPLER: Rules = {**TRAINER, "embed": ()}
+"""The sampler's layout: weights whole on every data and fsdp shard, so that no decode step gathers them."""
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
+    """Resolves axis sizes (-1 once means "the rest") against the number of devices.
+
+    Raises:
+      UserError: unknown axis, more than one -1, or a product that is not `num_devices`.
+    """
+    if unknown := set(sizes) - set(AXES):
+        raise UserError(f"unknown mesh axis {sorted(unknown)[0]!r}; the axes are {', '.join(AXES)}")
+    shape = [int(sizes.get(axis, 1)) for axis in AXES]
+    named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
+    if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
+        raise UserError(f"mesh {named}: sizes are positive, and -1 (the rest) may stand once")
+    known = math.prod(size for size in shape if size != -1)
+    if -1 in shape and num_devices % known == 0:
+        shape[shape.index(-1)] = num_devices // known
+    elif -1 in shape or known != num_devices:
+        raise UserError(
+            f"mesh {named} needs {'a multiple of ' if -1 in shape else ''}{known} devices but there are {num_devices}; "
+            f"choose sizes whose product is {num_devices}, or set one axis to -1"
+        )
+    return tuple(shape)
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor; see `mesh_sizes`."""
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_sizes(sizes, len(devices))
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def batch_shards(sizes: Mapping[str, int]) -> int:
+    """Over how many shards the rows of a batch are spread, for resolved axis sizes (such as `mesh.shape`)."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+
+def check_divides(what: str, size: int, by: str, shards: int) -> None:
+    """Raises a UserError with the valid choices unless `shards` (of mesh axes `by`) divides `size`."""
+    if size % shards:
+        below, above = size - size % shards, size + shards - size % shards
+        near = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"{what} {size} is not divisible by {by} = {shards}; use {near}, or a mesh where {by} is one of "
+            f"{', '.join(map(str, divisors(size)))}"
+        )
+
+
+def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
+    """The PartitionSpec of an array whose dimensions have these logical names (None: replicated)."""
+    return PartitionSpec(*(rules[axis] or None if axis is not None else None for axis in axes))
+
+
+def param_specs(params: nnx.State, rules: Rules) -> nnx.State:
+    """The PartitionSpec of every parameter, from the logical axes it was declared with, in the same tree."""
+    return jax.tree.map(
+        lambda v: v.replace(spec(v.get_metadata("axes"), rules)), params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+
+
+def param_shardings(params: nnx.State, mesh: Mesh, rules: Rules = TRAINER) -> nnx.State:
+    """The NamedSharding of every parameter (arrays or shapes), in the same tree: fit for `jit` and `device_put`."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules))
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over the batch axes, all else whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def to_rows(mesh: Mesh, tree: Tree) -> Tree:
+    """Places host arrays that lead with this process's rows over the batch axes."""
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows_sharding(mesh), x), tree)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def has_mesh() -> bool:
+    """Whether a mesh is in scope (`jax.set_mesh`)."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins x's layout by logical axes; the identity where no mesh is in scope."""
+    return jax.lax.with_sharding_constraint(x, spec(axes, TRAINER)) if has_mesh() else x

@@ -1,0 +1,65 @@
+"""The decoder with its own copy of the weights, in its own layout and dtype."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from gspo_jax.models.transformer import Transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout import decoder
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.types import Prompts, Rollout
+
+
+class Sampler:
+    """Samples groups of responses with the weights last given to `load`."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Transformer],
+        shapes: nnx.State,
+        mesh: Mesh,
+        *,
+        dtype: DTypeLike,
+        group_size: int,
+        length: int,
+        sampling: Sampling,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+    ):
+        """`graph` computes in `dtype`; the other arguments are those of `decoder.generate`."""
+        self._graph, self._mesh = graph, mesh
+        self._reshard = decoder.to_sampler(shapes, mesh, dtype)
+        self._params: nnx.State | None = None
+        self._group_size = group_size
+        self._settings = {"length": length, "sampling": sampling, "eos_ids": eos_ids, "pad_id": pad_id}
+        self.reshard_s = 0.0
+        """Seconds the newest `load` took."""
+        self.reshard_bytes = 0
+        """Bytes of the sampler's copy, over all devices."""
+
+    def load(self, params: nnx.State) -> None:
+        """Casts and reshards the trainer's weights; the copy before is let go first."""
+        self._params = None
+        start = time.perf_counter()
+        self._params = jax.block_until_ready(self._reshard(params))
+        self.reshard_s = time.perf_counter() - start
+        self.reshard_bytes = sum(
+            shard.data.nbytes for leaf in jax.tree.leaves(self._params) for shard in leaf.addressable_shards
+        )
+
+    def __call__(self, prompts: Prompts, key: jax.Array) -> Rollout:
+        """Samples; response i of the batch draws with `fold_in(key, i)`. `prompts` are this process's rows, on the host."""
+        if self._params is None:
+            raise ValueError("the sampler has no weights; call load first")
+        numbers = np.arange(len(prompts.lengths) * self._group_size)
+        placed, numbers = mesh_lib.to_rows(self._mesh, (prompts, numbers))
+        keys = decoder.response_keys(key, jnp.asarray(numbers))
+        return decoder.generate(
+            self._graph, self._params, placed, keys, group_size=self._group_size, **self._settings
+        )

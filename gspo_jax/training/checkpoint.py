@@ -1,0 +1,103 @@
+"""Checkpoints: every leaf of a pytree by name, with the run's JSON state beside it. All of Orbax is in this module.
+
+Leaves are stored under their path in the tree, so that what is on disk does not depend on the mesh, on the number of
+processes, or on the Python classes that hold them.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from gspo_jax.types import UserError
+
+Tree = TypeVar("Tree")
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by path, such as "params.layers.mlp.gate"."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("two leaves of the tree share a path")
+    return named
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """One restored step."""
+
+    step: int
+    state: Any
+    run: dict[str, Any]
+    """What was saved as `run`: iteration, data iterator, keys."""
+
+
+class Checkpointer:
+    """Saves and restores (state, run) pairs under `folder`, one subfolder per step, written in the background."""
+
+    def __init__(self, folder: Path, *, keep: int | None = None):
+        """Opens the folder, making it if needed; `keep` is how many of the newest steps stay (None: all)."""
+        policies = ocp.training.preservation_policies
+        # Temporary folders are what a killed save leaves behind; none of them is a checkpoint.
+        self._checkpointer = ocp.training.Checkpointer(
+            folder.absolute(),
+            preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+        self._pending: Any = None
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step, or None."""
+        newest = self._checkpointer.latest
+        return None if newest is None else newest.step
+
+    def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
+        """Starts a save; an error of the previous one is raised here. `run` is plain JSON."""
+        self.wait()
+        self._pending = self._checkpointer.save_checkpointables_async(
+            step, {"state": named_leaves(state), "run": run}, overwrite=True
+        )
+
+    def restore(self, shapes: Tree, shardings: Tree) -> Restored | None:
+        """The newest step, each leaf straight into its sharding; None if there is none.
+
+        Raises:
+          UserError: the checkpoint's leaves differ from `shapes`, naming the first that does.
+        """
+        if self.latest is None:
+            return None
+        step = self.latest
+        saved = self._checkpointer.checkpointables_metadata(step).metadata["state"]
+        wanted = {
+            name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            for (name, shape), sharding in zip(named_leaves(shapes).items(), jax.tree.leaves(shardings), strict=True)
+        }
+        _check_same(wanted, named_leaves(saved), step)
+        loaded = self._checkpointer.load_checkpointables(step, {"state": wanted, "run": None})
+        leaves = [loaded["state"][name] for name in wanted]
+        return Restored(step, jax.tree.unflatten(jax.tree.structure(shapes), leaves), loaded["run"])
+
+    def wait(self) -> None:
+        """Blocks until the save in flight is committed; raises its error."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        """Finishes the save in flight and lets go of the folder."""
+        self.wait()
+        self._checkpointer.close()
+
+
+def _check_same(wanted: dict[str, Any], saved: dict[str, Any], step: int) -> None:
+    for name in sorted(wanted.keys() | saved.keys()):
+        here, there = (tuple(tree[name].shape) if name in tree else None for tree in (wanted, saved))
+        if here != there:
+            raise UserError(
+                f"checkpoint {step} does not fit this config: {name} is {there or 'missing'} in the checkpoint and "
+                f"{here or 'absent'} here; use the config it was saved with, or another --workdir"
+            )

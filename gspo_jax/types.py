@@ -1,0 +1,55 @@
+"""The pytrees that flow between parts: frozen, documented field by field, with shapes.
+
+B rows = P prompts x G responses, the rows of a group adjacent; S prompt slots; T response tokens; L layers; K experts per
+token. Every array is right padded.
+"""
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+
+class UserError(ValueError):
+    """Something the user can mend: one sentence with the value, the limit and the remedy. Entry points print it alone."""
+
+
+@struct.dataclass
+class Prompts:
+    """A batch of tokenised prompts."""
+
+    tokens: Int[Array, "P S"]
+    """Token ids, right padded."""
+    lengths: Int[Array, " P"]
+    """Real tokens of each prompt, 1..S."""
+
+
+@struct.dataclass
+class Rollout:
+    """What the decoder returns: responses, what the sampler thought of them, and the experts it chose."""
+
+    prompts: Int[Array, "B S"]
+    """The prompt of each row, right padded (repeated within a group)."""
+    prompt_lengths: Int[Array, " B"]
+    """Real tokens of each prompt."""
+    tokens: Int[Array, "B T"]
+    """Sampled ids, EOS included; the padding id after it."""
+    mask: Bool[Array, "B T"]
+    """True on sampled tokens, EOS included."""
+    truncated: Bool[Array, " B"]
+    """True where the response met its limit without an EOS."""
+    behaviour_logprobs: Float[Array, "B T"]
+    """Log-prob under the distribution really sampled from (temperature, top-k, top-p); 0 outside the mask."""
+    logprobs: Float[Array, "B T"]
+    """Log-prob under the full softmax at the sampling temperature; what the trainer's scoring must agree with."""
+    experts: Int[Array, "B T L K"]
+    """Experts that token t, as an input, was routed to; -1 where it was never fed (the last token, padding)."""
+
+
+@struct.dataclass
+class Experience:
+    """A rollout with what the update learns from it."""
+
+    rollout: Rollout
+    old_logprobs: Float[Array, "B T"]
+    """log π_old of the sampled tokens: the sampler's or the trainer's, by config."""
+    advantages: Float[Array, " B"] | Float[Array, "B T"]
+    """Â of each response, or of each token."""
