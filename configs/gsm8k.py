@@ -1,0 +1,34 @@
+"""GSPO on GSM8K, from any Qwen3 or Qwen3-MoE folder in Hugging Face format.
+
+    python -m gspo_jax.train --config=configs/gsm8k.py --workdir=runs/gsm8k \\
+        --config.model.folder=Qwen3-0.6B --config.data.folder=gsm8k
+
+`data.folder` holds train.jsonl and test.jsonl (question, answer), or a prepared TFDS directory. The settings are the
+GSPO paper's: four updates per batch, sequence ratios clipped to 1 - 3e-4 and 1 + 4e-4. Set the mesh to the machine:
+--config.mesh.expert=4 for a mixture of experts. `configs/gsm8k.py:runlocal` runs two short iterations on a laptop.
+"""
+
+from ml_collections import ConfigDict
+
+from gspo_jax.config import base
+from gspo_jax.types import UserError
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """`arg` may be "runlocal"."""
+    config = base()
+    config.iterations = 500
+    config.data.task = "gsm8k"
+    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
+    config.eval.correct = "math_verify"
+
+    if arg == "runlocal":
+        config.iterations = 2
+        config.data.prompts_per_batch = 8
+        config.data.max_prompt_length = 256
+        config.sampling.group_size = 4
+        config.sampling.max_response_length = 64
+        config.eval.prompts = 8
+    elif arg:
+        raise UserError(f"configs/gsm8k.py takes no argument {arg!r}; use runlocal or none")
+    return config

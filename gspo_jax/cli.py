@@ -1,0 +1,116 @@
+"""How every config-driven entry point starts: flags, the config and its errors, the devices.
+
+A mistake of the user's ends the program with one sentence, before any device is touched where it can be known.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from gspo_jax.types import UserError
+
+Main = Callable[[ConfigDict], None]
+
+
+def run(main: Main) -> None:
+    """Parses `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then calls `main(config)`."""
+    config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
+    app.run(lambda _: _guarded(lambda: _start(main)), flags_parser=lambda argv: _guarded(lambda: _parse(argv)))
+
+
+def _start(main: Main) -> None:
+    config = flags.FLAGS.config
+    logging.set_verbosity(logging.WARNING)
+    simulate_devices(config.cpu_devices)
+    main(config)
+
+
+def simulate_devices(count: int) -> None:
+    """Makes the CPU backend present `count` devices, on machines where jax runs on CPU. Call before any device is used.
+
+    They share the cores, so one can be late at a collective by far more than a real device: XLA's patience is raised.
+    """
+    jax.config.update("jax_num_cpu_devices", count)
+    patience = {"warn_stuck": 120, "terminate": 600}
+    limits = [f"--xla_cpu_collective_call_{name}_timeout_seconds={s}" for name, s in patience.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*limits, os.environ.get("XLA_FLAGS", "")])
+
+
+def _guarded(step: Callable[[], list[str] | None]) -> list[str] | None:
+    try:
+        return step()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    if "--help" not in argv and "--helpfull" not in argv:
+        check_overrides(argv, load_config(_config_flag(argv)))
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(str(error)) from None
+    if len(rest) > 1:
+        raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    return rest
+
+
+def _config_flag(argv: list[str]) -> str:
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            return word.removeprefix("--config=")
+        if word == "--config" and i + 1 < len(argv):
+            return argv[i + 1]
+    raise UserError("--config is missing; for example --config=configs/tiny.py")
+
+
+def load_config(value: str) -> ConfigDict:
+    """The ConfigDict of `FILE.py[:arg]`."""
+    path = Path(value.partition(".py")[0] + ".py")
+    if not path.is_file():
+        beside = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), beside, n=1)
+        raise UserError(f"there is no config {value!r}; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
+    holder = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", value, "", flag_values=holder)
+    holder(["", f"--config={value}"])
+    return holder.config
+
+
+def check_overrides(argv: list[str], config: ConfigDict) -> None:
+    """Raises a UserError with the nearest field for a `--config.a.b` that does not exist."""
+    for word in argv:
+        if word.startswith("--config."):
+            name = word.removeprefix("--config.").partition("=")[0]
+            node = config
+            for i, key in enumerate(name.split(".")):
+                if not isinstance(node, ConfigDict) or key not in node:
+                    _no_field(name, name.split(".")[:i], config)
+                node = node[key]
+
+
+def _no_field(name: str, found: list[str], config: ConfigDict) -> None:
+    near = difflib.get_close_matches(name, _fields(config), n=1, cutoff=0.5)
+    if near:
+        remedy = f"did you mean {near[0]!r}?"
+    else:
+        node = config
+        for key in found:
+            node = node[key]
+        where = f"section {'.'.join(found)!r}" if found else "the config"
+        remedy = f"{where} has {', '.join(node)}" if isinstance(node, ConfigDict) else f"{where} is a single value"
+    raise UserError(f"the config has no field {name!r}; {remedy}")
+
+
+def _fields(config: ConfigDict, prefix: str = "") -> list[str]:
+    names = []
+    for key, value in config.items():
+        names += _fields(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else [prefix + key]
+    return names

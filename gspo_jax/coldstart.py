@@ -1,0 +1,128 @@
+"""Supervised cold start: a small model learns a task's worked answers by cross-entropy, so that RL begins from a policy
+that is sometimes right. Writes a Hugging Face folder, with its tokenizer, that `train` starts from.
+
+    python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from jaxtyping import Array, Float
+
+from gspo_jax import cli, experiment
+from gspo_jax.data.pipeline import WorkedBatch, worked_batches
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.models import huggingface, transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.objectives.surrogates import token_mean
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.training.progress import Progress
+from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
+from gspo_jax.training.update import score
+from gspo_jax.types import Rollout, UserError
+
+
+def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
+    """Trains `config.model.architecture` for `config.coldstart.steps` steps and writes it to `folder`, whole or not at all."""
+    cold, data = config.coldstart, config.data
+    records = experiment.load_records(config, "train")
+    tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
+    model_config = ModelConfig(
+        vocab_size=cold.vocab_size,
+        eos_token_ids=tokenizer.eos_ids,
+        pad_token_id=tokenizer.pad_id,
+        **config.model.architecture,
+    )
+    model_config.check_mesh(dict(mesh.shape))
+    batches = worked_batches(
+        records,
+        tokenizer,
+        batch=cold.batch,
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=config.sampling.max_response_length,
+        seed=config.seed,
+    )
+    state, step = _begin(config, model_config, mesh)
+    loss = jnp.nan
+    reports = -(-cold.steps // cold.log_every)
+    with Progress(reports, label="cold start") as progress:
+        for report in range(reports):
+            for _ in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
+                state, loss = step(state, mesh_lib.to_rows(mesh, _as_rollout(next(batches))))
+            progress.advance(cross_entropy=float(loss))
+    partial_folder = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    huggingface.save(state.params, model_config, partial_folder)
+    tokenizer.save(partial_folder)
+    os.replace(partial_folder, folder)
+
+
+def _begin(
+    config: ConfigDict, model_config: ModelConfig, mesh: Mesh
+) -> tuple[TrainState, Callable[[TrainState, Rollout], tuple[TrainState, Float[Array, ""]]]]:
+    """A fresh state on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
+    cold = config.coldstart
+    graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
+    optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
+
+    def loss(params: TrainState, batch: Rollout) -> Float[Array, ""]:
+        scores = score(
+            graph, params, batch, temperature=1.0, logprob_chunk=config.training.logprob_chunk, remat=config.model.remat
+        )
+        return -(token_mean(batch.mask) * jnp.where(batch.mask, scores.logprobs, 0)).sum()
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: Rollout) -> tuple[TrainState, Float[Array, ""]]:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return state.replace(params=optax.apply_updates(state.params, changes), opt_state=opt_state), value
+
+    params = transformer.init_params(model_config, jax.random.key(config.seed), mesh=mesh)
+    state = jax.jit(partial(new_state, optimizer=optimizer), out_shardings=state_shardings(shapes, optimizer, mesh))(
+        params
+    )
+    return state, step
+
+
+def _as_rollout(batch: WorkedBatch) -> Rollout:
+    """Worked responses in the shape that `score` takes; what only a sampler knows is empty."""
+    B, T = batch.tokens.shape
+    return Rollout(
+        prompts=batch.prompts,
+        prompt_lengths=batch.prompt_lengths,
+        tokens=batch.tokens,
+        mask=batch.mask,
+        truncated=np.zeros(B, bool),
+        behaviour_logprobs=np.zeros((B, T), np.float32),
+        logprobs=np.zeros((B, T), np.float32),
+        experts=np.zeros((B, T, 0, 0), np.int8),
+    )
+
+
+def main(config: ConfigDict) -> None:
+    """The command line."""
+    folder = Path(flags.FLAGS.workdir)
+    if (folder / "config.json").exists():
+        raise UserError(f"{folder} holds a model already; give another --workdir")
+    if not config.coldstart.steps:
+        raise UserError("coldstart.steps is 0: this config starts from a model of its own, model.folder")
+    experiment.check(config)
+    mesh = experiment.make_mesh(config)
+    with jax.set_mesh(mesh):
+        coldstart(config, mesh, folder)
+    print(f"the model and its tokenizer are in {folder}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "Folder to write the model to.", required=True)
+    cli.run(main)

@@ -1,0 +1,71 @@
+"""Every field a run reads, with its default and what it means. Files in `configs/` start from `base()` and change it."""
+
+from ml_collections import ConfigDict
+
+
+def base() -> ConfigDict:
+    """A config that lacks only what a run is about: the policy (model.folder or a cold start), the task, the rewards."""
+    config = ConfigDict()
+    config.seed = 0  # of everything: initial weights, data order, sampling
+    config.iterations = 1000  # each: sample a batch, reward it, learn from it in `training.minibatches` updates
+    config.cpu_devices = 8  # simulated devices, where jax runs on CPU
+    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # -1: the rest of the devices
+
+    config.model = ConfigDict()
+    config.model.folder = ""  # a Hugging Face folder of Qwen3 or Qwen3-MoE; empty: the cold start makes the model
+    config.model.dtype = "bfloat16"  # of the computation; parameters are float32
+    config.model.remat = True  # keep only each layer's input for the backward pass
+    config.model.architecture = ConfigDict()  # of a model that the cold start makes: fields of ModelConfig
+
+    config.coldstart = ConfigDict()
+    config.coldstart.steps = 0  # 0: none
+    config.coldstart.batch = 64
+    config.coldstart.vocab_size = 320
+    config.coldstart.log_every = 50
+    config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
+
+    config.data = ConfigDict()
+    config.data.task = ""  # arithmetic, countdown or gsm8k
+    config.data.folder = ""  # of gsm8k: JSONL files or a prepared TFDS directory
+    config.data.data_dir = ""  # where generated tasks are built; empty: TFDS's own place
+    config.data.options = ConfigDict()  # of generated tasks, such as difficulty
+    config.data.limit = 0  # first records of the training split; 0: all
+    config.data.prompts_per_batch = 128
+    config.data.max_prompt_length = 512  # tokens; a longer prompt is left out, never cut
+
+    config.sampling = ConfigDict()
+    config.sampling.group_size = 8  # responses to each prompt
+    config.sampling.max_response_length = 1024  # tokens, EOS included
+    config.sampling.temperature = 1.0  # scoring uses the same
+    config.sampling.top_k = 0  # 0: off
+    config.sampling.top_p = 1.0  # 1: off
+
+    config.rewards = ConfigDict()  # reward function: weight
+
+    config.objective = ConfigDict({"name": "gspo"})  # a name of the catalogue, and each one's hyper-parameters
+    config.objective.gspo = ConfigDict({"low": 3e-4, "high": 4e-4})
+    config.objective.gspo_token = ConfigDict({"low": 3e-4, "high": 4e-4})
+    config.objective.grpo = ConfigDict({"low": 0.2, "high": 0.27})
+
+    config.training = ConfigDict()
+    config.training.minibatches = 4  # optimizer updates per iteration
+    config.training.microbatches = 1  # gradient accumulation within an update; changes memory, not the gradient
+    config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer's model before the first update
+    config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits exist at once
+
+    config.optimizer = adamw(learning_rate=1e-6, schedule="constant", warmup_updates=10)
+
+    config.eval = ConfigDict({"every": 20, "prompts": 256, "correct": ""})  # the reward function that says what is right
+    config.log = ConfigDict({"samples_every": 20, "samples": 4})
+    config.checkpoint = ConfigDict({"every": 20, "keep": 2})
+    return config
+
+
+def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> ConfigDict:
+    """AdamW's section; `schedule` is "constant" or "cosine"."""
+    config = ConfigDict({"learning_rate": learning_rate, "schedule": schedule, "warmup_updates": warmup_updates})
+    config.b1 = 0.9
+    config.b2 = 0.95
+    config.weight_decay = 0.0
+    config.max_grad_norm = 1.0
+    return config

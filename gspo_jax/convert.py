@@ -1,0 +1,156 @@
+"""Converts a model between Hugging Face's format and ours, on the CPU; the tokenizer's files go along.
+
+    python -m gspo_jax.convert --from=HF_FOLDER --to=FOLDER
+    python -m gspo_jax.convert --from=FOLDER --to=HF_FOLDER [--dtype=bfloat16]
+
+Ours is an Orbax checkpoint of the parameters in `checkpoints/` beside a config.json that is also Hugging Face's. The
+folder of a training run is read too: its newest checkpoint becomes a Hugging Face folder that others can serve.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from gspo_jax import experiment
+from gspo_jax.models import huggingface, transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.training.checkpoint import Checkpointer
+from gspo_jax.training.metrics import read_config
+from gspo_jax.types import UserError
+
+CHECKPOINTS = "checkpoints"
+DTYPES = ("float32", "bfloat16")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str, Any]:
+    """Writes the model in `source` to the new folder `target` in the other format, and returns what was done.
+
+    Args:
+      source: a Hugging Face folder, one that this function wrote, or a run folder.
+      target: a folder that does not exist or is empty.
+      dtype: "float32" or "bfloat16"; by default that of `source`, and a run's is float32. Norms and routers are kept
+        in float32 in our format.
+
+    Raises:
+      UserError: `source` is neither, or `target` holds something.
+    """
+    if dtype not in (None, *DTYPES):
+        raise UserError(f"dtype is {dtype!r}; use {' or '.join(DTYPES)}")
+    if not source.is_dir():
+        raise UserError(f"there is no folder {source}; give a Hugging Face folder, a converted one or a run's")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not an empty folder; give another --to")
+    ours = (source / CHECKPOINTS).is_dir()
+    if ours:
+        params, config, tokenizer = _load(source)
+        huggingface.save(params, config, target, dtype=dtype)
+    else:
+        config = huggingface.read_config(source)
+        params, tokenizer = huggingface.load_params(source, config, dtype=dtype), source
+        _save(params, config, target)
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, target / name)
+    written = json.loads((target / huggingface.CONFIG).read_text())
+    return {
+        "from": str(source),
+        "to": str(target),
+        "format": "huggingface" if ours else "orbax",
+        "model_type": written["model_type"],
+        "dtype": written["torch_dtype"],
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "bytes": sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
+    }
+
+
+def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
+    """The config comes last: a folder without one was left unfinished."""
+    checkpointer = Checkpointer(folder / CHECKPOINTS)
+    checkpointer.save(0, {"params": params}, run={"iteration": 0})
+    checkpointer.close()
+    fields = huggingface.config_json(config, jax.tree.leaves(params["embed"])[0].dtype)
+    (folder / huggingface.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _load(folder: Path) -> tuple[nnx.State, ModelConfig, Path]:
+    """Parameters and config of a folder with checkpoints, and the folder that holds its tokenizer."""
+    fields = read_config(folder)
+    if fields is None:
+        raise UserError(f"{folder} has {CHECKPOINTS} but no {huggingface.CONFIG}; what wrote it was interrupted")
+    return _load_converted(folder, fields) if "model_type" in fields else _load_run(folder, fields)
+
+
+def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
+    """What `_save` wrote, in the dtype it was written in."""
+    config = huggingface.read_config(folder)
+    shapes = huggingface.with_dtype(transformer.abstract(config)[1], jnp.dtype(fields["torch_dtype"]))
+    checkpointer = Checkpointer(folder / CHECKPOINTS)
+    restored = checkpointer.restore({"params": shapes}, {"params": mesh_lib.param_shardings(shapes, _one_device())})
+    checkpointer.close()
+    if restored is None:
+        raise UserError(f"{folder / CHECKPOINTS} holds no checkpoint; convert the model again")
+    return restored.state["params"], config, folder
+
+
+def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
+    """The parameters of a run's newest checkpoint; shape and tokenizer are those of the model it began from."""
+    config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
+    first = experiment.initial_folder(config, folder)
+    mesh = _one_device()
+    policy = experiment.open_policy(config, first, dict(mesh.shape))
+    params, _ = experiment.newest_params(config, folder, policy, mesh)
+    return params, policy.config, first
+
+
+def _one_device() -> jax.sharding.Mesh:
+    return mesh_lib.make_mesh({}, devices=jax.devices()[:1])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = _Parser(prog="python -m gspo_jax.convert", description=str(__doc__).partition("\n\n")[0])
+    parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="what to convert")
+    parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; as it is by default")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the same facts for programs")
+    try:
+        given = parser.parse_args(arguments)
+        jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
+        done = convert(given.source, given.target, dtype=given.dtype)
+        if given.json is not None:
+            given.json.write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    size = f"{done['parameters'] / 1e6:,.2f} M parameters, {done['dtype']}, {done['bytes'] / 1e6:,.1f} MB"
+    print(f"{done['to']}: {done['model_type']} in {done['format']} format, {size}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

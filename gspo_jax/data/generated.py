@@ -1,0 +1,287 @@
+"""Two tasks made up on the spot, arithmetic and countdown, as TFDS builders: seeded, train and test without overlap.
+
+They are small enough for a model of a hundred thousand parameters, and need no download. Problems that differ only in
+the order of their numbers count as one, so that none of them is in both splits.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import random
+import shutil
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+from absl import logging
+from google.protobuf import json_format
+
+from gspo_jax.data.records import Record
+from gspo_jax.types import UserError
+
+_MOST_TRIES = 200
+"""Draws in a row that give nothing new before a difficulty counts as exhausted."""
+
+
+@dataclasses.dataclass
+class TaskConfig(tfds.core.BuilderConfig):
+    """What both tasks can be asked for; the name of the config names its folder."""
+
+    difficulty: str = ""
+    train_size: int = 0
+    test_size: int = 0
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class ArithmeticConfig(TaskConfig):
+    """`digits`: the most digits of each number, one entry per number."""
+
+    digits: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class CountdownConfig(TaskConfig):
+    """`largest`: the numbers are 1..largest. `operators`: those of the hidden solution."""
+
+    largest: int = 0
+    operators: str = ""
+
+
+class _Generated(tfds.core.GeneratorBasedBuilder):
+    """What the two builders share: the splits, and drawing problems until enough are distinct."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    SKIP_REGISTERING = True  # they are loaded by tasks.load, not by tfds.load's name
+    FIELDS: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> Any:
+        """The TaskConfig it was built with; TFDS's own property may be None."""
+        return self.builder_config
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.options.description,
+            features=tfds.features.FeaturesDict({field: tfds.features.Text() for field in self.FIELDS}),
+            disable_shuffling=True,  # generated in random order already; keys stay the record's index
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        del dl_manager  # nothing to download
+        config = self.options
+        problems = self._distinct()
+        return {
+            "train": self._generate_examples("train", problems[: config.train_size]),
+            "test": self._generate_examples("test", problems[config.train_size :]),
+        }
+
+    def _generate_examples(self, split: str, problems: list[Record]) -> Iterator[tuple[int, Record]]:
+        for i, problem in enumerate(problems):
+            yield i, {"id": f"{self.name}/{self.options.difficulty}/{split}/{i}"} | problem
+
+    def _distinct(self) -> list[Record]:
+        config = self.options
+        wanted = config.train_size + config.test_size
+        rng = random.Random(f"{self.name} {config.difficulty} {config.seed}")
+        seen: set[Hashable] = set()
+        problems: list[Record] = []
+        tries = 0
+        while len(problems) < wanted:
+            key, problem = self.draw(rng)
+            tries = tries + 1 if key in seen else 0
+            if tries > _MOST_TRIES:
+                raise UserError(
+                    f"{self.name} {config.difficulty} has about {len(seen)} different problems, fewer than "
+                    f"train_size + test_size = {wanted}; ask for fewer or for a harder difficulty"
+                )
+            if tries == 0:
+                seen.add(key)
+                problems.append(problem)
+        return problems
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        """One problem, and a key that is equal for problems that are the same up to the order of numbers."""
+        raise NotImplementedError
+
+
+class Arithmetic(_Generated):
+    """Sums and differences, such as `47+28=?`, worked digit by digit (two numbers) or by partial sums (three).
+
+    No result on the way is negative.
+    """
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
+        ArithmeticConfig(name="easy", difficulty="easy", train_size=1280, test_size=128, digits=(2, 1)),
+        ArithmeticConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2)),
+        ArithmeticConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(2, 2, 2)),
+    ]
+    FIELDS = ("id", "question", "answer", "worked")
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        digits = self.options.digits
+        numbers = [rng.randrange(10**d) for d in digits]
+        total, signs = numbers[0], [1]
+        for number in numbers[1:]:
+            sign = -1 if rng.randrange(2) and number <= total else 1
+            total += sign * number
+            signs.append(sign)
+        key = tuple(sorted(s * n for s, n in zip(signs, numbers, strict=True)))
+        text = str(numbers[0]) + "".join(f"{_sign(s)}{n}" for s, n in zip(signs[1:], numbers[1:], strict=True))
+        steps = _by_digit(numbers, signs[1]) if len(numbers) == 2 else _by_term(numbers, signs)
+        answer = str(total)
+        return key, {"question": f"{text}=?", "answer": answer, "worked": " ".join([*steps, "####", answer])}
+
+
+class Countdown(_Generated):
+    """Reach a target with three numbers, each used once, and + - *, such as `22 from 3 5 7:` by `3*5+7`."""
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
+        CountdownConfig(name="easy", difficulty="easy", train_size=768, test_size=128, largest=12, operators="+-"),
+        CountdownConfig(name="medium", difficulty="medium", train_size=1024, test_size=128, largest=9, operators="+-*"),
+        CountdownConfig(name="hard", difficulty="hard", train_size=4096, test_size=512, largest=19, operators="+-*"),
+    ]
+    FIELDS = ("id", "question", "answer", "worked", "numbers", "target")
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        config = self.options
+        while True:
+            a, b, c = (1 + rng.randrange(config.largest) for _ in range(3))
+            first, second = (config.operators[rng.randrange(len(config.operators))] for _ in range(2))
+            middle = _apply(a, first, b)
+            target = _apply(middle, second, c)
+            if middle > 0 and 0 < target < 100:
+                break
+        # a+b or a-b must be bracketed before a product; every other form reads from left to right anyway.
+        inner = f"({a}{first}{b})" if second == "*" and first != "*" else f"{a}{first}{b}"
+        expression = f"{inner}{second}{c}"
+        given = [a, b, c]
+        rng.shuffle(given)
+        numbers = " ".join(map(str, given))
+        return (tuple(sorted(given)), target), {
+            "question": f"{target} from {numbers}:",
+            "answer": expression,
+            "worked": f"{a}{first}{b}={middle} {middle}{second}{c}={target} #### {expression}",
+            "numbers": numbers,
+            "target": str(target),
+        }
+
+
+BUILDERS: dict[str, type[_Generated]] = {"arithmetic": Arithmetic, "countdown": Countdown}
+"""The generated tasks by name."""
+
+
+def prepare(
+    task: str,
+    *,
+    data_dir: str | None = None,
+    difficulty: str = "medium",
+    seed: int = 0,
+    train_size: int | None = None,
+    test_size: int | None = None,
+) -> tfds.core.DatasetBuilder:
+    """Builds the data set under `data_dir` unless it is there, and returns its builder.
+
+    A lock file beside the data makes a second process wait; what a killed build left is removed by the next one. Raises
+    UserError for an unknown difficulty, or for more problems than there are.
+    """
+    if data_dir is not None and "://" in data_dir:
+        raise UserError(f"data_dir {data_dir} is remote; generated tasks are built on a local disk")
+    config = _config(BUILDERS[task], difficulty=difficulty, seed=seed, train_size=train_size, test_size=test_size)
+    builder = _open(task, config, data_dir)
+    folder = Path(builder.data_dir)
+    if folder.exists():  # TFDS renames it into place when it is complete
+        return builder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent / ".lock"):
+        for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # of a dead process: the living hold the lock
+            shutil.rmtree(left)
+            logging.info("removed %s, left by a build that was killed", left)
+        # Both bars and the printed notice of a download would be noise: this takes a second and downloads nothing.
+        tfds.disable_progress_bar()
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.download_and_prepare()  # does nothing where another process was faster
+        logging.info("built %s in %s", task, folder)
+    # A fresh builder: the first one that found the folder complete has not read what the other process wrote.
+    return _open(task, config, data_dir)
+
+
+@contextlib.contextmanager
+def complete(folder: str | None) -> Iterator[None]:
+    """Turns TFDS's error about a damaged dataset_info.json into a UserError that names the folder."""
+    try:
+        yield
+    except json_format.ParseError as error:
+        where = "TFDS's own folder" if folder is None else folder
+        raise UserError(f"the data set in {where} is damaged: {error}; delete it to have it built again") from error
+
+
+def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.DatasetBuilder:
+    with complete(data_dir):
+        return BUILDERS[task](data_dir=data_dir, config=config, file_format="array_record")
+
+
+def _config(
+    cls: type[_Generated], *, difficulty: str, seed: int, train_size: int | None, test_size: int | None
+) -> TaskConfig:
+    """The named difficulty, or a copy of it under its own name where a size or the seed differs."""
+    named: dict[str, Any] = {config.name: config for config in cls.BUILDER_CONFIGS}
+    if difficulty not in named:
+        raise UserError(f"no difficulty {difficulty!r}; choose {', '.join(named)}")
+    base = named[difficulty]
+    sizes = {
+        "train_size": base.train_size if train_size is None else train_size,
+        "test_size": base.test_size if test_size is None else test_size,
+        "seed": seed,
+    }
+    for key in ("train_size", "test_size"):
+        if sizes[key] < 1:
+            raise UserError(f"{key} {sizes[key]} is below 1; ask for one problem or more")
+    config = dataclasses.replace(base, **sizes)
+    if config == base or all(getattr(config, k) == getattr(base, k) for k in sizes):
+        return base
+    config.name = "{}-{train_size}-{test_size}-seed{seed}".format(difficulty, **sizes)
+    return config
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path`; the kernel frees it when its process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sign(sign: int) -> str:
+    return "+" if sign > 0 else "-"
+
+
+def _apply(a: int, operator: str, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[operator]
+
+
+def _by_digit(numbers: list[int], sign: int) -> list[str]:
+    """47+28 -> `7+8=15`, `4+2+1=7`; 52-38 -> `12-8=4`, `5-3-1=1`: from the last digit, with what is carried."""
+    mark = _sign(sign)
+    steps, carry = [], 0
+    for place in range(len(str(max(numbers)))):
+        x, y = (number // 10**place % 10 for number in numbers)
+        # A column that is too small borrows ten, shown in front of its digit; the next column pays it back.
+        borrow = int(sign < 0 and x < y + carry)
+        x += 10 * borrow
+        value = x + sign * (y + carry)
+        steps.append(f"{x}{mark}{y}" + (f"{mark}{carry}" if carry else "") + f"={value}")
+        carry = borrow if sign < 0 else value // 10
+    return steps
+
+
+def _by_term(numbers: list[int], signs: list[int]) -> list[str]:
+    """47+28-13 -> `47+28=75`, `75-13=62`."""
+    total, steps = numbers[0], []
+    for number, sign in zip(numbers[1:], signs[1:], strict=True):
+        steps.append(f"{total}{_sign(sign)}{number}={total + sign * number}")
+        total += sign * number
+    return steps

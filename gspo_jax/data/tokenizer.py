@@ -1,0 +1,198 @@
+"""Text to token ids and back, over the `tokenizers` library: load a Hugging Face folder, or train a small one.
+
+Leaves out truncation and padding: a prompt is never cut, and the pipeline pads.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from gspo_jax.data import chat
+from gspo_jax.types import UserError
+
+PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+"""The special tokens of a trained tokenizer, ids 0, 1 and 2."""
+
+_WORDS = (  # Qwen's split: digits stand alone, so that a number's digits are always the same tokens.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer:
+    """A tokenizer with its stop ids, padding id and chat template.
+
+    `eos_ids`: every id that ends a response, the one to append first. `pad_id`: fills a row's tail. `unk_id`: stands
+    for what the vocabulary lacks, None where every text can be written.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], pad_id: int, settings: dict[str, Any]
+    ) -> None:
+        """Wraps `backend`; `settings` is the content of `tokenizer_config.json`, its `chat_template` a string."""
+        backend.no_truncation()  # A tokenizer.json may carry both, and a prompt must never be cut silently.
+        backend.no_padding()
+        self.eos_ids = tuple(eos_ids)
+        self.pad_id = pad_id
+        self._backend = backend
+        self._settings = settings
+        source = settings.get("chat_template")
+        self._template = None if source is None else chat.compile_template(source)
+        unknown = _text(settings.get("unk_token"))
+        self.unk_id = None if unknown is None else backend.token_to_id(unknown)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """Reads a Hugging Face folder: `tokenizer.json`, and what it has of the configuration files beside it.
+
+        Stop ids are the union of `tokenizer_config.json`'s `eos_token` and the `eos_token_id` (one or a list) of
+        `generation_config.json` and `config.json`. Raises UserError where a file or the end-of-sequence token is
+        missing.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"no tokenizer.json in {folder}; give a folder with a fast (tokenizers) tokenizer")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises bare Exception.
+            raise UserError(f"{path} cannot be read as a tokenizer: {error}") from error
+        settings = _read_json(folder / "tokenizer_config.json")
+        settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
+        generation, model = _read_json(folder / "generation_config.json"), _read_json(folder / "config.json")
+
+        eos = [_token_id(backend, settings, "eos_token", folder)]
+        eos += _as_list(generation.get("eos_token_id")) + _as_list(model.get("eos_token_id"))
+        eos_ids = list(dict.fromkeys(i for i in eos if i is not None))
+        if not eos_ids:
+            raise UserError(f"{folder} names no end-of-sequence token; set eos_token in its tokenizer_config.json")
+        pads = [_token_id(backend, settings, "pad_token", folder)]
+        pads += [generation.get("pad_token_id"), model.get("pad_token_id"), eos_ids[0]]
+        return cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """A byte-level BPE of at most `vocab_size` tokens, digits split singly; the same texts give the same result."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        specials = [PAD, EOS, TURN]
+        least = len(alphabet) + len(specials)
+        if vocab_size < least:
+            raise UserError(f"vocab_size {vocab_size} is below the {least} that every byte needs; use {least} or more")
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+            [
+                pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        )
+        backend.train_from_iterator(texts, trainer)
+        settings = {"eos_token": EOS, "pad_token": PAD, "chat_template": None}
+        pad, eos = backend.token_to_id(PAD), backend.token_to_id(EOS)
+        assert pad is not None and eos is not None  # the trainer was given both
+        return cls(backend, eos_ids=[eos], pad_id=pad, settings=settings)
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id + 1, added tokens included: the least rows an embedding needs."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, nothing added; special tokens written in the text are recognised."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts at once, on the library's threads."""
+        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of `ids`; an id beyond the vocabulary (a padded model can sample one) reads as nothing."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text of a conversation under the folder's template, or its contents one after the other where none is.
+
+        `variables` go to the template, such as Qwen3's `enable_thinking=False`.
+        """
+        if self._template is None:
+            return "".join(message["content"] for message in messages)
+        texts = {key: _text(value) for key, value in self._settings.items() if key.endswith("_token")}
+        given = {key: text for key, text in texts.items() if text is not None} | variables
+        return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes what `load` reads; other keys of a `generation_config.json` that is there are kept."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        settings = {key: value for key, value in self._settings.items() if key != "chat_template"}
+        _write_json(folder / "tokenizer_config.json", settings)
+        template = self._settings.get("chat_template")
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
+        _write_json(folder / "generation_config.json", _read_json(folder / "generation_config.json") | ids)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Raises UserError where the tokenizer has ids the model has no row for; a model padded to more rows is fine."""
+    if tokenizer.vocab_size > model_vocab_size:
+        raise UserError(
+            f"the tokenizer's largest id {tokenizer.vocab_size - 1} does not fit the model's vocabulary of "
+            f"{model_vocab_size}; use the tokenizer of this model, or vocab_size={tokenizer.vocab_size} or more"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _template_source(folder: Path, setting: Any) -> str | None:
+    """`chat_template.jinja` where there is one; else the setting: a string, or a list of named templates."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if isinstance(setting, list):
+        named = {entry["name"]: entry["template"] for entry in setting}
+        if "default" not in named:
+            raise UserError(f"{folder} names the chat templates {', '.join(named)} but no 'default'")
+        return named["default"]
+    return setting
+
+
+def _text(token: Any) -> str | None:
+    """A special token's text; older folders write it as an object with its `content`."""
+    return token["content"] if isinstance(token, dict) else token if isinstance(token, str) else None
+
+
+def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, folder: Path) -> int | None:
+    text = _text(settings.get(key))
+    if text is None:
+        return None
+    index = backend.token_to_id(text)
+    if index is None:
+        raise UserError(f"{key} {text!r} of {folder / 'tokenizer_config.json'} is not in the tokenizer's vocabulary")
+    return index
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

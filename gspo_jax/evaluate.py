@@ -1,0 +1,109 @@
+"""Held-out evaluation: mean@k and pass@k of a policy, with the decoder that training samples with.
+
+    python -m gspo_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from gspo_jax import cli, experiment
+from gspo_jax.data.pipeline import EvalBatches
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rollout.sampler import Sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How a policy does on held-out prompts, k responses to each."""
+
+    accuracy: float
+    """mean@k: share of all responses that are right."""
+    accuracy_stderr: float
+    """Standard error of the mean over prompts."""
+    pass_at_k: float
+    """Share of prompts with at least one right response."""
+    response_length: float
+    """Tokens, EOS included."""
+    truncated: float
+    """Share of responses that met the length limit."""
+    prompts: int
+    samples: int
+    """k."""
+
+    def __str__(self) -> str:
+        return (
+            f"mean@{self.samples} {self.accuracy:.3f} ± {self.accuracy_stderr:.3f} on {self.prompts} held-out prompts, "
+            f"pass@{self.samples} {self.pass_at_k:.3f}, {self.response_length:.1f} tokens, {self.truncated:.1%} cut short"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """By their names in metrics.jsonl."""
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_stderr": self.accuracy_stderr,
+            "eval/pass_at_k": self.pass_at_k,
+            "eval/response_length": self.response_length,
+            "eval/truncated": self.truncated,
+        }
+
+
+def evaluate(
+    sampler: Sampler, batches: EvalBatches, tokenizer: Tokenizer, scorer: Scorer, key: jax.Array, *, correct: str
+) -> Evaluation:
+    """Samples the sampler's k responses to every prompt; `correct` names the reward function that says what is right.
+
+    The same key gives the same noise at every evaluation. A response that could not be scored counts as wrong.
+    """
+    right, lengths, truncated = [], [], []
+    for number, batch in enumerate(batches):
+        rollout = sampler(batch.prompts, jax.random.fold_in(key, number))
+        k = rollout.tokens.shape[0] // len(batch.texts)
+        texts, records = experiment.per_response(batch, k)
+        scores = scorer.score(texts, experiment.completions(tokenizer, rollout), records)
+        real = np.repeat(batch.valid, k)
+        right.append((np.nan_to_num(scores.by_name[correct]) > 0.5)[real].reshape(-1, k))
+        lengths.append(np.asarray(rollout.mask).sum(axis=1)[real])
+        truncated.append(np.asarray(rollout.truncated)[real])
+    by_prompt = np.concatenate(right)
+    means = by_prompt.mean(axis=1)
+    return Evaluation(
+        accuracy=float(means.mean()),
+        accuracy_stderr=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0,
+        pass_at_k=float(by_prompt.any(axis=1).mean()),
+        response_length=float(np.concatenate(lengths).mean()),
+        truncated=float(np.concatenate(truncated).mean()),
+        prompts=by_prompt.shape[0],
+        samples=by_prompt.shape[1],
+    )
+
+
+def main(config: ConfigDict) -> None:
+    """The command line: the newest checkpoint of a run folder, or the policy it would begin from."""
+    workdir = Path(flags.FLAGS.workdir)
+    experiment.check(config)
+    mesh = experiment.make_mesh(config)
+    with jax.set_mesh(mesh), Scorer(config.rewards.to_dict()) as scorer:
+        folder = experiment.initial_folder(config, workdir)
+        policy = experiment.open_policy(config, folder, dict(mesh.shape))
+        params, name = experiment.newest_params(config, workdir, policy, mesh)
+        sampler = experiment.make_sampler(config, policy, mesh)
+        sampler.load(params)
+        batches = experiment.held_out(config, policy)
+        key = jax.random.fold_in(jax.random.key(config.seed), 1)
+        result = evaluate(sampler, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
+    print(f"{name}: {result}")
+    if flags.FLAGS.json:
+        Path(flags.FLAGS.json).write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "Run folder.", required=True)
+    flags.DEFINE_string("json", None, "Also write the result to this file.")
+    cli.run(main)

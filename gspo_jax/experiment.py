@@ -1,0 +1,238 @@
+"""What every entry point builds from a config: the mesh, the policy's shape, the tokenizer, the data, the sampler.
+
+The one place below `configs/` that reads a ConfigDict's fields for others; everything it calls takes plain arguments.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from gspo_jax import objectives
+from gspo_jax.data import tasks
+from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, eval_batches, prompt_batches
+from gspo_jax.data.records import Record
+from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.models import huggingface, transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.objectives import Objective
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.training.checkpoint import Checkpointer, Restored
+from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
+from gspo_jax.types import Rollout, UserError
+
+
+_POSITIVE = (
+    "iterations",
+    "cpu_devices",
+    "data.prompts_per_batch",
+    "data.max_prompt_length",
+    "sampling.group_size",
+    "sampling.max_response_length",
+    "training.minibatches",
+    "training.microbatches",
+    "training.logprob_chunk",
+    "eval.every",
+    "log.samples_every",
+    "log.samples",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+
+
+def check(config: ConfigDict) -> None:
+    """Everything about a config that can be wrong without a look at devices, data or models.
+
+    Raises:
+      UserError: with the value, the limit and the remedy.
+    """
+    for name in _POSITIVE:
+        value = functools.reduce(operator.getitem, name.split("."), config)
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    if not config.model.folder and not config.coldstart.steps:
+        raise UserError(
+            "model.folder is empty and there is no cold start; give a folder in Hugging Face format, "
+            "--config.model.folder=DIR"
+        )
+    if config.training.old_logprobs not in ("sampler", "recompute"):
+        raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
+    if config.model.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
+    if config.eval.correct not in config.rewards:
+        raise UserError(
+            f"eval.correct is {config.eval.correct!r}, which is no reward of this config; use one of "
+            f"{', '.join(config.rewards)}"
+        )
+    make_sampling(config)
+    make_objective(config)
+    make_update_rule(config)
+    sizes = dict(config.mesh)
+    if -1 not in sizes.values():
+        check_batch(config, sizes)
+
+
+def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
+    """Raises a UserError unless prompts, mini-batches and micro-batches divide over the batch axes of the mesh."""
+    mesh_lib.mesh_sizes(sizes, int(np.prod(list(sizes.values()))))
+    prompts, group, training = config.data.prompts_per_batch, config.sampling.group_size, config.training
+    shards, by = mesh_lib.batch_shards(sizes), "data×fsdp×expert"
+    mesh_lib.check_divides("data.prompts_per_batch", prompts, by, shards)
+    mesh_lib.check_divides("data.prompts_per_batch", prompts, "training.minibatches", training.minibatches)
+    rows = prompts // training.minibatches * group
+    mesh_lib.check_divides("rows per mini-batch", rows, f"{by}×training.microbatches", shards * training.microbatches)
+    if config.coldstart.steps:
+        mesh_lib.check_divides("coldstart.batch", config.coldstart.batch, by, shards)
+
+
+def make_mesh(config: ConfigDict) -> Mesh:
+    """The mesh over all devices, checked against the batch."""
+    mesh = mesh_lib.make_mesh(dict(config.mesh))
+    check_batch(config, dict(mesh.shape))
+    return mesh
+
+
+def make_sampling(config: ConfigDict) -> Sampling:
+    """How training rollouts are drawn."""
+    s = config.sampling
+    return Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
+
+
+def make_objective(config: ConfigDict) -> Objective:
+    """The objective by name, with its section's hyper-parameters."""
+    name = config.objective.name
+    section = config.objective.get(name) if name in objectives.catalogue.__all__ else {}
+    return objectives.make(name, **section)
+
+
+def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
+    """The records of the config's task: `data.limit` of the training split, `eval.prompts` of the test split."""
+    data = config.data
+    limit = config.eval.prompts if split == "test" else data.limit
+    return tasks.load(
+        data.task,
+        split=split,
+        folder=data.folder or None,
+        data_dir=data.data_dir or None,
+        limit=limit or None,
+        **data.options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy on the mesh: what is fixed about it while its parameters change."""
+
+    config: ModelConfig
+    graph: nnx.GraphDef[transformer.Transformer]
+    """The model without parameters, computing in the config's dtype."""
+    shapes: nnx.State
+    tokenizer: Tokenizer
+
+
+def open_policy(config: ConfigDict, folder: Path, sizes: dict[str, int]) -> Policy:
+    """Reads the shape of a Hugging Face folder's model, and its tokenizer; no weights yet."""
+    model_config = huggingface.read_config(folder)
+    model_config.check_mesh(sizes)
+    tokenizer = Tokenizer.load(folder)
+    check_vocabulary(tokenizer, model_config.vocab_size)
+    graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
+    return Policy(model_config, graph, shapes, tokenizer)
+
+
+def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
+    """The sampler of a run. Evaluation uses it too, so that it measures what training samples, and compiles once."""
+    return Sampler(
+        policy.graph,
+        policy.shapes,
+        mesh,
+        dtype=jnp.dtype(config.model.dtype),
+        group_size=config.sampling.group_size,
+        length=config.sampling.max_response_length,
+        sampling=make_sampling(config),
+        eos_ids=policy.tokenizer.eos_ids,
+        pad_id=policy.tokenizer.pad_id,
+    )
+
+
+def completions(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
+    """The text of each response, special tokens left out."""
+    tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
+    return [tokenizer.decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]
+
+
+def per_response(prompts: PromptBatch, group_size: int) -> tuple[list[str], list[Record]]:
+    """The prompt and the record of each response."""
+    return (
+        [text for text in prompts.texts for _ in range(group_size)],
+        [record for record in prompts.records for _ in range(group_size)],
+    )
+
+
+def make_update_rule(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimizer and its schedule over the whole run."""
+    return make_optimizer(total_updates=config.iterations * config.training.minibatches, **config.optimizer)
+
+
+def initial_folder(config: ConfigDict, workdir: Path) -> Path:
+    """The Hugging Face folder a run begins from: the config's, or the one its cold start makes in the run folder."""
+    return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
+
+
+def restore(
+    checkpointer: Checkpointer, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Restored | None:
+    """The newest checkpoint of a run on this mesh; None if there is none."""
+    shapes = jax.eval_shape(functools.partial(new_state, optimizer=optimizer), policy.shapes)
+    return checkpointer.restore(shapes, state_shardings(policy.shapes, optimizer, mesh))
+
+
+def first_state(folder: Path, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state before the first update, its parameters from a Hugging Face folder straight onto the mesh."""
+    params = huggingface.load_params(folder, policy.config, mesh)
+    shardings = state_shardings(policy.shapes, optimizer, mesh)
+    return jax.jit(functools.partial(new_state, optimizer=optimizer), out_shardings=shardings)(params)
+
+
+def newest_params(config: ConfigDict, workdir: Path, policy: Policy, mesh: Mesh) -> tuple[nnx.State, str]:
+    """The parameters of a run's newest checkpoint, or those it would begin from, and what they are called."""
+    if not (workdir / "checkpoints").is_dir():
+        return huggingface.load_params(initial_folder(config, workdir), policy.config, mesh), "the first policy"
+    checkpointer = Checkpointer(workdir / "checkpoints")
+    restored = restore(checkpointer, policy, make_update_rule(config)[0], mesh)
+    checkpointer.close()
+    if restored is None:
+        raise UserError(f"{workdir / 'checkpoints'} holds no checkpoint; train first")
+    return restored.state.params, f"iteration {restored.step}"
+
+
+def training_prompts(config: ConfigDict, policy: Policy) -> Batches[PromptBatch]:
+    """Endless batches of the training split."""
+    return prompt_batches(
+        load_records(config, "train"),
+        policy.tokenizer,
+        prompts_per_batch=config.data.prompts_per_batch,
+        max_prompt_length=config.data.max_prompt_length,
+        seed=config.seed,
+    )
+
+
+def held_out(config: ConfigDict, policy: Policy) -> EvalBatches:
+    """The first `eval.prompts` prompts of the test split."""
+    return eval_batches(
+        load_records(config, "test"),
+        policy.tokenizer,
+        prompts_per_batch=config.data.prompts_per_batch,
+        max_prompt_length=config.data.max_prompt_length,
+    )

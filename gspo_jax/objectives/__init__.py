@@ -1,0 +1,179 @@
+"""Objectives for group-based RL, arrays in and arrays out: useful without the rest of the package.
+
+    loss, info = objectives.loss(objectives.gspo(low=3e-4, high=4e-4), logprobs,
+        old_logprobs=old, mask=mask, rewards=rewards, group_size=8)
+
+Holds no model, mesh or config. B rows are P prompts × G responses, the rows of a group adjacent; T response tokens.
+"""
+
+import difflib
+import inspect
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from gspo_jax.objectives import catalogue
+from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is listed in catalogue.__all__ and only there)
+from gspo_jax.objectives.catalogue import Objective
+from gspo_jax.objectives.surrogates import Batch, widen
+from gspo_jax.types import UserError
+
+__all__ = ["ClipSums", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
+__all__ += catalogue.__all__
+
+
+class Info(NamedTuple):
+    """What stood behind a loss, token by token; constants, none carries a gradient."""
+
+    ratio: Float[Array, "B T"]
+    """Importance ratio of the objective (one number along a row for `gspo`); 1 outside the mask."""
+    gated_low: Bool[Array, "B T"]
+    """True where the lower bound cut the gradient to zero; False outside the mask."""
+    gated_high: Bool[Array, "B T"]
+    """True where the upper bound cut the gradient to zero; False outside the mask."""
+    advantages: Float[Array, "B T"]
+    """Advantages as used; 0 outside the mask."""
+    weights: Float[Array, "B T"]
+    """Weights as used; 0 outside the mask."""
+
+    @property
+    def gated(self) -> Bool[Array, "B T"]:
+        """True where a bound cut the gradient to zero."""
+        return self.gated_low | self.gated_high
+
+
+class ClipSums(NamedTuple):
+    """The sums behind the clip fractions: those of micro-batches add up to those of the mini-batch."""
+
+    tokens: Float[Array, ""]
+    """Tokens in the mask."""
+    rows: Float[Array, ""]
+    """Rows with a token in the mask."""
+    token_low: Float[Array, ""]
+    """Tokens gated by the lower bound."""
+    token_high: Float[Array, ""]
+    """Tokens gated by the upper bound."""
+    sequence_low: Float[Array, ""]
+    """Sum over rows of the fraction of the row's tokens gated by the lower bound."""
+    sequence_high: Float[Array, ""]
+    """Sum over rows of the fraction of the row's tokens gated by the upper bound."""
+
+
+def make(name: str, **hyper_parameters: float | str | None) -> Objective:
+    """The objective called `name` in the catalogue, as from a config.
+
+    Raises UserError for a name or a hyper-parameter that does not exist, listing those that do.
+    """
+    if name not in catalogue.__all__:
+        raise UserError(f"there is no objective '{name}'{_nearest(name, catalogue.__all__)}")
+    factory = getattr(catalogue, name)
+    known = list(inspect.signature(factory).parameters)
+    for given in hyper_parameters:
+        if given not in known:
+            raise UserError(f"{name} has no hyper-parameter '{given}'{_nearest(given, known)}")
+    return factory(**hyper_parameters)
+
+
+def loss(
+    objective: Objective,
+    logprobs: Float[Array, "B T"],
+    *,
+    old_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    rewards: Float[Array, " B"] | None = None,
+    group_size: int | None = None,
+    advantages: Float[Array, " B"] | Float[Array, "B T"] | None = None,
+    weights: Float[Array, "B T"] | None = None,
+) -> tuple[Float[Array, ""], Info]:
+    """Loss of a batch, to be minimised, and what stood behind it: loss = −Σ w·gain.
+
+    `mask` is True on the tokens that the policy sampled, EOS included; what stands elsewhere changes nothing, NaN
+    included. Give `rewards` with `group_size`, or `advantages`. `weights` are `objective.weights(mask)` unless given:
+    compute them for a whole mini-batch and cut them up with it, and the losses of its micro-batches add up to its loss.
+
+    Raises ValueError for shapes that do not fit, UserError for `[B, T]` advantages where the objective has none.
+    """
+    _check_batch(logprobs, old_logprobs, mask)
+    if (rewards is None) == (advantages is None) or (rewards is None) != (group_size is None):
+        raise ValueError("loss needs either rewards with group_size, or advantages, and not both")
+    if advantages is None:
+        advantages = objective.advantage(rewards, group_size=group_size)
+    advantages = _per_token(objective, advantages, mask)
+    if weights is None:
+        weights = objective.weights(mask)
+    if weights.shape != mask.shape:
+        raise ValueError(f"weights are {list(weights.shape)}; they must be [B, T] = {list(mask.shape)}")
+    weights = jnp.where(mask, weights, 0.0)
+    said = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages))
+    info = Info(
+        ratio=jnp.where(mask, said.ratio, 1.0),
+        gated_low=said.gated_low,
+        gated_high=said.gated_high,
+        advantages=advantages,
+        weights=weights,
+    )
+    return -jnp.sum(weights * said.gain), info
+
+
+def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
+    """The sums behind the clip fractions of one micro-batch; add those of all, then call `clip_fractions`."""
+    lengths = jnp.sum(mask, axis=1)
+    low, high = jnp.sum(info.gated_low, axis=1), jnp.sum(info.gated_high, axis=1)
+    per_row = jnp.maximum(lengths, 1)
+    return ClipSums(
+        tokens=widen(jnp.sum(lengths)),
+        rows=widen(jnp.sum(lengths > 0)),
+        token_low=widen(jnp.sum(low)),
+        token_high=widen(jnp.sum(high)),
+        sequence_low=jnp.sum(low / per_row),
+        sequence_high=jnp.sum(high / per_row),
+    )
+
+
+def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
+    """Fraction of tokens whose gradient the gate cut to zero, by metric name, each also by bound.
+
+    `clip_fraction/token` weighs tokens equally, `clip_fraction/sequence` rows with a token equally; without any, 0.
+    """
+    tokens, rows = jnp.maximum(sums.tokens, 1), jnp.maximum(sums.rows, 1)
+    return {
+        "clip_fraction/token": (sums.token_low + sums.token_high) / tokens,
+        "clip_fraction/token_low": sums.token_low / tokens,
+        "clip_fraction/token_high": sums.token_high / tokens,
+        "clip_fraction/sequence": (sums.sequence_low + sums.sequence_high) / rows,
+        "clip_fraction/sequence_low": sums.sequence_low / rows,
+        "clip_fraction/sequence_high": sums.sequence_high / rows,
+    }
+
+
+def _check_batch(logprobs: Array, old_logprobs: Array, mask: Array) -> None:
+    """The three are [B, T] alike, and the mask is boolean."""
+    shapes = [list(jnp.shape(x)) for x in (logprobs, old_logprobs, mask)]
+    if len(shapes[0]) != 2 or shapes != [shapes[0]] * 3:
+        raise ValueError("logprobs are {}, old_logprobs {}, mask {}; all three must be the same [B, T]".format(*shapes))
+    if mask.dtype != bool:
+        raise ValueError(f"mask is {mask.dtype}, not bool; use mask != 0")
+
+
+def _per_token(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """The advantage of every token, a constant, 0 outside the mask."""
+    advantages = jax.lax.stop_gradient(widen(advantages))
+    if advantages.shape not in (mask.shape, mask.shape[:1]):
+        raise ValueError(
+            f"advantages are {list(advantages.shape)}; they must be [B] or [B, T], here [B, T] = {list(mask.shape)}"
+        )
+    if advantages.ndim == 2 and not objective.token_advantages:
+        raise UserError(
+            f"{objective.name} has one advantage for each row, [B], but got {list(advantages.shape)}; "
+            "for an advantage for each token, [B, T], use an objective that allows it, such as gspo_token"
+        )
+    per_token = advantages if advantages.ndim == 2 else advantages[:, None]
+    return jnp.where(mask, per_token, 0.0)
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    """The end of an error message: the nearest name, if one is near, and all there are."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return "".join(f"; did you mean '{n}'?" for n in near) + f" (there are: {', '.join(known)})"

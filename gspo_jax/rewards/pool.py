@@ -1,0 +1,186 @@
+"""Worker processes that can be killed: a call that outlives its timeout ends with its process, and a new one starts.
+
+Workers are plain child processes talking JSON over pipes. multiprocessing is not used: its fork would copy jax's
+threads, and its spawn imports the parent's `__main__`, jax and all, into every replacement.
+"""
+
+import contextlib
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+_START_S = 60.0
+"""How long a worker may take to import its functions."""
+_TRIES = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one call: a score, or NaN and why there is none."""
+
+    score: float
+    error: str | None = None
+    raised: bool = False
+    """True where the function itself raised; `error` is then its traceback."""
+
+    @classmethod
+    def of(cls, score: float | None) -> "Outcome":
+        """The outcome of a function that returned: None, NaN and infinities are no scores."""
+        if score is None or not math.isfinite(score):
+            return cls(math.nan, f"returned {score}")
+        return cls(float(score))
+
+
+class WorkerDied(RuntimeError):
+    """A worker ended although nobody timed it out."""
+
+
+class Pool:
+    """`workers` processes that import `module` and call its functions, each call within `timeout_s` seconds."""
+
+    def __init__(self, module: str, *, workers: int, timeout_s: float) -> None:
+        self._module, self._timeout_s = module, timeout_s
+        self._closed = False
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._all: set[_Worker] = set()
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(self._start())
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return sorted(worker.process.pid for worker in self._all)
+
+    def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome]:
+        """Queues `module.name(prompt, completion, record)`; the future never raises for what the function does.
+
+        A call that is too slow has its worker killed. A worker that dies by itself is replaced and the call tried once
+        more.
+        """
+        request = json.dumps({"name": name, "prompt": prompt, "completion": completion, "record": record}) + "\n"
+        return self._threads.submit(self._call, request.encode())
+
+    def close(self) -> None:
+        """Kills the workers; calls that have not begun are dropped. A second call does nothing."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._all):
+            self._stop(worker)
+
+    def _call(self, request: bytes) -> Outcome:
+        worker = self._idle.get()  # there is one per thread
+        error = ""
+        try:
+            for _ in range(_TRIES):
+                try:
+                    return worker.call(request, self._timeout_s)
+                except TimeoutError:
+                    worker = self._replace(worker)
+                    return Outcome(math.nan, f"killed after {self._timeout_s:g} s")
+                except WorkerDied as death:
+                    worker = self._replace(worker)
+                    error = f"{death}, {_TRIES} times"
+            return Outcome(math.nan, error)
+        finally:
+            self._idle.put(worker)
+
+    def _start(self) -> "_Worker":
+        worker = _Worker(self._module, self._timeout_s)
+        self._all.add(worker)
+        return worker
+
+    def _stop(self, worker: "_Worker") -> None:
+        self._all.discard(worker)
+        worker.kill()
+
+    def _replace(self, worker: "_Worker") -> "_Worker":
+        self._stop(worker)
+        if self._closed:
+            raise RuntimeError("the reward pool was closed while it was scoring")
+        return self._start()
+
+
+class _Worker:
+    """One child process, used by one thread at a time."""
+
+    def __init__(self, module: str, timeout_s: float) -> None:
+        # The worker finds what this process finds; -P keeps a folder that happens to be current out of it.
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gspo_jax.rewards.worker", module, str(timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the trainer, which then closes its workers
+        )
+        self._module = module
+        self._ready = False
+        self._expired = False
+
+    def call(self, request: bytes, timeout_s: float) -> Outcome:
+        """Sends one request and waits for the answer; raises TimeoutError (the worker is dead then) or WorkerDied."""
+        if not self._ready:
+            with self._deadline(_START_S):
+                self._read()
+            self._ready = True
+        with self._deadline(timeout_s):
+            try:
+                assert self.process.stdin is not None
+                self.process.stdin.write(request)
+                self.process.stdin.flush()
+            except OSError:
+                pass  # it is dead; reading says how
+            reply = self._read()
+        if "error" in reply:
+            return Outcome(math.nan, reply["error"], raised=True)
+        return Outcome.of(reply["score"])
+
+    def kill(self) -> None:
+        """Ends the process at once and collects it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # flushing what it never read
+                pipe.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        if self._expired:
+            raise TimeoutError
+        code = self.process.wait()
+        if code > 0 and not self._ready:
+            # It will not get better by trying again; its traceback is on stderr.
+            raise RuntimeError(f"a reward worker for {self._module} could not start: exit code {code}")
+        raise WorkerDied(f"the reward worker ended with {_ending(code)}")
+
+    @contextlib.contextmanager
+    def _deadline(self, seconds: float) -> Iterator[None]:
+        """Kills the process unless the block ends within `seconds`; a blocked read or write then returns."""
+        timer = threading.Timer(seconds, self._expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.process.kill()
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

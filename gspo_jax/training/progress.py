@@ -1,0 +1,195 @@
+"""What a run shows while it goes on: a live bar with an ETA on a terminal, one plain line per iteration elsewhere.
+
+Nothing here is a record: the numbers are kept by metrics.py. A stream that breaks (a closed terminal) is let go, and
+the run goes on in silence.
+"""
+
+import io
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+SHOWN: Mapping[str, Callable[[Any], str]] = {
+    "reward": lambda x: f"reward {x:.3f}",
+    "accuracy": lambda x: f"accuracy {x:.1%}",
+    "clip_fraction": lambda x: f"clipped {x:.1%}",
+    "flip_rate": lambda x: f"flipped {x:.1%}",
+    "tokens_per_s": lambda x: f"{x:,.0f} tok/s",
+}
+"""How the usual numbers of `Progress.advance` are written; any other name is shown as `name value`."""
+ETA_WINDOW = 50
+"""Newest iterations that the ETA is estimated from."""
+
+
+class _Console(Console):
+    """rich ends the process when a pipe breaks; a run must not end for that."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the pipe that shows the progress is closed")
+
+
+class Progress:
+    """Shows how far `total` iterations have come, for how long they have run and how long they will still take.
+
+    The ETA is the mean time of the newest iterations times what is left. The first iteration of a process contains
+    compilation and is kept out of that mean, so an ETA appears from the second on. `done` are the iterations that an
+    earlier process finished.
+    """
+
+    def __init__(self, total: int, *, label: str, stream: TextIO | None = None, done: int = 0):
+        self._total, self._label, self._first, self._done = total, label, done, done
+        self._stream = sys.stdout if stream is None else stream
+        if isinstance(self._stream, io.TextIOWrapper) and self._stream.encoding.lower() != "utf-8":
+            self._stream.reconfigure(errors="replace")
+        self._phase = ""
+        self._shown: dict[str, Any] = {}
+        self._durations: list[float] = []
+        self._started = self._iteration_started = time.monotonic()
+        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        width = None if terminal else 120
+        self._console = _Console(file=self._stream, force_terminal=terminal, width=width, highlight=False, emoji=False)
+        self._spinner = Spinner("dots")
+        self._live = (
+            Live(console=self._console, get_renderable=self._render, refresh_per_second=8) if terminal else None
+        )
+        self._broken = False
+
+    def __enter__(self) -> "Progress":
+        self._started = self._iteration_started = time.monotonic()
+        if self._live is not None:
+            self._safely(self._live.start)
+        else:
+            since = f" from iteration {self._done + 1}" if self._done else ""
+            count = f"{self._total} iteration{'s' if self._total != 1 else ''}"
+            self.say(f"{self._label}: {count}{since}; the first compiles and is left out of the ETA")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._phase = ""
+        if self._live is not None:
+            self._safely(self._live.stop)
+
+    def phase(self, name: str) -> None:
+        """Names what the current iteration does now ("sampling"); seen on a terminal only."""
+        self._phase = name
+
+    def advance(self, **shown: float | None) -> None:
+        """Ends an iteration. `shown` as in SHOWN; None is passed over, and on a terminal the number before it stays."""
+        now = time.monotonic()
+        if self._done > self._first:  # the first one compiles
+            self._durations = [*self._durations, now - self._iteration_started][-ETA_WINDOW:]
+        self._iteration_started = now
+        self._done += 1
+        fresh = {name: value for name, value in shown.items() if value is not None}
+        self._shown |= fresh
+        if self._live is None:
+            numbers = "".join("  " + number for number in _shown(fresh))
+            self.say(f"{self._label} {self._done}/{self._total}{numbers}  {self._clock()}")
+
+    def say(self, text: str) -> None:
+        """Prints a line; on a terminal it goes above the bar."""
+        self._print(Text(printable(text), no_wrap=self._live is None, overflow="ignore"))
+
+    def table(self, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
+        """Prints one line per row; the columns are the keys of the first one."""
+        if rows:
+            self._print(make_table(rows, title=title))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that are left; None while only the first iteration, which compiles, is known."""
+        left = self._total - self._done
+        if left <= 0:
+            return 0.0
+        if not self._durations:
+            return None
+        mean = sum(self._durations) / len(self._durations)
+        running = min(time.monotonic() - self._iteration_started, mean)
+        return left * mean - running
+
+    def _clock(self) -> str:
+        elapsed = f"elapsed {duration(time.monotonic() - self._started)}"
+        eta = self.eta_s
+        if eta is not None:
+            return f"{elapsed}  ETA {duration(eta)}" if self._done < self._total else elapsed
+        return f"{elapsed}  ETA after iteration {self._first + 2}" if self._first + 2 < self._total else elapsed
+
+    def _render(self) -> RenderableType:
+        """Two lines: how far, and the newest numbers."""
+        first = Table.grid(padding=(0, 1), expand=True)
+        first.add_column(no_wrap=True)
+        first.add_column(no_wrap=True)
+        first.add_column(ratio=1, min_width=10)
+        first.add_column(no_wrap=True)
+        first.add_column(no_wrap=True)
+        first.add_row(
+            self._spinner if self._done < self._total else Text("✓", style="green"),
+            Text(self._label, style="bold"),
+            ProgressBar(total=self._total, completed=self._done, complete_style="cyan", finished_style="green"),
+            Text(f"{self._done}/{self._total}"),
+            Text(self._clock(), style="dim"),
+        )
+        numbers = " · ".join(_shown(self._shown))
+        second = Text.assemble("  ", (self._phase, "cyan"), " · " if self._phase and numbers else "", numbers)
+        second.no_wrap, second.overflow = True, "ellipsis"
+        return Group(first, second)
+
+    def _print(self, what: RenderableType) -> None:
+        self._safely(lambda: self._console.print(what))
+
+    def _safely(self, show: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            show()
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal was closed, or the stream: no reason to end a run of days
+            self._broken = True
+
+
+def make_table(rows: Sequence[Mapping[str, Any]], *, title: str = "") -> Table:
+    """Returns a rich table of the rows: floats to four figures and to the right, texts as they are, without markup."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in rows[0]:
+        numbers = all(isinstance(row.get(name), (int, float, type(None))) for row in rows)
+        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name))) for name in rows[0]))
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Writes seconds as h:mm:ss, from a day on as d h:mm."""
+    whole = math.ceil(max(seconds, 0.0))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{whole % 60:02}"
+
+
+def printable(text: str) -> str:
+    """Escapes what would move the cursor or change colours: a sampled completion may hold any character."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _shown(numbers: Mapping[str, Any]) -> list[str]:
+    """Writes the numbers, the usual ones first, in a fixed order."""
+    usual = [write(numbers[name]) for name, write in SHOWN.items() if name in numbers]
+    return usual + [f"{name} {value:.4g}" for name, value in numbers.items() if name not in SHOWN]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))

@@ -1,0 +1,213 @@
+"""Run folders read back for reports: groups of runs that differ in their seed only, their curves and their numbers.
+
+Files in, NumPy out; drawing is report.py's. What the files hold is metrics.py's.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.training.metrics import METRICS_FILE, read_config, read_metrics
+from gspo_jax.types import UserError
+
+NOT_A_SETTING = ("seed", "workdir", "command")
+"""Config fields, by their last name, in which runs of one group may differ."""
+SUMMARY = {
+    "eval/accuracy": ("Held-out accuracy", "share of problems", 3),
+    "reward/mean": ("Reward", "per response", 3),
+    "response_length/mean": ("Response length", "tokens", 1),
+    "actor/entropy": ("Entropy", "nats per token", 3),
+    "clip_fraction/token": ("Clip fraction", "share of tokens", 4),
+    "routing/flip_rate": ("Routing flip rate", "share of experts", 4),
+}
+"""What `facts` tells of a group: metric, its title, its unit, decimals worth showing."""
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read."""
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    """Of metrics.jsonl, by step."""
+    config: dict[str, Any] | None
+    """Flat, dotted names; None where there is no config.json."""
+    command: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed."""
+
+    label: str
+    color: str
+    runs: list[Run]
+
+    @property
+    def caption(self) -> str:
+        """The label with the number of runs."""
+        return f"{self.label} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.label
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of the runs of a group (R runs) at the N steps they share."""
+
+    steps: np.ndarray
+    raw: np.ndarray
+    """[R, N]"""
+    smooth: np.ndarray
+    """[R, N] centred moving average of each run."""
+
+
+def load_run(folder: str | os.PathLike[str]) -> Run:
+    """Reads a run folder; raises UserError where there is nothing to report yet."""
+    rows = read_metrics(folder)
+    if not rows:
+        raise UserError(f"{Path(folder) / METRICS_FILE} has no whole line yet; wait for the run's first update")
+    config = read_config(folder)
+    command = "" if config is None else str(config.pop("command", ""))
+    return Run(folder=Path(folder), rows=rows, config=None if config is None else _flat(config), command=command)
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Puts runs that share every setting into one group, and names groups by what differs: settings, else folders."""
+    by_settings: dict[str, list[Run]] = {}
+    for run in runs:
+        key = str(run.folder) if run.config is None else json.dumps(_settings(run.config), sort_keys=True)
+        by_settings.setdefault(key, []).append(run)
+    members = list(by_settings.values())
+    differing = differences(runs)
+    labels = []
+    for group in members:
+        label = _common_name([run.folder.resolve() for run in group])
+        if 0 < len(differing) <= 3 and all(run.config is not None for run in runs):
+            settings = group[0].config or {}
+            label = ", ".join(_setting(name, settings.get(name)) for name in differing)
+        labels.append(label)
+    labels = [
+        str(group[0].folder) if labels.count(label) > 1 else label for label, group in zip(labels, members, strict=True)
+    ]
+    return [Group(labels[i], PALETTE[i % len(PALETTE)], group) for i, group in enumerate(members)]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Returns the settings in which the runs differ, with the value of each run (None where it has no such field)."""
+    settings = [_settings(run.config or {}) for run in runs]
+    names = sorted({name for one in settings for name in one})
+    table = {name: [one.get(name) for one in settings] for name in names}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+
+
+def curve(group: Group, name: str, *, minibatch: int | None = None) -> Curve | None:
+    """Returns a metric of a group, one point per iteration (the mean over its mini-batches, or one of them)."""
+    per_run = [found for run in group.runs if (found := _per_iteration(run.rows, name, minibatch))]
+    shared = sorted(set.intersection(*map(set, per_run))) if per_run else []
+    if not shared:
+        return None
+    raw = np.array([[points[step] for step in shared] for points in per_run], dtype=np.float64)
+    window = 1 if name.startswith("eval/") else max(1, len(shared) // 12) | 1
+    kernel = np.ones(window)
+    weight = np.convolve(np.ones(len(shared)), kernel, mode="same")
+    smooth = np.stack([np.convolve(row, kernel, mode="same") / weight for row in raw]) if len(shared) >= window else raw
+    return Curve(np.array(shared), raw, smooth)
+
+
+def vectors(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns (steps [N], values [N, L]) of a metric that is a list, the mean over runs and mini-batches, smoothed."""
+    rows = [row for row in group.runs[0].rows if isinstance(row.get(name), list)]
+    columns = [curve(group, f"{name}/{i}") for i in range(len(rows[0][name]))] if rows else []
+    present = [column for column in columns if column is not None]
+    if not present:
+        return None
+    shared = sorted(set.intersection(*(set(column.steps.tolist()) for column in present)))
+    values = [column.smooth.mean(axis=0)[np.isin(column.steps, shared)] for column in present]
+    return (np.array(shared), np.stack(values, axis=1)) if shared else None
+
+
+def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Returns initial and final value and change (mean, min, max over runs) of each SUMMARY metric of each group.
+
+    Evaluations: the first and the last. All else: the mean of the first and of the last tenth of the iterations.
+    """
+    found = []
+    for group in groups:
+        metrics = {}
+        for name in SUMMARY:
+            ends = [_ends(points, name) for run in group.runs if (points := _per_iteration(run.rows, name, None))]
+            if ends:
+                initial, final = np.array(ends).T
+                values = {"initial": initial, "final": final, "change": final - initial}
+                metrics[name] = {key: _spread(value) for key, value in values.items()}
+        runs = [_run_facts(run) for run in group.runs]
+        found.append({"label": group.label, "runs": runs, "metrics": metrics})
+    return found
+
+
+def _run_facts(run: Run) -> dict[str, Any]:
+    speeds = list(_per_iteration(run.rows, "throughput/tokens_per_s", None).values())
+    return {
+        "folder": str(run.folder),
+        "seed": None if run.config is None else run.config.get("seed"),
+        "updates": run.rows[-1]["step"],
+        "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
+        "seconds": round(run.rows[-1].get("time", 0) - run.rows[0].get("time", 0), 1),
+        "tokens_per_s": float(np.median(speeds)) if speeds else None,
+        "command": run.command,
+    }
+
+
+def _common_name(folders: Sequence[Path]) -> str:
+    """Names seeds of one experiment: tiny-0, tiny-1 are "tiny"; tiny/seed0, tiny/seed1 too."""
+    if len(folders) == 1:
+        return folders[0].name
+    columns = zip(*(folder.name for folder in folders), strict=False)
+    common = "".join(letters[0] for letters in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    common = common.rstrip("-_. 0123456789=").removesuffix("seed").rstrip("-_. ")
+    return common or folders[0].parent.name
+
+
+def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int | None) -> dict[int, float]:
+    """Returns {last step of the iteration: mean}. `name/3` also finds element 3 of the list metric `name`."""
+    parent, _, index = name.rpartition("/")
+    points: dict[Any, list[tuple[int, float]]] = {}
+    for row in rows:
+        value = row.get(name)
+        if value is None and index.isdigit() and isinstance(row.get(parent), list) and int(index) < len(row[parent]):
+            value = row[parent][int(index)]
+        if isinstance(value, (int, float)) and minibatch in (None, row.get("minibatch")):
+            points.setdefault(row.get("iteration", f"step {row['step']}"), []).append((row["step"], value))
+    return {found[-1][0]: float(np.mean([value for _, value in found])) for found in points.values()}
+
+
+def _ends(points: Mapping[int, float], name: str) -> tuple[float, float]:
+    values = [points[step] for step in sorted(points)]
+    count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
+    return float(np.mean(values[:count])), float(np.mean(values[-count:]))
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name.rpartition(".")[2] not in NOT_A_SETTING}
+
+
+def _setting(name: str, value: Any) -> str:
+    last = name.rpartition(".")[2]
+    return str(value) if last == "name" else f"{last}={value}"

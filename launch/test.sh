@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What CI runs: bash launch/test.sh [pytest arguments …]
+# Style, layers, types, then the tests with every line of gspo_jax/objectives covered. With a selection of tests (a path, -k,
+# -m, --lf …) coverage is not asked for. Makes .venv first where it is missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/venv.sh
+source launch/venv.sh
+
+# Succeeds where the arguments choose some of the tests.
+selects() {
+  local argument
+  for argument in "$@"; do
+    case $argument in
+      -k* | -m* | --lf | --last-failed | --sw | --stepwise | --deselect* | --ignore* | --co | --collect-only) return 0 ;;
+      -*) ;;
+      *) if [ -e "${argument%%::*}" ]; then return 0; fi ;;
+    esac
+  done
+  return 1
+}
+
+failed=()
+# check NAME COMMAND…: one line when it passes, its output when it does not.
+check() {
+  local name=$1 output begun=$SECONDS
+  shift
+  if output=$("$@" 2>&1); then
+    echo "ok      $name ($((SECONDS - begun)) s)"
+  else
+    printf '%s\nFAILED  %s: %s\n' "$output" "$name" "$*"
+    failed+=("$name")
+  fi
+}
+
+ensure_venv test
+bin=.venv/bin
+check "ruff check" $bin/ruff check .
+check "ruff format" $bin/ruff format --check .
+check "layers" $bin/lint-imports
+check "types" $bin/pyright --pythonpath $bin/python
+
+coverage=(--cov=gspo_jax/objectives --cov-report=term-missing:skip-covered --cov-fail-under=100)
+if selects "$@"; then coverage=(); fi
+code=0
+$bin/python -m pytest ${coverage[@]+"${coverage[@]}"} "$@" || code=$?
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "failed before the tests: ${failed[*]}" >&2
+  if [ "$code" = 0 ]; then code=1; fi
+fi
+exit "$code"

@@ -1,0 +1,99 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it, which set -euo pipefail: makes .venv with the newest supported Python that really runs and
+# installs the project. What was cut off is finished by the next call. PYTHON=/path/to/python chooses another interpreter.
+
+SUPPORTED="3.13 3.12 3.11"
+
+PROBE='
+import sys, sysconfig
+import bz2, ctypes, ensurepip, lzma, sqlite3, ssl, venv  # missing from builds made without the headers, or on Debian
+ok = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+sys.exit(0 if ok and "%d.%d" % sys.version_info[:2] in sys.argv[1].split() else 1)
+'
+
+# Succeeds where $1 runs (a pyenv shim may exist and fail), is one of the versions in $2, and has all that an install needs.
+runs_as() {
+  "$1" -c "$PROBE" "$2" >/dev/null 2>&1 </dev/null
+}
+
+# Prints the newest supported Python: by name on PATH, pyenv's, uv's, then whatever python3 is.
+pick_python() {
+  local version candidate
+  if [ -n "${PYTHON:-}" ]; then
+    if runs_as "$PYTHON" "$SUPPORTED"; then command -v "$PYTHON" && return; fi
+    echo "error: PYTHON=$PYTHON is no working Python of ${SUPPORTED// /, }; choose another or unset PYTHON" >&2
+    return 1
+  fi
+  for version in $SUPPORTED; do
+    for candidate in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version"*/bin/python \
+      "$(uv python find "$version" 2>/dev/null)" python3 python; do
+      if [ -n "$candidate" ] && runs_as "$candidate" "$version"; then command -v "$candidate" && return; fi
+    done
+  done
+  echo "error: no working Python of ${SUPPORTED// /, } was found; install one, or name one with PYTHON=/path/to/python" >&2
+  return 1
+}
+
+# Shows pip's output as one moving line on a terminal, elsewhere as a line every 20 seconds.
+show_install() {
+  local line shown=$SECONDS
+  while IFS= read -r line; do
+    if [ -t 1 ]; then
+      printf '\r\033[K  %3d s  %s' "$SECONDS" "${line:0:68}"
+    elif [ $((SECONDS - shown)) -ge 20 ]; then
+      shown=$SECONDS
+      echo "  $SECONDS s  ${line:0:100}"
+    fi
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
+}
+
+# Succeeds where .venv has the extra $1 as pyproject.toml asks for it now; the extra `test` holds every other.
+installed() {
+  local stamp
+  for stamp in "$1" test; do
+    if [ "$(cat ".venv/installed-$stamp" 2>/dev/null)" = "$(install_state)" ]; then
+      .venv/bin/python -c "" >/dev/null 2>&1 && return
+    fi
+  done
+  return 1
+}
+
+# Prints what an install depends on: the requirements, and the place, since a moved .venv points to the old one.
+install_state() {
+  echo "$(cksum <pyproject.toml) $PWD"
+}
+
+# Makes .venv where there is none that works; one that only lacks pip gets it.
+make_venv() {
+  local python
+  if .venv/bin/python -m pip --version >/dev/null 2>&1; then return; fi
+  if .venv/bin/python -m ensurepip --upgrade >/dev/null 2>&1 && .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    return
+  fi
+  python=$(pick_python)
+  echo "making .venv with $("$python" --version) ($python)"
+  "$python" -m venv --clear .venv
+}
+
+# ensure_venv EXTRA: afterwards .venv/bin/python has the project with that extra, editable.
+ensure_venv() {
+  if installed "$1"; then return; fi
+  mkdir -p .venv
+  if command -v flock >/dev/null; then # two scripts at once: the second waits, then finds the work done
+    exec 9<.venv
+    flock 9
+  fi
+  if ! installed "$1"; then
+    make_venv
+    echo "installing gspo_jax[$1] into .venv: some minutes the first time"
+    if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input -e ".[$1]" 2>&1 9<&- |
+      tee .venv/install.log | show_install; then
+      tail -n 20 .venv/install.log >&2
+      echo "error: the install failed, see above and .venv/install.log; run the same command again once that is mended" >&2
+      exit 1
+    fi
+    install_state >".venv/installed-$1"
+  fi
+  exec 9<&-
+}

@@ -1,0 +1,154 @@
+"""Write the golden data: four tiny random Hugging Face checkpoints and what transformers computes with them.
+
+    python tests/golden/make_golden.py            # from the repository root; rewrites the folders beside this file
+
+Needs torch and transformers, which gspo_jax itself does not: made with torch 2.13.0 (CPU) and transformers 5.23.0. Each
+folder is a real `save_pretrained` folder plus `reference.npz`:
+    tokens [B,T] int32      random ids
+    logits [B,T,V] float32  of the eager forward
+    greedy [B,32] int32     the greedy continuation of each row, which EOS does not stop
+The four cover: norm_topk_prob true and false; experts as one tensor each in one file, and fused in a sharded checkpoint
+with an index; head tied and untied. Norm weights are pushed away from 1, so that a forgotten scale shows.
+
+A seed is taken only if rounding cannot change the answer: along the greedy path the best logit leads the second by more
+than `MIN_GAP`, and everywhere the last chosen expert leads the first rejected one by more than `MIN_ROUTER_GAP`.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import transformers
+
+ROWS, LENGTH, NEW_TOKENS = 3, 16, 32
+MIN_GAP = 5e-3  # in logits; float32 rounding moves them by about 1e-5
+MIN_ROUTER_GAP = 1e-4  # in router logits
+MIN_DISTINCT = 8  # distinct tokens in a continuation, so that a decoder stuck on one token does not pass
+
+COMMON = {
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden_size / num_attention_heads
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
+MOE = {"num_experts": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
+# folder -> (class, changes to the config, arguments of save_pretrained)
+MODELS = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeForCausalLM,
+        {**MOE, "num_hidden_layers": 3, "num_experts_per_tok": 2, "norm_topk_prob": True, "eos_token_id": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {},
+    ),
+    "qwen3_moe_fused": (
+        transformers.Qwen3MoeForCausalLM,
+        {**MOE, "num_hidden_layers": 3, "num_experts_per_tok": 3, "norm_topk_prob": False, "eos_token_id": [1, 2],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"save_original_format": False, "max_shard_size": "240KB"},
+    ),
+    "qwen3": (
+        transformers.Qwen3ForCausalLM,
+        {"num_hidden_layers": 3, "tie_word_embeddings": False, "eos_token_id": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {},
+    ),
+    "qwen3_tied": (
+        transformers.Qwen3ForCausalLM,
+        {"num_hidden_layers": 2, "tie_word_embeddings": True, "eos_token_id": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {},
+    ),
+}  # fmt: skip
+
+
+def build(name: str, seed: int) -> transformers.PreTrainedModel:
+    """A float32 model, its matrices drawn wide enough that the logits are far from flat, its norm weights not 1."""
+    cls, changes, _ = MODELS[name]
+    model = cls(cls.config_class(**COMMON, **changes, attn_implementation="eager", experts_implementation="eager"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "norm" in key:
+                weight.uniform_(0.5, 1.5, generator=generator)
+            else:
+                # At 0.2 a tied head would mostly repeat the token it was fed.
+                std = 0.1 if "embed_tokens" in key and model.config.tie_word_embeddings else 0.2
+                weight.normal_(0.0, std, generator=generator)
+    return model.eval()
+
+
+@torch.no_grad()
+def reference(model: transformers.PreTrainedModel, seed: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The arrays to keep, and the margins that decide whether the seed is taken."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    tokens = torch.randint(3, model.config.vocab_size, (ROWS, LENGTH), generator=generator)
+    logits = model(tokens, use_cache=False).logits
+    path = tokens
+    for _ in range(NEW_TOKENS):
+        step = model(path, use_cache=False).logits[:, -1]
+        path = torch.cat([path, step.argmax(-1, keepdim=True)], dim=1)
+    is_moe = model.config.model_type == "qwen3_moe"
+    out = model(path, use_cache=False, **({"output_router_logits": True} if is_moe else {}))
+    best = out.logits[:, LENGTH - 1 : -1].topk(2, dim=-1).values
+    greedy = path[:, LENGTH:]
+    margins = {
+        "logits_std": logits.std().item(),
+        "greedy_gap": (best[..., 0] - best[..., 1]).min().item(),
+        "distinct": min(len(set(row.tolist())) for row in greedy),
+        "router_gap": float("inf"),
+    }
+    if is_moe:
+        k = model.config.num_experts_per_tok
+        ranked = torch.stack(out.router_logits).sort(dim=-1, descending=True).values
+        margins["router_gap"] = (ranked[..., k - 1] - ranked[..., k]).min().item()
+    arrays = {
+        "tokens": tokens.numpy().astype(np.int32),
+        "logits": logits.numpy(),
+        "greedy": greedy.numpy().astype(np.int32),
+    }
+    return arrays, margins
+
+
+def make(name: str, root: pathlib.Path) -> dict[str, object]:
+    """Try seeds until one has safe margins, write its folder, and report it."""
+    for seed in range(100):
+        model = build(name, seed)
+        arrays, margins = reference(model, seed)
+        if (
+            margins["greedy_gap"] > MIN_GAP
+            and margins["router_gap"] > MIN_ROUTER_GAP
+            and margins["distinct"] >= MIN_DISTINCT
+        ):
+            break
+    else:
+        raise SystemExit(f"{name}: none of 100 seeds has safe margins")
+    folder = root / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, **MODELS[name][2])
+    np.savez_compressed(folder / "reference.npz", **arrays)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return {"folder": name, "seed": seed, **margins, "kilobytes": size // 1000}
+
+
+def main() -> None:
+    """Write every folder and print one line of margins for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).parent, help="where to write")
+    root = parser.parse_args().root
+    torch.set_num_threads(1)
+    for name in MODELS:
+        print(json.dumps(make(name, root)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The pipeline: the same global batches for any process count, exact resumption, and nothing cut or lost silently."""
+
+import itertools
+import json
+import logging as standard_logging
+
+import numpy as np
+import pytest
+import tokenizers
+
+from gspo_jax.data import pipeline, tasks
+from gspo_jax.data.records import CorruptRecord, Records
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.types import UserError
+
+S = 8
+
+
+def make_record(i, question=None):
+    question = f"{i}+{i}=?" if question is None else question
+    return {"id": f"r{i}", "question": question, "worked": f"{i} #### {2 * i}", "answer": str(2 * i), "instruction": ""}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train([f"{i}+{i}=?{i} #### {2 * i}" for i in range(99)], 300)
+
+
+@pytest.fixture
+def source():
+    return [make_record(i) for i in range(30)]
+
+
+def ids(batch):
+    return [record["id"] for record in batch.records]
+
+
+def batches(source, tokenizer, **options):
+    arguments = {"prompts_per_batch": 8, "max_prompt_length": S, "seed": 3} | options
+    return pipeline.prompt_batches(source, tokenizer, **arguments)
+
+
+def test_a_batch_holds_tokens_texts_and_records(source, tokenizer):
+    batch = next(batches(source, tokenizer))
+    tokens, lengths = batch.prompts.tokens, batch.prompts.lengths
+    assert type(tokens) is np.ndarray and tokens.dtype == lengths.dtype == np.int32
+    assert tokens.shape == (8, S) and lengths.shape == (8,) and batch.valid.all()
+    for row, length, text, record in zip(tokens, lengths, batch.texts, batch.records, strict=True):
+        assert text == record["question"]
+        assert row[:length].tolist() == tokenizer.encode(text)
+        assert (row[length:] == tokenizer.pad_id).all()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_global_batches_do_not_depend_on_the_process_count(source, tokenizer, shuffle):
+    def global_batches(count):
+        iterators = [
+            batches(source, tokenizer, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
+        ]
+        return [[ids(next(iterator)) for iterator in iterators] for _ in range(12)]
+
+    one, two, four = (global_batches(count) for count in (1, 2, 4))
+    for whole, halves, quarters in zip(one, two, four, strict=True):
+        assert [len(h) for h in halves] == [4, 4] and [len(q) for q in quarters] == [2] * 4
+        # Row r of the global batch goes to process r % count.
+        assert [r for rows in zip(*halves, strict=True) for r in rows] == whole[0]
+        assert [r for rows in zip(*quarters, strict=True) for r in rows] == whole[0]
+
+
+def test_every_epoch_has_every_prompt_once_in_a_new_order(source, tokenizer):
+    stream = itertools.chain.from_iterable(ids(b) for b in batches(source, tokenizer))
+    first, second = ([next(stream) for _ in range(30)] for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted(r["id"] for r in source)
+    assert first != second and first != [r["id"] for r in source]
+    assert first[:8] != ids(next(batches(source, tokenizer, seed=4)))
+    plain = batches(source, tokenizer, shuffle=False)
+    assert ids(next(plain)) == [f"r{i}" for i in range(8)]
+
+
+def test_resuming_is_exact_on_any_process_count(source, tokenizer):
+    unbroken = [ids(batch) for batch in itertools.islice(batches(source, tokenizer), 11)]
+    first = batches(source, tokenizer)
+    for _ in range(5):
+        next(first)
+    state = first.get_state()
+    assert isinstance(state, str) and json.loads(state)
+    again = batches(source, tokenizer)
+    next(again)
+    again.set_state(state)  # it has prefetched from elsewhere already
+    assert [ids(next(again)) for _ in range(6)] == unbroken[5:]
+    first.set_state(state)
+    assert ids(next(first)) == unbroken[5]
+    halves = [batches(source, tokenizer, process_index=i, process_count=2) for i in range(2)]
+    for half in halves:
+        half.set_state(state)
+    for whole in unbroken[5:]:
+        assert sorted(itertools.chain(*(ids(next(half)) for half in halves))) == sorted(whole)
+
+
+def test_the_state_before_the_first_batch_is_the_start(source, tokenizer):
+    iterator = batches(source, tokenizer)
+    state = iterator.get_state()
+    first = [ids(next(iterator)) for _ in range(3)]
+    iterator.set_state(state)
+    assert [ids(next(iterator)) for _ in range(3)] == first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "for seed 3, this run has 4"),
+        ({"prompts_per_batch": 4}, "for batch size 8, this run has 4"),
+        ({"max_prompt_length": 4}, "for usable prompts 30, this run has 10"),
+        ({"source": [make_record(i + 1) for i in range(30)]}, "for data checksum"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(source, tokenizer, change, message):
+    state = batches(source, tokenizer).get_state()
+    with pytest.raises(UserError, match=message):
+        batches(**({"source": source, "tokenizer": tokenizer} | change)).set_state(state)
+
+
+def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
+    caplog.set_level(standard_logging.WARNING, logger="absl")
+    source[3] = make_record(3, "12345678")  # as long as the limit
+    source[4] = make_record(4, "123456789")  # one more
+    source[5] = make_record(5, "")
+    source[6] = make_record(6, " \n")
+    iterator = batches(source, tokenizer, prompts_per_batch=27)
+    assert (iterator.skipped, iterator.usable) == (3, 27)
+    assert iterator.skipped_by == {"prompt longer than 8 tokens": 1, "empty prompt": 2}
+    assert set(ids(next(iterator))) == {f"r{i}" for i in range(30) if i not in (4, 5, 6)}
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message == "3 of 30 records are left out: 2 empty prompt, 1 prompt longer than 8 tokens"
+
+
+def test_no_usable_prompt_is_an_error(source, tokenizer):
+    with pytest.raises(UserError, match=r"no usable prompt among the 30 .*\(30 prompt longer than 2 tokens\)"):
+        batches(source, tokenizer, max_prompt_length=2)
+    with pytest.raises(UserError, match="no usable prompt among the 0"):
+        batches([], tokenizer)
+
+
+def test_tokens_outside_the_vocabulary_are_seen(tmp_path):
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "<eos>": 1, "one": 2, "two": 3}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>", "unk_token": "<unk>"}')
+    source = [make_record(0, "one two"), make_record(1, "one three")]
+    iterator = batches(source, Tokenizer.load(tmp_path), prompts_per_batch=1)
+    assert iterator.skipped_by == {"token outside the vocabulary": 1} and ids(next(iterator)) == ["r0"]
+
+
+def test_corrupt_records_are_left_out_up_to_a_limit(tmp_path, tokenizer):
+    options = {"data_dir": str(tmp_path), "train_size": 40, "test_size": 4}
+    whole = [r["id"] for r in tasks.load("arithmetic", split="train", **options)]
+    (shard,) = tmp_path.rglob("*train.array_record*")
+    content = bytearray(shard.read_bytes())
+    for place in (1000, 2000, 3000):
+        content[place] ^= 1
+    shard.write_bytes(content)
+    damaged = tasks.load("arithmetic", split="train", **options)
+    iterator = batches(damaged, tokenizer, prompts_per_batch=37, max_corrupt=3)
+    assert iterator.skipped_by == {"corrupt": 3}
+    seen = ids(next(iterator))
+    assert len(seen) == len(set(seen)) == 37 and set(seen) < set(whole)
+    with pytest.raises(UserError, match=rf"more than 2 corrupt records in Records\(arithmetic/.*{shard.name}"):
+        batches(damaged, tokenizer, max_corrupt=2)
+
+
+def test_a_record_that_breaks_later_is_an_error(source, tokenizer):
+    fine = True
+
+    def convert(index, row):
+        if index == 3 and not fine:
+            raise ValueError("bit rot")
+        return row
+
+    records = Records("rows", source, convert=convert, where=lambda _: "a file")
+    iterator = batches(records, tokenizer, shuffle=False)
+    fine = False
+    with pytest.raises(CorruptRecord, match="record 3 of a file is corrupt: bit rot"):
+        next(iterator)
+
+
+def test_the_chat_template_and_the_instruction_make_the_prompt(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}>{% endif %}")
+    record = make_record(5) | {"instruction": "Be brief."}
+    batch = next(batches([record], Tokenizer.load(tmp_path), prompts_per_batch=1, max_prompt_length=40))
+    assert batch.texts == ["<|im_start|>user:5+5=?\nBe brief.>"]
+    empty = make_record(6, "")  # a template's own tokens do not make it a prompt
+    loaded = batches([record, empty], Tokenizer.load(tmp_path), prompts_per_batch=1, max_prompt_length=40)
+    assert loaded.skipped_by == {"empty prompt": 1}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_evaluation_sees_every_prompt_once(source, tokenizer, count):
+    source[4] = make_record(4, "123456789")
+    parts = [
+        pipeline.eval_batches(
+            source, tokenizer, prompts_per_batch=8, max_prompt_length=S, process_index=i, process_count=count
+        )
+        for i in range(count)
+    ]
+    assert all(len(part) == 4 and part.skipped == 1 for part in parts)
+    for _ in range(2):  # it can be iterated again
+        seen = {}
+        for i, part in enumerate(parts):
+            for b, batch in enumerate(part):
+                assert batch.prompts.tokens.shape == (8 // count, S)
+                for row, (name, valid) in enumerate(zip(ids(batch), batch.valid, strict=True)):
+                    seen[b * 8 + row * count + i] = (name, bool(valid))
+        rows = [seen[place] for place in range(32)]
+        assert [name for name, valid in rows if valid] == [f"r{i}" for i in range(30) if i != 4]
+        assert rows[29:] == [("r29", False)] * 3
+
+
+def test_worked_batches_hold_prompt_and_response(source, tokenizer):
+    source[4] = make_record(4, "123456789")
+    source[5] = make_record(5) | {"worked": "1" * 12}  # 12 tokens and the end-of-sequence token
+    source[6] = make_record(6) | {"worked": "1" * 11}
+    iterator = pipeline.worked_batches(source, tokenizer, batch=28, max_prompt_length=S, max_response_length=12, seed=0)
+    assert iterator.skipped_by == {"prompt longer than 8 tokens": 1, "worked response longer than 12 tokens": 1}
+    batch = next(iterator)
+    assert batch.prompts.shape == (28, S) and batch.tokens.shape == batch.mask.shape == (28, 12)
+    assert batch.tokens.dtype == batch.prompts.dtype == np.int32 and batch.mask.dtype == bool
+    worked = {record["question"]: record["worked"] for record in source}
+    for prompt, length, tokens, mask in zip(batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask, strict=True):
+        real = tokens[mask].tolist()
+        assert real[-1] == tokenizer.eos_ids[0] and mask[: len(real)].all()
+        assert tokenizer.decode(real) == worked[tokenizer.decode(prompt[:length])]
+        assert (tokens[~mask] == tokenizer.pad_id).all()
+    state = iterator.get_state()
+    following = next(iterator).tokens
+    iterator.set_state(state)
+    np.testing.assert_array_equal(next(iterator).tokens, following)
+
+
+def test_batches_that_do_not_divide_are_refused(source, tokenizer):
+    with pytest.raises(UserError, match="8 prompts per batch do not divide over 3 processes; use 6 or 9"):
+        batches(source, tokenizer, process_count=3)
+    with pytest.raises(UserError, match=r"0 prompts per batch .* use 2"):
+        batches(source, tokenizer, process_count=2, prompts_per_batch=0)
+    with pytest.raises(ValueError, match="process_index 2 is not within process_count 2"):
+        batches(source, tokenizer, process_index=2, process_count=2)
+
+
+def test_a_batch_may_be_larger_than_the_data(source, tokenizer):
+    assert sorted(ids(next(batches(source[:3], tokenizer, prompts_per_batch=9)))) == sorted(["r0", "r1", "r2"] * 3)

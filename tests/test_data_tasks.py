@@ -1,0 +1,314 @@
+"""The tasks: problems that are right, splits that do not overlap, and files that are damaged, absent or half built."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensorflow_datasets as tfds
+
+from gspo_jax.data import generated, tasks
+from gspo_jax.data.records import CorruptRecord
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.types import UserError
+
+GENERATED = [(task, level) for task in ("arithmetic", "countdown") for level in ("easy", "medium", "hard")]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("tfds"))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A freshly built small data set: its data_dir, the arguments to load it with, and its training shard."""
+    options = {"data_dir": str(tmp_path / "data"), "train_size": 40, "test_size": 4}
+    tasks.load("arithmetic", split="train", **options)
+    (shard,) = (tmp_path / "data").rglob("*train.array_record*")
+    return options, shard
+
+
+def canonical(record):
+    """The same for two problems that differ in the order of their numbers."""
+    if "target" in record:
+        return sorted(record["numbers"].split()), record["target"]
+    return sorted(re.findall(r"[+-]\d+", "+" + record["question"]))
+
+
+@pytest.mark.parametrize(("task", "level"), GENERATED)
+def test_generated_problems_are_right_and_short(task, level, data_dir):
+    train = tasks.load(task, split="train", data_dir=data_dir, difficulty=level)
+    test = tasks.load(task, split="test", data_dir=data_dir, difficulty=level)
+    for record in [*train[:300], *test[:100]]:
+        worked, _, final = record["worked"].rpartition(" #### ")
+        assert final == record["answer"] and "#" not in worked
+        for step in worked.split():  # every step on the way is true
+            left, _, right = step.partition("=")
+            assert eval(left) == int(right) >= 0
+        if task == "arithmetic":
+            assert eval(record["question"].removesuffix("=?")) == int(final)
+        else:
+            assert eval(final) == int(record["target"])
+            assert sorted(re.findall(r"\d+", final)) == sorted(record["numbers"].split())
+            assert record["question"] == f"{record['target']} from {record['numbers']}:"
+        assert record["instruction"] == ""
+    assert train[0]["id"] == f"{task}/{level}/train/0" and test[-1]["id"] == f"{task}/{level}/test/{len(test) - 1}"
+
+    first = train[:1000]
+    tokenizer = Tokenizer.train([r["question"] + r["worked"] for r in first], 384)
+    assert max(len(tokenizer.encode(r["question"])) for r in first) <= 16
+    assert max(len(tokenizer.encode(r["worked"])) for r in first) <= 30
+
+
+@pytest.mark.parametrize(("task", "level"), GENERATED)
+def test_no_problem_is_in_both_splits(task, level, data_dir):
+    splits = [tasks.load(task, split=s, data_dir=data_dir, difficulty=level) for s in ("train", "test")]
+    train, test = ({json.dumps(canonical(record)) for record in records} for records in splits)
+    assert len(train) == len(splits[0]) and len(test) == len(splits[1]) and not train & test
+
+
+def test_steps_carry_and_borrow():
+    # Worked by hand: 7+8=15 keeps 5 and carries 1; 4+2+1=7. 2<8, so 12-8=4 and 5-1-3=1. 100-1 borrows twice.
+    assert generated._by_digit([47, 28], 1) == ["7+8=15", "4+2+1=7"]
+    assert generated._by_digit([52, 38], -1) == ["12-8=4", "5-3-1=1"]
+    assert generated._by_digit([100, 1], -1) == ["10-1=9", "10-0-1=9", "1-0-1=0"]
+    assert generated._by_digit([0, 0], 1) == ["0+0=0"]
+    assert generated._by_digit([7, 95], 1) == ["7+5=12", "0+9+1=10"]
+    assert generated._by_term([47, 28, 13], [1, 1, -1]) == ["47+28=75", "75-13=62"]
+
+
+def test_the_seed_decides_everything(tmp_path):
+    def questions(folder, seed):
+        records = tasks.load(
+            "countdown", split="train", data_dir=str(tmp_path / folder), seed=seed, train_size=50, test_size=5
+        )
+        return [record["question"] for record in records]
+
+    assert questions("a", 1) == questions("b", 1)
+    assert questions("a", 1) != questions("a", 2)
+
+
+def test_records_are_random_access(small):
+    options, _ = small
+    records = tasks.load("arithmetic", split="train", limit=10, instruction="Be brief.", **options)
+    assert len(records) == 10 and records[3] == list(records)[3] == records[-7] == records[2:4][1]
+    assert all(isinstance(value, str) for value in records[0].values())
+    assert records[0]["instruction"] == "Be brief."
+    with pytest.raises(IndexError):
+        records[10]
+    assert len(tasks.load("arithmetic", split="train", limit=99, **options)) == 40
+
+
+def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_path):
+    script = (
+        "import sys; from gspo_jax.data import pipeline, tasks\n"
+        "records = tasks.load('countdown', split='test', difficulty='easy')\n"
+        "assert len(records) == 128 and records[0]['worked']\n"
+        "assert not {'tensorflow', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"TFDS_DATA_DIR": str(tmp_path)})
+    assert (tmp_path / "countdown").is_dir()
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "arithmetics"}, r"no task 'arithmetics'; did you mean 'arithmetic'\? there are"),
+        ({"task": "x" * 30}, "there are arithmetic, countdown, gsm8k"),
+        ({"split": "validation"}, "no split 'validation'"),
+        ({"difficulty": "insane"}, "no difficulty 'insane'; choose easy, medium, hard"),
+        ({"dificulty": "easy"}, "no option 'dificulty'; did you mean 'difficulty'"),
+        ({"train_size": 0}, "train_size 0 is below 1"),
+        ({"limit": 0}, "limit 0 is below 1"),
+        ({"folder": "/x"}, "reads no folder /x"),
+        ({"data_dir": "gs://bucket/x"}, "data_dir gs://bucket/x is remote"),
+        ({"difficulty": "easy", "train_size": 5000}, "has about 1.* different problems, fewer than .* = 5128"),
+        ({"data_dir": "/proc/nowhere"}, "cannot be built in /proc/nowhere"),
+        ({"task": "gsm8k"}, "needs folder"),
+        ({"task": "gsm8k", "folder": "/x", "difficulty": "easy"}, "takes no difficulty"),
+        ({"task": "gsm8k", "folder": "/nowhere"}, "/nowhere has no .jsonl file"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said(arguments, message, data_dir):
+    call = {"task": "arithmetic", "split": "train"} | arguments
+    if call["task"] == "arithmetic":
+        call.setdefault("data_dir", data_dir)
+    with pytest.raises(UserError, match=message) as error:
+        tasks.load(**call)
+    assert "\n" not in str(error.value)
+
+
+BUILD = """
+import sys, time
+from gspo_jax.data import generated, tasks
+{patch}
+records = tasks.load("arithmetic", split="train", data_dir=sys.argv[1], difficulty="easy")
+print(len(records), records[5]["question"], flush=True)
+"""
+
+STALL = """
+examples = generated.Arithmetic._generate_examples
+def stall(self, split, problems):
+    for i, example in enumerate(examples(self, split, problems)):
+        if i == 100:
+            print("building", file=sys.stderr, flush=True)
+            time.sleep(60)
+        yield example
+generated.Arithmetic._generate_examples = stall
+"""
+
+
+def build(folder, patch=""):
+    script = BUILD.format(patch=patch)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_killed_build_is_redone(tmp_path):
+    process = build(tmp_path, STALL)
+    assert process.stderr is not None
+    assert any(line == "building\n" for line in process.stderr)  # absl may write before it
+    waiting = build(tmp_path)  # it finds the lock held, and must not touch what the other is building
+    time.sleep(1.5)
+    assert len(list(tmp_path.rglob("incomplete.*"))) == 1 and waiting.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    out, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and out.startswith("1280 ")
+    assert not list(tmp_path.rglob("incomplete.*"))
+    assert len(tasks.load("arithmetic", split="train", data_dir=str(tmp_path), difficulty="easy")) == 1280
+
+
+def test_builders_at_the_same_time_agree(tmp_path):
+    processes = [build(tmp_path) for _ in range(3)]
+    outputs = {process.communicate(timeout=60)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0] * 3
+    assert len(outputs) == 1 and outputs.pop().startswith("1280 ")
+    assert not list(tmp_path.rglob("incomplete.*"))
+
+
+def test_a_flipped_byte_costs_one_named_record(small):
+    options, shard = small
+    content = bytearray(shard.read_bytes())
+    content[2000] ^= 1  # one of 40 records of about 140 bytes, which begin after 64
+    shard.write_bytes(content)
+    records = tasks.load("arithmetic", split="train", **options)
+    bad = []
+    for i in range(len(records)):
+        try:
+            assert records[i]["id"].endswith(f"train/{i}")
+        except CorruptRecord as error:
+            bad.append(i)
+            assert str(error).startswith(f"record {i} of {shard} is corrupt: ")
+    assert len(bad) == 1
+
+
+def test_a_damaged_data_set_says_so(small):
+    options, shard = small
+    shard.write_bytes(shard.read_bytes()[:1000])
+    records = tasks.load("arithmetic", split="train", **options)
+    with pytest.raises(CorruptRecord, match=f"record 0 of {re.escape(str(shard))}"):
+        records[0]
+    shard.unlink()
+    with pytest.raises((UserError, CorruptRecord), match=re.escape(shard.name.split("-")[0])):
+        tasks.load("arithmetic", split="train", **options)[0]
+    (shard.parent / "dataset_info.json").write_text("{")
+    with pytest.raises(UserError, match="delete"):
+        tasks.load("arithmetic", split="train", **options)
+
+
+QUESTIONS = [
+    {"question": " How many? ", "answer": "It is 48/2 = <<48/2=24>>24.\nSo 24+1,000=<<24+1000=1024>>1,024\n#### 1,024"},
+    {"question": "And left?", "answer": "5 - 7 = -2\n#### -2"},
+]
+
+
+def jsonl(folder: Path, *lines: bytes, name: str = "train.jsonl") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"".join(line + b"\n" for line in lines))
+    return str(folder)
+
+
+def test_gsm8k_from_jsonl(tmp_path):
+    lines = [json.dumps(row).encode() for row in QUESTIONS]
+    records = tasks.load("gsm8k", split="train", folder=jsonl(tmp_path, lines[0], b"", lines[1]))
+    assert records[0] == {
+        "id": "gsm8k/train/0",
+        "question": "How many?",
+        "answer": "1024",
+        "worked": "It is 48/2 = 24.\nSo 24+1,000=1,024\n#### 1024",
+        "instruction": tasks.INSTRUCTIONS["gsm8k"],
+    }
+    assert records[1]["answer"] == "-2" and len(records) == 2
+    assert len(tasks.load("gsm8k", split="train", folder=str(tmp_path), limit=1)) == 1
+    with pytest.raises(UserError, match=r"test\.jsonl does not exist; .* has train\.jsonl"):
+        tasks.load("gsm8k", split="test", folder=str(tmp_path))
+    with pytest.raises(UserError, match="takes no data_dir"):
+        tasks.load("gsm8k", split="train", folder=str(tmp_path), data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"question": "\xff", "answer": "#### 1"}', r"train\.jsonl, line 2 is not UTF-8"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}', r"train\.jsonl, line 2 is not UTF-8"),
+        (b'{"question": "a"', r"train\.jsonl, line 2 is no object"),
+        (b'["question"]', r"train\.jsonl, line 2 is no object"),
+        (b'{"question": "a"}', r"train\.jsonl, line 2 is no object with the texts question and answer: KeyError"),
+        (b'{"question": 5, "answer": "#### 1"}', r"train\.jsonl, line 2 is no object"),
+        (b'{"question": "a", "answer": "one"}', r"train\.jsonl, line 2: the answer has no number after ####"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, message):
+    folder = jsonl(tmp_path, json.dumps(QUESTIONS[0]).encode(), line)
+    with pytest.raises(UserError, match=message):
+        tasks.load("gsm8k", split="train", folder=folder)
+
+
+def test_an_empty_file_has_no_records(tmp_path):
+    with pytest.raises(UserError, match=r"train\.jsonl has no records"):
+        tasks.load("gsm8k", split="train", folder=jsonl(tmp_path))
+
+
+class Gsm8k(tfds.core.GeneratorBasedBuilder):
+    """A prepared directory such as TFDS's own gsm8k leaves."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    SKIP_REGISTERING = True
+    ROWS = (*QUESTIONS, {"question": "Broken", "answer": "no mark"})
+
+    def _info(self):
+        features = tfds.features.FeaturesDict(
+            {"question": tfds.features.Text(), "answer": tfds.features.Text(), "short_answer": tfds.features.Text()}
+        )
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(), "test": self._generate_examples()}
+
+    def _generate_examples(self):
+        for i, row in enumerate(self.ROWS):
+            yield i, row | {"short_answer": ""}
+
+
+def test_gsm8k_from_a_prepared_tfds_directory(tmp_path):
+    builder = Gsm8k(data_dir=str(tmp_path), file_format="array_record")
+    builder.download_and_prepare()
+    records = tasks.load("gsm8k", split="test", folder=str(builder.data_dir))
+    assert len(records) == 3
+    good, broken = [], []
+    for i in range(3):
+        try:
+            good.append(records[i])
+        except CorruptRecord as error:
+            broken.append(str(error))
+    assert {r["answer"] for r in good} == {"1024", "-2"} and "no number after ####" in broken[0]
+    with pytest.raises(UserError, match="no split 'dev'"):
+        tasks.load("gsm8k", split="dev", folder=str(builder.data_dir))

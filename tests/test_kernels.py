@@ -1,0 +1,142 @@
+"""Every kernel equals its plain twin, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.kernels import grouped_matmul as gm
+from gspo_jax.kernels.attention import attention, shared_prompt_attention
+from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
+
+GROUPS = {
+    "even": [40, 40, 40, 40],
+    "uneven": [3, 0, 90, 61],
+    "all-in-one": [0, 0, 160, 0],
+    "tail": [10, 20, 0, 7],
+    "none": [0, 0, 0, 0],
+}
+
+
+def dense(rows, weights, sizes):
+    """The oracle in float64: every row times every expert, then the row's own is picked."""
+    experts = np.repeat(np.arange(len(sizes)), sizes)
+    out = np.zeros((rows.shape[0], weights.shape[2]))
+    for i, e in enumerate(experts):
+        out[i] = rows[i].astype(np.float64) @ weights[e].astype(np.float64)
+    return out
+
+
+def backends():
+    ragged = {"matmul": gm._ragged, "outer": gm._ragged_outer}
+    blocked = {"matmul": gm._blocked, "outer": gm._blocked_outer}
+    return [pytest.param(blocked, id="blocked"), pytest.param(ragged, id="ragged")]
+
+
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("backend", backends())
+def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
+    rng = np.random.default_rng(0)
+    rows, weights = rng.standard_normal((160, 24)), rng.standard_normal((4, 24, 16))
+    grads = rng.standard_normal((160, 16))
+    counts = jnp.asarray(sizes, jnp.int32)
+    rows32, weights32, grads32 = (jnp.asarray(a, jnp.float32) for a in (rows, weights, grads))
+    out = backend["matmul"](rows32, weights32, counts, transposed=False)
+    np.testing.assert_allclose(out, dense(rows, weights, sizes), atol=1e-4)
+    back = backend["matmul"](grads32, weights32, counts, transposed=True)
+    np.testing.assert_allclose(back, dense(grads, weights.transpose(0, 2, 1), sizes), atol=1e-4)
+    outer = backend["outer"](rows32, grads32, counts)
+    ends = np.cumsum([0, *sizes])
+    expected = [rows[a:b].T @ grads[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    np.testing.assert_allclose(outer, np.stack(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_grouped_matmul_gradient_is_its_own(dtype):
+    rng = np.random.default_rng(1)
+    rows = jnp.asarray(rng.standard_normal((96, 8)), dtype)
+    weights = jnp.asarray(rng.standard_normal((3, 8, 4)), dtype)
+    sizes = [50, 0, 30]
+    target = jnp.asarray(rng.standard_normal((96, 4)), jnp.float32)
+
+    def loss(rows, weights):
+        return (gm.grouped_matmul(rows, weights, jnp.asarray(sizes, jnp.int32)).astype(jnp.float32) * target).sum()
+
+    def plain(rows, weights):
+        chosen = weights[np.repeat([0, 2], [50, 30])].astype(jnp.float32)
+        return (jnp.einsum("nd,ndf->nf", rows[:80].astype(jnp.float32), chosen) * target[:80]).sum()
+
+    ours, theirs = (jax.grad(f, argnums=(0, 1))(rows, weights) for f in (loss, plain))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_allclose(
+            a.astype(jnp.float32), b.astype(jnp.float32), rtol=0 if dtype == jnp.float32 else 0.05, atol=1e-5 if dtype == jnp.float32 else 0.1
+        )
+    assert not ours[0][80:].any(), "rows beyond the groups get no gradient"
+
+
+def naive_attention(q, k, v, mask):
+    out = np.zeros_like(q)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        kv = n // (q.shape[2] // k.shape[2])
+        scores = np.array([q[b, t, n] @ k[b, s, kv] for s in range(k.shape[1])]) / np.sqrt(q.shape[-1])
+        scores = np.where(mask[b, t], scores, -np.inf)
+        probs = np.exp(scores - scores.max())
+        out[b, t, n] = (probs / probs.sum()) @ v[b, :, kv]
+    return out
+
+
+def test_attention_is_softmax_over_the_visible_keys():
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((2, 5, n, 4)) for n in (4, 2, 2))
+    mask = np.tril(np.ones((5, 5), bool))[None] & (rng.random((2, 1, 5)) < 0.8)
+    mask |= np.eye(5, dtype=bool)[None]
+    got = attention(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), jnp.asarray(mask))
+    np.testing.assert_allclose(got, naive_attention(q, k, v, mask), atol=1e-5)
+
+
+def test_two_segments_are_one_softmax():
+    """The prompt stored once and the response's own keys give what one concatenated segment gives."""
+    rng = np.random.default_rng(3)
+    P, G, S, T = 2, 3, 4, 5
+    q = rng.standard_normal((P * G, 4, 8)).astype(np.float32)
+    prompt_k, prompt_v = rng.standard_normal((2, P, S, 2, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, P * G, T, 2, 8)).astype(np.float32)
+    prompt_mask = np.arange(S)[None] < np.array([[2], [4]])
+    mask = np.broadcast_to(np.arange(T) <= 2, (P * G, T))
+    got = shared_prompt_attention(q, prompt_k, prompt_v, jnp.asarray(prompt_mask), k, v, jnp.asarray(mask))
+    joined_k, joined_v = (
+        np.concatenate([np.repeat(a, G, 0), b], 1) for a, b in ((prompt_k, k), (prompt_v, v))
+    )
+    joined = np.concatenate([np.repeat(prompt_mask, G, 0), mask], 1)[:, None]
+    np.testing.assert_allclose(got, naive_attention(q[:, None], joined_k, joined_v, joined)[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 14, 1000])
+def test_chunked_logprobs_equal_whole_ones(chunk):
+    rng = np.random.default_rng(4)
+    hidden, head = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 7, 8), (8, 33)))
+    targets = jnp.asarray(rng.integers(0, 33, (2, 7)))
+
+    def whole(hidden, head):
+        logits = hidden @ head / 0.7
+        logprobs = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0]
+        return picked, -(jnp.exp(logprobs) * logprobs).sum(-1)
+
+    def ours(hidden, head):
+        return token_logprobs(hidden, head, targets, temperature=0.7, chunk=chunk)
+
+    for a, b in zip(ours(hidden, head), whole(hidden, head), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for which in (0, 1):
+        grads = [jax.grad(lambda h, w, f=f, i=which: f(h, w)[i].sum(), argnums=(0, 1))(hidden, head) for f in (ours, whole)]
+        for a, b in zip(*grads, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_log_softmax_survives_large_and_masked_logits():
+    logits = jnp.asarray([[1e4, 0.0, -1e4], [3.0, -jnp.inf, 3.0]])
+    logprob, entropy = log_softmax_at(logits, jnp.asarray([0, 2]))
+    np.testing.assert_allclose(logprob, [0.0, -np.log(2)], atol=1e-6)
+    assert entropy[0] == 0

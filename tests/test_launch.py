@@ -1,0 +1,186 @@
+"""The launch scripts, run for real in a copy of launch/ with interpreters that only say how they were called."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REAL_TOOLS = ("bash", "cat", "cksum", "dirname", "env", "flock", "mkdir", "tail", "tee")
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A repository with the scripts, a pyproject.toml and nothing on PATH but `bin/` and what the scripts call."""
+    root = tmp_path / "a repository"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    (root / "pyproject.toml").write_text('[project]\nname = "gspo_jax"\n')
+    (root / "bin").mkdir()
+    for tool in REAL_TOOLS:
+        if found := shutil.which(tool):
+            (root / "bin" / tool).symlink_to(found)
+    return root
+
+
+def _script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _fake_python(path: Path, version: str) -> None:
+    """Passes the probe as that version; makes a virtual environment that does the same and logs how it is called."""
+    inner = f"""
+case "$*" in
+  *sys.implementation*) case " ${{!#}} " in *" {version} "*) exit 0;; *) exit 1;; esac ;;
+  --version) echo "Python {version}.0" ;;
+  "-m venv --clear .venv") mkdir -p .venv/bin && cat "$0" >.venv/bin/python && chmod +x .venv/bin/python ;;
+  *) echo "$*" >>calls; case "$*" in *"pip install"*) echo Collecting everything; exit "${{PIP_CODE:-0}}" ;; esac ;;
+esac"""
+    _script(path, inner)
+
+
+def _bash(root: Path, command: str, *arguments: str, cwd: Path | None = None, **environment: str):
+    variables = {"PATH": str(root / "bin"), "HOME": str(root / "home"), **environment}
+    return subprocess.run(
+        ["bash", "-c", command, "bash", *arguments],
+        cwd=cwd or root,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+def _pick(root: Path, **environment: str):
+    return _bash(root, "set -euo pipefail; source launch/venv.sh; pick_python", **environment)
+
+
+def _install(root: Path) -> None:
+    """Makes the copy look installed, with an interpreter that logs its arguments to `calls`."""
+    _script(root / ".venv" / "bin" / "python", 'if [ "$1" != -c ]; then echo "$*" >>calls; fi')
+    state = _bash(root, "source launch/venv.sh; install_state").stdout
+    (root / ".venv" / "installed-test").write_text(state)
+
+
+def _calls(root: Path) -> list[str]:
+    return (root / "calls").read_text().splitlines()
+
+
+def test_scripts_parse_and_are_clean():
+    scripts = [*ROOT.glob("launch/*.sh"), ROOT / ".ci" / "run"]
+    assert len(scripts) >= 4
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+        assert script.name == "venv.sh" or os.access(script, os.X_OK)
+    if shellcheck := shutil.which("shellcheck"):
+        subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, check=True)
+
+
+def test_the_newest_python_that_runs_is_picked(copy):
+    (copy / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
+    _script(copy / "bin" / "python3.13", "echo 'pyenv: python3.13: command not found' >&2; exit 127")  # as a shim does
+    _fake_python(copy / "bin" / "python3.11", "3.11")
+    _fake_python(copy / "bin" / "python3", "3.12")
+    _fake_python(copy / "bin" / "python", "3.14")
+    assert _pick(copy).stdout.strip() == str(copy / "bin" / "python3")
+    uv = _script(copy / "bin" / "uv", 'if [ "$*" = "python find 3.12" ]; then echo "$HOME/uv python"; fi')
+    _fake_python(copy / "home" / "uv python", "3.12")
+    assert _pick(copy).stdout.strip() == str(copy / "home" / "uv python")
+    uv.unlink()
+    pyenv = copy / "home" / ".pyenv" / "versions" / "3.13.1" / "bin" / "python"
+    _fake_python(pyenv, "3.13")
+    assert _pick(copy).stdout.strip() == str(pyenv)
+    assert _pick(copy, PYTHON="python3.11").stdout.strip() == str(copy / "bin" / "python3.11")
+
+
+def test_no_python_is_one_sentence(copy):
+    for environment, says in (
+        ({}, "no working Python of 3.13, 3.12, 3.11 was found"),
+        ({"PYTHON": "nix"}, "PYTHON=nix"),
+    ):
+        done = _pick(copy, **environment)
+        assert done.returncode == 1 and done.stdout == ""
+        assert says in done.stderr and done.stderr.count("\n") == 1
+    assert _bash(copy, "bash launch/local.sh").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "flags, train, report",
+    [
+        ([], "--config=configs/tiny.py --workdir=runs/tiny", "runs/tiny"),
+        (["--config.seed=1"], "--config=configs/tiny.py --workdir=runs/tiny --config.seed=1", "runs/tiny"),
+        (["--workdir=my run"], "--config=configs/tiny.py --workdir=my run", "my run"),
+        (["--workdir", "x", "--a"], "--config=configs/tiny.py --workdir x --a", "x"),
+        (["--workdir=x", "-workdir=y"], "--config=configs/tiny.py --workdir=x -workdir=y", "y"),
+        (
+            ["--config=configs/gsm8k.py:runlocal"],
+            "--workdir=runs/gsm8k --config=configs/gsm8k.py:runlocal",
+            "runs/gsm8k",
+        ),
+        (["--config", "a/b.py", "--workdir=x"], "--config a/b.py --workdir=x", "x"),
+    ],
+)
+def test_local_trains_and_reports_the_same_folder(copy, tmp_path, flags, train, report):
+    _install(copy)
+    done = _bash(copy, '"$@"', "bash", str(copy / "launch" / "local.sh"), *flags, cwd=tmp_path)  # from any directory
+    assert done.returncode == 0, done.stderr
+    assert _calls(copy) == [f"-m gspo_jax.train {train}", f"-m gspo_jax.report {report}"]
+
+
+def test_no_report_after_a_failed_run(copy):
+    _install(copy)
+    _script(copy / ".venv" / "bin" / "python", 'case $* in *train*) exit 3;; -c*) ;; *) echo "$*" >>calls;; esac')
+    assert _bash(copy, "bash launch/local.sh").returncode == 3
+    assert not (copy / "calls").exists()
+
+
+def test_an_install_that_was_cut_off_is_finished(copy):
+    (copy / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
+    _fake_python(copy / "bin" / "python3.12", "3.12")
+    install = "-m pip install --disable-pip-version-check --no-input -e .[report]"
+
+    failed = _bash(copy, "bash launch/local.sh", PIP_CODE="1")
+    assert failed.returncode == 1 and "Collecting everything" in failed.stderr and "the install failed" in failed.stderr
+    assert install in _calls(copy) and not any("train" in call for call in _calls(copy))
+
+    for again, installs in ((0, 1), (1, 0), (2, 1)):  # finished; nothing left to do; pyproject.toml has changed
+        (copy / "calls").unlink()
+        if again == 2:
+            (copy / "pyproject.toml").write_text("other requirements")
+        done = _bash(copy, "bash launch/local.sh")
+        assert done.returncode == 0, done.stderr
+        assert _calls(copy).count(install) == installs
+        assert any("gspo_jax.train" in call for call in _calls(copy))
+
+
+@pytest.mark.parametrize("broken", [None, "pyright", "pytest"])
+def test_test_script_runs_everything_and_tells_the_truth(copy, broken):
+    _install(copy)
+    python = copy / ".venv" / "bin" / "python"
+    tests = "echo '1 failed'; exit 1" if broken == "pytest" else "echo '7 passed'"
+    _script(python, f'case $* in -c*) ;; *) echo "$*" >>calls; {tests};; esac')
+    for tool in ("ruff", "lint-imports", "pyright"):
+        _script(copy / ".venv" / "bin" / tool, f"echo findings of {tool}; exit {int(tool == broken)}")
+    done = _bash(copy, "bash launch/test.sh --durations=3")
+    (call,) = _calls(copy)
+    assert "--cov=gspo_jax/objectives" in call and "--cov-fail-under=100" in call and call.endswith("--durations=3")
+    assert done.returncode == (0 if broken is None else 1)
+    assert done.stdout.splitlines()[-1] == ("1 failed" if broken == "pytest" else "7 passed")
+    assert ("findings of pyright" in done.stdout) == (broken == "pyright")
+    assert "findings of ruff" not in done.stdout
+    assert ("failed before the tests: types" in done.stderr) == (broken == "pyright")
+
+
+@pytest.mark.parametrize("arguments", [["-k", "gspo"], ["launch/test.sh::one"], ["-x", "--lf"]])
+def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
+    _install(copy)
+    for tool in ("ruff", "lint-imports", "pyright"):
+        _script(copy / ".venv" / "bin" / tool, "")
+    assert _bash(copy, 'bash launch/test.sh "$@"', *arguments).returncode == 0
+    assert _calls(copy) == [f"-m pytest {' '.join(arguments)}"]

@@ -1,0 +1,69 @@
+"""Mesh axes, the logical-axis table, and what an error says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from gspo_jax.models import transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.types import UserError
+from tests.tiny import CONFIG
+
+
+def test_rest_axis_takes_what_is_left():
+    assert mesh_lib.mesh_sizes({"data": -1, "expert": 2}, 8) == (4, 1, 2, 1)
+    assert mesh_lib.mesh_sizes({}, 1) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"data": 3}, ["data=3", "needs 3 devices", "there are 8"]),
+        ({"data": 3, "fsdp": -1}, ["multiple of 3", "there are 8"]),
+        ({"data": -1, "fsdp": -1}, ["-1", "once"]),
+        ({"pipeline": 2}, ["pipeline", "data, fsdp, expert, tensor"]),
+        ({"data": 0}, ["data=0", "positive"]),
+    ],
+)
+def test_bad_sizes_are_named(sizes, says):
+    with pytest.raises(UserError) as error:
+        mesh_lib.mesh_sizes(sizes, 8)
+    assert all(word in str(error.value) for word in says), error.value
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"expert": 3}, ["expert = 3", "experts 8", "1, 2, 4, 8"]),
+        ({"tensor": 4}, ["tensor = 4", "key/value heads 2", "1, 2"]),
+        ({"fsdp": 7}, ["fsdp = 7", "hidden size 32"]),
+    ],
+)
+def test_mesh_that_does_not_fit_the_model(sizes, says):
+    with pytest.raises(UserError) as error:
+        CONFIG.check_mesh({axis: sizes.get(axis, 1) for axis in mesh_lib.AXES})
+    assert all(word in str(error.value) for word in says), error.value
+
+
+def test_check_divides_offers_the_neighbours():
+    with pytest.raises(UserError, match="60 is not divisible by data = 8; use 56 or 64"):
+        mesh_lib.check_divides("global batch", 60, "data", 8)
+    mesh_lib.check_divides("global batch", 64, "data", 8)
+
+
+def test_every_parameter_is_split_as_the_table_says():
+    _, shapes = transformer.abstract(CONFIG)
+    mesh = mesh_lib.make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
+    trainer = mesh_lib.param_shardings(shapes, mesh)
+    assert trainer["layers"]["mlp"]["gate"].get_value().spec == PartitionSpec(None, ("expert",), ("fsdp",), ("tensor",))
+    sampler = mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER)
+    assert sampler["layers"]["mlp"]["gate"].get_value().spec == PartitionSpec(None, ("expert",), None, ("tensor",))
+    for leaf in jax.tree.leaves(sampler):
+        assert "fsdp" not in str(leaf.spec)
+        assert "data" not in str(leaf.spec)
+
+
+def test_constrain_needs_no_mesh():
+    x = jnp.ones((4, 2))
+    assert mesh_lib.constrain(x, "batch", None) is x

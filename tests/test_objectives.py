@@ -1,0 +1,176 @@
+"""The library's entry: rewards or advantages, looking objectives up, clip fractions, and what it says of bad input."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import objectives
+from gspo_jax.objectives import catalogue
+from gspo_jax.objectives.advantages import group_zscore
+from gspo_jax.types import UserError
+
+OLD = jnp.log(jnp.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]))
+# Token ratios 1.5, 0.5 and 1.1 in each row; the rows have 3, 2, 1 and 0 tokens.
+NEW = OLD + jnp.log(jnp.array([[1.5, 0.5, 1.1]] * 4))
+MASK = jnp.array([[True, True, True], [True, True, False], [True, False, False], [False] * 3])
+
+
+def test_the_example_of_the_readme():
+    rewards = jnp.array([1.0, 0.0, 0.0, 1.0])
+    loss, info = objectives.loss(
+        objectives.gspo(low=3e-4, high=4e-4), NEW, old_logprobs=OLD, mask=MASK, rewards=rewards, group_size=4
+    )
+    # Â = ±0.866024 as in test_objectives_advantages; the empty row counts in its group. The sequence ratios are
+    # (1.5·0.5·1.1)^(1/3) = 0.937889, 0.75^(1/2) = 0.866025, and 1.5.
+    # Row 0 (+) is below and passes, row 1 (−) is cut at 0.9997, row 2 (−) is above and passes.
+    want = -0.866024 * (0.937889 - 0.9997 - 1.5) / 3
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_array_equal(info.gated, [[False] * 3, [True, True, False], [False] * 3, [False] * 3])
+    np.testing.assert_allclose(info.ratio[0], [0.937889] * 3, rtol=1e-5)
+    np.testing.assert_allclose(info.weights[:, 0], [1 / 9, 1 / 6, 1 / 3, 0], rtol=1e-6)
+    np.testing.assert_allclose(info.advantages[:, 0], [0.866024, -0.866024, -0.866024, 0], rtol=1e-5)
+
+
+def test_rewards_are_the_advantages_of_the_objective():
+    rewards = jnp.array([1.0, 0.0, 3.0, 1.0])
+    for name in catalogue.__all__:
+        objective = objectives.make(name)
+        by_rewards = objectives.loss(objective, NEW, old_logprobs=OLD, mask=MASK, rewards=rewards, group_size=2)
+        advantages = group_zscore(rewards, group_size=2)
+        by_advantages = objectives.loss(objective, NEW, old_logprobs=OLD, mask=MASK, advantages=advantages)
+        jax.tree.map(np.testing.assert_array_equal, by_rewards, by_advantages)
+
+
+def test_given_weights_replace_the_batch_s_own():
+    weights = jnp.full((4, 3), 0.125)
+    loss, info = objectives.loss(
+        objectives.grpo(), NEW, old_logprobs=OLD, mask=MASK, advantages=jnp.ones(4), weights=weights
+    )
+    # Of six tokens: 1.5 is cut to 1.2 three times, 0.5 passes twice, 1.1 once.
+    np.testing.assert_allclose(loss, -0.125 * (3 * 1.2 + 2 * 0.5 + 1.1), rtol=1e-6)
+    np.testing.assert_array_equal(info.weights, np.where(MASK, 0.125, 0))
+
+
+def test_all_of_it_runs_in_one_program():
+    @jax.jit
+    def program(new, rewards):
+        objective = objectives.make("grpo", low=0.2)
+        loss, info = objectives.loss(objective, new, old_logprobs=OLD, mask=MASK, rewards=rewards, group_size=2)
+        return loss, info, objectives.clip_fractions(objectives.clip_sums(info, MASK))
+
+    loss, info, fractions = program(NEW, jnp.array([1.0, 0, 0, 1]))
+    assert np.isfinite(loss) and isinstance(info, objectives.Info)
+    assert info.gated.any() and fractions["clip_fraction/token"] > 0
+
+
+def test_clip_fractions_by_hand():
+    # Row 0 (+): 1.5 is cut above, 1 of 3. Row 1 (−): 0.5 is cut below, 1 of 2. Row 2 (+): 1.5 is cut above, 1 of 1.
+    advantages = jnp.array([1.0, -1.0, 1.0, 1.0])
+    _, info = objectives.loss(objectives.grpo(), NEW, old_logprobs=OLD, mask=MASK, advantages=advantages)
+    sums = objectives.clip_sums(info, MASK)
+    assert sums == (6, 3, 1, 2, 0.5, pytest.approx(4 / 3))
+    assert all(x.dtype == jnp.float32 for x in sums)
+    assert objectives.clip_fractions(sums) == pytest.approx(
+        {
+            "clip_fraction/token": 3 / 6,
+            "clip_fraction/token_low": 1 / 6,
+            "clip_fraction/token_high": 2 / 6,
+            "clip_fraction/sequence": (1 / 3 + 1 / 2 + 1) / 3,
+            "clip_fraction/sequence_low": (1 / 2) / 3,
+            "clip_fraction/sequence_high": (1 / 3 + 1) / 3,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", catalogue.__all__)
+def test_the_catalogue_is_reached_by_name_and_documented(name):
+    factory = getattr(objectives, name)
+    assert objectives.make(name).name == name and name in objectives.__all__
+    assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(factory).parameters.values())
+    summary = inspect.getdoc(factory).splitlines()
+    assert summary[0].endswith(".") and not summary[1]
+    assert "gain[i,t] = " in factory.__doc__ and re.search(r"arxiv\.org/abs/\d{4}\.\d{5}", factory.__doc__)
+
+
+def test_hyper_parameters_reach_the_objective():
+    batch = {"old_logprobs": OLD, "mask": MASK, "advantages": jnp.ones(4)}
+    for high in (0.2, 0.4):
+        _, info = objectives.loss(objectives.make("grpo", high=high), NEW, **batch)
+        np.testing.assert_allclose(info.ratio[0], [1.5, 0.5, 1.1], rtol=1e-6)
+        assert info.gated_high.sum() == 3
+    assert not objectives.loss(objectives.make("grpo", high=0.6), NEW, **batch)[1].gated.any()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: objectives.make("gsop"),
+            "no objective 'gsop'; did you mean 'gspo'? (there are: grpo, gspo, gspo_token)",
+        ),
+        (lambda: objectives.make("clipped"), "no objective 'clipped' (there are: grpo, gspo, "),
+        (
+            lambda: objectives.make("gspo", hihg=1.0),
+            "gspo has no hyper-parameter 'hihg'; did you mean 'high'? (there are",
+        ),
+        (lambda: objectives.make("grpo", tau=1.0), "grpo has no hyper-parameter 'tau' (there are: low, high)"),
+        (lambda: objectives.gspo(low=-0.1), "low=-0.1 lies outside [0, 1]; it is an offset from 1"),
+        (lambda: objectives.grpo(low=1.2), "low=1.2 lies outside [0, 1]; it is an offset from 1"),
+        (lambda: objectives.gspo_token(high=-1e-9), "high=-1e-09 lies below 0; it is an offset from 1"),
+        (lambda: objectives.gspo_token(high=float("nan")), "high=nan lies below 0"),
+    ],
+)
+def test_what_a_config_can_get_wrong(call, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("factory", [objectives.gspo, objectives.gspo_token, objectives.grpo])
+def test_offsets_at_their_limits_are_allowed_and_beyond_them_refused(factory):
+    assert factory(low=0.0, high=0.0) and factory(low=1.0, high=4.0)
+    for bad in ({"low": 1.001}, {"low": -0.001}, {"high": -0.001}):
+        with pytest.raises(UserError, match="offset from 1"):
+            factory(**bad)
+
+
+def test_gspo_refuses_an_advantage_for_each_token():
+    with pytest.raises(UserError, match=r"gspo has one advantage for each row, \[B\], but got \[4, 3\]; .* gspo_token"):
+        objectives.loss(objectives.gspo(), NEW, old_logprobs=OLD, mask=MASK, advantages=jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"old_logprobs": OLD[:, :2]},
+            "logprobs are [4, 3], old_logprobs [4, 2], mask [4, 3]; all three",
+        ),
+        ({"mask": MASK[:3]}, "mask [3, 3]; all three must be the same [B, T]"),
+        ({"mask": MASK.astype(jnp.float32)}, "mask is float32, not bool; use mask != 0"),
+        ({"advantages": jnp.ones(3)}, "advantages are [3]; they must be [B] or [B, T], here [B, T] = [4, 3]"),
+        ({"advantages": jnp.ones((4, 1))}, "advantages are [4, 1]; they must be"),
+        ({"advantages": jnp.ones(())}, "advantages are []; they must be"),
+        ({"weights": jnp.ones(4)}, "weights are [4]; they must be [B, T] = [4, 3]"),
+        ({"weights": jnp.ones((4, 1))}, "weights are [4, 1]; they must be [B, T] = [4, 3]"),
+        ({"advantages": None}, "either rewards with group_size, or advantages"),
+        ({"rewards": jnp.ones(4)}, "either rewards with group_size, or advantages"),
+        ({"group_size": 2}, "either rewards with group_size, or advantages"),
+        ({"rewards": jnp.ones(4), "group_size": 2}, "either rewards with group_size, or advantages"),
+        ({"rewards": jnp.ones(4), "advantages": None}, "either rewards with group_size, or advantages"),
+        ({"rewards": jnp.ones(4), "advantages": None, "group_size": 3}, "4 rewards do not split into groups of 3"),
+        ({"rewards": jnp.ones(2), "advantages": None, "group_size": 2}, "advantages are [2]; they must be"),
+    ],
+)
+def test_what_a_caller_can_get_wrong(change, message):
+    arguments = {"old_logprobs": OLD, "mask": MASK, "advantages": jnp.ones(4)} | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        objectives.loss(objectives.grpo(), NEW, **arguments)
+
+
+def test_logprobs_of_the_wrong_rank():
+    with pytest.raises(ValueError, match=re.escape("logprobs are [3], old_logprobs [3], mask [3]; all three must be")):
+        objectives.loss(objectives.grpo(), NEW[0], old_logprobs=OLD[0], mask=MASK[0], advantages=jnp.ones(1))

@@ -1,0 +1,90 @@
+"""The primitives by themselves: weights against loops, empty rows, what a bound does to its own value, overflow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.objectives.surrogates import (
+    clipped,
+    constant_length,
+    log_ratio,
+    row_mean,
+    sequence_mean,
+    token_mean,
+    widen,
+)
+from tests import oracles
+
+# Lengths 4, 1, 0, and 2 with a hole.
+MASK = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
+
+
+def test_weights_by_hand():
+    # Three rows have a token, seven tokens in all.
+    mask = jnp.asarray(MASK)
+    np.testing.assert_allclose(sequence_mean(mask).sum(axis=1), [1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(sequence_mean(mask)[0, 0], 1 / 12, rtol=1e-6)
+    np.testing.assert_allclose(token_mean(mask).sum(axis=1), [4 / 7, 1 / 7, 0, 2 / 7], rtol=1e-6)
+    np.testing.assert_allclose(constant_length(mask, length=10.0).sum(axis=1), [4 / 30, 1 / 30, 0, 2 / 30], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [MASK, np.zeros((2, 3), bool), np.ones((2, 3), bool)])
+def test_weights_equal_the_loops(mask):
+    np.testing.assert_allclose(sequence_mean(jnp.asarray(mask)), oracles.sequence_mean(mask), rtol=1e-6)
+    np.testing.assert_allclose(token_mean(jnp.asarray(mask)), oracles.token_mean(mask), rtol=1e-6)
+    want = oracles.constant_length(mask, 5.0)
+    np.testing.assert_allclose(constant_length(jnp.asarray(mask), length=5.0), want, rtol=1e-6)
+
+
+def test_widen_leaves_float64_alone():
+    assert widen(jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+    assert widen(jnp.ones(2, jnp.int32)).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert widen(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+
+
+def test_log_ratio_is_zero_outside_the_mask_in_value_and_gradient():
+    mask = jnp.array([[True, False, False, False, False]])
+    new = jnp.array([[-1.0, jnp.nan, 1e30, jnp.inf, -1e30]])
+    old = jnp.array([[-3.0, -1.0, -1e30, jnp.inf, jnp.nan]])
+    value, back = jax.vjp(lambda x: jnp.exp(log_ratio(x, old, mask)), new)
+    np.testing.assert_allclose(value, [[np.exp(2), 1, 1, 1, 1]], rtol=1e-6)
+    np.testing.assert_allclose(back(jnp.ones_like(new))[0], [[np.exp(2), 0, 0, 0, 0]], rtol=1e-6)
+
+
+def test_row_mean_reads_the_mask_alone():
+    x = jnp.array([[1.0, 2.0, 6.0, jnp.nan], [jnp.nan, 1e30, 0.0, 0.0]])
+    mask = jnp.array([[True, True, True, False], [False] * 4])
+    np.testing.assert_array_equal(row_mean(x, mask), [3.0, 0.0])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_ratio_on_the_bound_keeps_its_gradient_and_one_step_further_loses_it(sign):
+    d = jnp.full((1, 1), sign * 0.25)
+    advantage = jnp.full((1, 1), sign * 2.0)
+    edge = np.float32(jnp.exp(d)[0, 0])
+    inner = np.nextafter(edge, np.float32(1), dtype=np.float32)
+    for bound, gated in ((edge, False), (inner, True)):
+        # Both differences are exact, so the bound comes back from its offset bit by bit.
+        offsets = {"low": 1.0, "high": float(bound) - 1} if sign > 0 else {"low": 1 - float(bound), "high": 1.0}
+        said, back = jax.vjp(lambda x, offsets=offsets: clipped(x, advantage, **offsets).gain, d)
+        surrogate = clipped(d, advantage, **offsets)
+        assert bool(surrogate.gated_high[0, 0] | surrogate.gated_low[0, 0]) is gated
+        np.testing.assert_allclose(said, [[sign * 2.0 * (bound if gated else edge)]], rtol=1e-6)
+        np.testing.assert_allclose(back(jnp.ones_like(d))[0], [[0.0 if gated else sign * 2.0 * edge]], rtol=1e-6)
+
+
+def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_zero():
+    # e^200 is inf in float32: gated for Â > 0, nothing for Â = 0, and as bad as it should be for Â < 0.
+    d = jnp.full((1, 3), 200.0)
+    advantages = jnp.array([[1.0, 0.0, -1.0]])
+    said, back = jax.vjp(lambda x: clipped(x, advantages, low=0.2, high=0.2).gain, d)
+    np.testing.assert_allclose(said, [[1.2, 0.0, -np.inf]], rtol=1e-6)
+    np.testing.assert_array_equal(back(jnp.ones_like(d))[0], [[0.0, 0.0, -np.inf]])
+
+
+def test_a_nan_in_a_live_token_is_not_hidden():
+    d, one = jnp.full((1, 1), jnp.nan), jnp.ones((1, 1))
+    assert np.isnan(clipped(d, one, low=0.2, high=0.2).gain)
+    assert np.isnan(clipped(one, one * jnp.nan, low=0.2, high=0.2).gain)

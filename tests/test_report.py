@@ -1,0 +1,184 @@
+"""The report: grouping by seed, numbers worked by hand, the files it writes, and what it says to bad input."""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_jax import report
+from gspo_jax.training import runs
+from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, write_config
+from gspo_jax.types import UserError
+
+
+def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 4, routing: bool = True) -> Path:
+    """Two mini-batches an iteration; every number can be worked out by hand."""
+    config = {"seed": seed, "objective": {"name": name, "low": 3e-4}}
+    write_config(folder, config, command=f"python -m gspo_jax.train --config.seed={seed} <&>")
+    with MetricsWriter(folder) as writer:
+        writer.write(0, {"eval/accuracy": 0.1 + seed / 100})
+        for step in range(1, 2 * iterations + 1):
+            iteration, minibatch = divmod(step - 1, 2)
+            row = {"iteration": iteration, "minibatch": minibatch, "reward/mean": iteration + minibatch / 2 + seed}
+            row |= {"clip_fraction/token": 0.15, "response_length/mean": 20.0, "actor/entropy": 1 / step}
+            if routing:
+                row |= {"routing/flip_rate": 0.01 * minibatch, "routing/flip_rate_per_layer": [0.0, 0.02 * minibatch]}
+            if minibatch == 1:
+                row |= {"eval/accuracy": 0.2 * iteration + seed / 100, "throughput/tokens_per_s": 100.0 + iteration}
+            writer.write(step, row)
+    samples = SamplesWriter(folder)
+    for step in (2, 8):
+        texts = {
+            "prompts": ["1 < 2?"] * 4,
+            "completions": [f"<b>{i}</b>\u2028" for i in range(4)],
+            "answers": ["y"] * 4,
+        }
+        samples.write(step, rewards=[0.0, 0.25, float("nan"), 1.0], **texts)
+    return folder
+
+
+def test_a_curve_has_one_point_per_iteration(tmp_path):
+    (group,) = runs.group_runs(
+        [runs.load_run(_fake(tmp_path / "a", seed=0)), runs.load_run(_fake(tmp_path / "b", seed=4))]
+    )
+    reward = runs.curve(group, "reward/mean")
+    assert reward is not None
+    assert reward.steps.tolist() == [2, 4, 6, 8]
+    # Iteration i has rewards i and i + 1/2; the second run is 4 higher.
+    assert reward.raw.tolist() == [[0.25, 1.25, 2.25, 3.25], [4.25, 5.25, 6.25, 7.25]]
+    last = runs.curve(group, "reward/mean", minibatch=1)
+    assert last is not None and last.raw[0].tolist() == [0.5, 1.5, 2.5, 3.5]
+    accuracy = runs.curve(group, "eval/accuracy")
+    assert accuracy is not None and accuracy.steps.tolist() == [0, 2, 4, 6, 8]
+    layers = runs.vectors(group, "routing/flip_rate_per_layer")
+    assert layers is not None
+    np.testing.assert_allclose(layers[1], [[0.0, 0.01]] * 4)
+    assert runs.curve(group, "no/such") is None and runs.vectors(group, "no/such") is None
+
+
+def test_smoothing_keeps_a_constant_and_a_line(tmp_path):
+    (group,) = runs.group_runs([runs.load_run(_fake(tmp_path / "a", iterations=60))])
+    constant, line = runs.curve(group, "clip_fraction/token"), runs.curve(group, "reward/mean")
+    assert constant is not None and line is not None
+    np.testing.assert_allclose(constant.smooth, 0.15)
+    np.testing.assert_allclose(line.smooth[0, 5:-5], line.raw[0, 5:-5])  # a centred window does not lag behind
+
+
+def test_runs_that_differ_in_their_seed_only_are_one_group(tmp_path):
+    folders = [_fake(tmp_path / f"tiny-{seed}", seed=seed) for seed in (0, 1, 2)]
+    folders += [_fake(tmp_path / "other", seed=0, name="grpo"), _fake(tmp_path / "again", seed=1, name="grpo")]
+    groups = runs.group_runs([runs.load_run(folder) for folder in folders])
+    assert [(group.label, len(group.runs)) for group in groups] == [("gspo", 3), ("grpo", 2)]
+    assert groups[0].color != groups[1].color
+    alone = runs.group_runs([runs.load_run(folder) for folder in folders[:3]])
+    assert [group.caption for group in alone] == ["tiny (3 seeds)"]
+    (folders[0] / "config.json").unlink()  # what is not known is not the same
+    groups = runs.group_runs([runs.load_run(folder) for folder in folders[:2]])
+    assert [group.label for group in groups] == ["tiny-0", "tiny-1"]
+
+
+def test_facts_worked_by_hand(tmp_path):
+    loaded = [runs.load_run(_fake(tmp_path / f"s{seed}", seed=seed)) for seed in (0, 2)]
+    (found,) = runs.facts(runs.group_runs(loaded))
+    accuracy = found["metrics"]["eval/accuracy"]
+    # First evaluations 0.10 and 0.12, last 0.60 and 0.62.
+    assert accuracy["initial"] == pytest.approx({"mean": 0.11, "min": 0.10, "max": 0.12})
+    assert accuracy["final"] == pytest.approx({"mean": 0.61, "min": 0.60, "max": 0.62})
+    assert accuracy["change"] == pytest.approx({"mean": 0.50, "min": 0.50, "max": 0.50})
+    assert found["metrics"]["reward/mean"]["change"]["mean"] == pytest.approx(3.0)  # 0.25 -> 3.25, + seed on both
+    assert [(run["seed"], run["updates"], run["tokens_per_s"]) for run in found["runs"]] == [
+        (0, 8, 101.5),
+        (2, 8, 101.5),
+    ]
+
+
+def test_the_command_writes_picture_page_and_json(tmp_path):
+    run = _fake(tmp_path / "run")
+    out = tmp_path / "facts" / "report.json"
+    command = [sys.executable, "-m", "gspo_jax.report", str(run), f"--json={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Held-out accuracy" in done.stdout and "+0.500" in done.stdout
+    png = (run / "report" / "report.png").read_bytes()
+    page = (run / "report" / "report.html").read_text(encoding="utf-8")
+    assert png.startswith(b"\x89PNG") and base64.b64encode(png).decode() in page
+    assert not re.search(r'(src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
+    assert "&lt;b&gt;3&lt;/b&gt;" in page and "<b>" not in page
+    assert json.loads(out.read_text())["groups"][0]["metrics"]["eval/accuracy"]["final"]["mean"] == pytest.approx(0.6)
+
+
+def test_many_runs_need_a_place_and_are_compared_there(tmp_path):
+    folders = [_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name) for name in ("gspo", "grpo") for seed in (0, 1)]
+    with pytest.raises(UserError, match=r"4 runs and no place.*--out=DIR"):
+        report.report(folders)
+    made = report.report([*folders, folders[0]], out=tmp_path / "both")  # the same folder twice counts once
+    assert [len(group["runs"]) for group in made["groups"]] == [2, 2]
+    page = Path(made["html"]).read_text(encoding="utf-8")
+    assert "Settings that differ" in page and "objective.name" in page
+    assert "0.605 [0.600, 0.610]" in page
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 9])
+def test_a_run_that_goes_on_or_has_no_routing_can_be_drawn(tmp_path, left):
+    run = _fake(tmp_path / "run", routing=left > 3)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:left]) + '{"step": 99, "rew')
+    assert Path(report.report([run])["png"]).stat().st_size > 10_000
+
+
+def test_numbers_that_are_null_are_passed_over(tmp_path):
+    run = _fake(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("reward/mean", "actor/entropy"):
+        lines[3][name] = None
+    lines[1]["routing/flip_rate_per_layer"] = lines[2]["routing/flip_rate_per_layer"] = [None, 0.5]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (group,) = runs.group_runs([runs.load_run(run)])
+    reward, layers = runs.curve(group, "reward/mean"), runs.vectors(group, "routing/flip_rate_per_layer")
+    assert reward is not None and reward.raw.tolist() == [[0.25, 1.5, 2.25, 3.25]]  # of 1.0 and 1.5 the 1.5 is left
+    assert layers is not None and layers[0].tolist() == [4, 6, 8]  # iteration 0 does not know its first layer
+    assert Path(report.report([run])["png"]).exists()
+
+
+def test_the_glossary_knows_what_is_drawn():
+    glossary = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    drawn = [*runs.SUMMARY, *(name for name, _, _ in report.PANELS), "routing/flip_rate_per_layer"]
+    assert [name for name in drawn if f"`{name}`" not in glossary] == []
+
+
+def test_labels_are_moved_apart_and_stay_inside():
+    assert report._apart([0.1, 0.5]) == [0.1, 0.5]
+    close = report._apart([0.93, 0.95, 0.97])
+    assert max(close) <= 1.0 and min(np.diff(close)) > 0.079
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["{}/rnu"], r"there is no folder .*did you mean .*run\?"),
+        (["{}/run", "--jsn=x"], r"did you mean --json\?"),
+        (["{}/empty"], "metrics.jsonl has no whole line yet"),
+        (["{}"], "metrics.jsonl is missing"),
+        (["{}/run", "--out={}/run/metrics.jsonl/x"], "cannot be written to .*choose another --out"),
+        (["{}/run", "--json={}/run/metrics.jsonl/x"], "metrics.jsonl"),
+        ([], "required: RUN"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, capsys, arguments, says):
+    _fake(tmp_path / "run", iterations=1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").write_text('{"st')
+    assert report.main([argument.format(tmp_path) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(says, error) and error.count("\n") == 1
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report.main([str(_fake(tmp_path / "run", iterations=1))]) == 2
+    assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err

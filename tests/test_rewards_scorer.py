@@ -1,0 +1,286 @@
+"""The scorer, with real worker processes that really hang and are really killed."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.types import UserError
+
+TIMEOUT_S = 2.0
+
+FAKE = """
+import os, signal, time
+__all__ = ["moody", "broken", "picky"]
+
+def moody(prompt, completion, record):
+    if completion == "raise":
+        raise ValueError("no mood for " + prompt)
+    return {"none": None, "nan": float("nan"), "inf": float("inf"), "true": True}.get(completion, 0.5)
+
+def broken(prompt, completion, record):
+    raise ZeroDivisionError("always")
+
+def picky(prompt, completion, record):
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "die once" and not os.path.exists(record["file"]):
+        open(record["file"], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "exit":
+        os._exit(3)
+    if completion == "eat":
+        bytearray(16 << 30)
+    if completion == "print":
+        print("{} not a reply", flush=True)
+        os.write(1, b"nor this\\n")
+    return moody(prompt, completion, record)
+"""
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory):
+    """Two importable modules: `fake_here` for this process and `fake_there` for workers."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "fake_here.py").write_text(FAKE.replace(', "picky"', ""))
+    (folder / "fake_there.py").write_text(FAKE.replace('"moody", "broken", ', ""))
+    (folder / "fake_unimportable.py").write_text(
+        '__all__ = ["picky"]\nimport sys\nif "pytest" not in sys.modules: raise ImportError("missing library")'
+    )
+    sys.path.insert(0, str(folder))
+    yield {"module": "fake_here", "isolated_module": "fake_there"}
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Scorer({"math_verify": 1.0}, timeout_s=TIMEOUT_S, workers=2) as scorer:
+        run(scorer, ["#### 1"])  # started
+        yield scorer
+
+
+def run(scorer, completions, answer="3", **record):
+    rows = len(completions)
+    return scorer.score([f"prompt {i}" for i in range(rows)], completions, [{"answer": answer, **record}] * rows)
+
+
+def pids(scorer):
+    return scorer._pool.pids
+
+
+def test_scores_are_weighted_and_kept_apart():
+    with Scorer({"exact_answer": 1.0, "format": 0.25, "countdown": 0.0}) as scorer:
+        assert scorer._pool is None  # nothing needs a process
+        scores = run(scorer, ["#### 3", "#### 4", "3", "#### 1+2"], numbers="1 2", target="3")
+    np.testing.assert_array_equal(scores.total, np.asarray([1.25, 0.25, 0.0, 0.25], np.float32))
+    assert scores.total.dtype == np.float32 and scores.failures == 0
+    assert {name: s.tolist() for name, s in scores.by_name.items()} == {
+        "exact_answer": [1, 0, 0, 0],
+        "format": [1, 1, 0, 1],
+        "countdown": [0, 0, 0, 1],
+    }
+
+
+def test_an_empty_batch_is_empty():
+    with Scorer({"format": 1.0}) as scorer:
+        assert scorer.score([], [], []).total.shape == (0,)
+        with pytest.raises(ValueError, match="1 prompts, 0 completions and 0 records"):
+            scorer.score(["a"], [], [])
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "message"),
+    [
+        ({}, {}, "no reward function"),
+        ({"exact_anwser": 1.0}, {}, "no reward 'exact_anwser'; did you mean 'exact_answer'"),
+        ({"math_verfy": 1.0}, {}, "did you mean 'math_verify'"),
+        ({"zzz": 1.0}, {}, "there are countdown, exact_answer, format, math_verify"),
+        ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # a function, but no reward
+        ({"format": math.nan}, {}, "weight nan of reward 'format' is not finite"),
+        ({"format": 1.0}, {"workers": 0}, "workers 0 and timeout_s 2.0 must be above 0"),
+        ({"format": 1.0}, {"timeout_s": 0.0}, "must be above 0"),
+    ],
+)
+def test_wrong_settings_are_told(functions, options, message):
+    with pytest.raises(UserError, match=message):
+        Scorer(functions, **options)
+
+
+@pytest.mark.parametrize("name", ["moody", "picky"])
+def test_what_is_no_score_is_nan_and_counted(fakes, name, caplog):
+    with Scorer({name: 2.0}, **fakes) as scorer:
+        scores = run(scorer, ["", "none", "nan", "inf", "raise", "true"])
+    np.testing.assert_array_equal(scores.total, np.asarray([1, math.nan, math.nan, math.nan, math.nan, 2], np.float32))
+    assert scores.failures == 4
+    assert f"reward '{name}' failed on 4 of 6 completions, first: returned None" in caplog.text
+
+
+def test_a_weight_of_zero_only_records(fakes):
+    with Scorer({"moody": 0.0, "picky": 1.0}, **fakes) as scorer:
+        scores = run(scorer, ["none", "print"])
+    assert scores.failures == 1 and np.isnan(scores.by_name["moody"]).tolist() == [True, False]
+    np.testing.assert_array_equal(scores.total, np.asarray([math.nan, 0.5], np.float32))
+
+
+def test_a_function_that_always_raises_ends_the_run(fakes):
+    with (
+        Scorer({"moody": 1.0, "broken": 1.0}, **fakes) as scorer,
+        pytest.raises(RuntimeError, match=r"(?s)'broken' raised on every one of 3 completions.*fake_here\.py.*Zero"),
+    ):
+        run(scorer, ["a", "b", "c"])
+    with (
+        Scorer({"picky": 1.0}, **fakes) as scorer,
+        pytest.raises(
+            RuntimeError, match=r"(?s)'picky' raised on every one of 2.*fake_there\.py.*no mood for prompt 0"
+        ),
+    ):
+        run(scorer, ["raise", "raise"])
+
+
+def test_all_that_hang_are_counted_not_raised(fakes):
+    with Scorer({"picky": 1.0}, timeout_s=0.3, **fakes) as scorer:
+        assert run(scorer, ["hang", "hang"]).failures == 2
+        assert run(scorer, ["fine"]).total.tolist() == [0.5]
+
+
+def test_a_worker_that_dies_is_replaced_and_the_sample_retried_once(fakes, tmp_path, caplog):
+    with Scorer({"picky": 1.0}, **fakes) as scorer:
+        before = pids(scorer)
+        scores = run(scorer, ["a", "die once", "b", "die", "c"], file=str(tmp_path / "died"))
+        np.testing.assert_array_equal(scores.total, np.asarray([0.5, 0.5, 0.5, math.nan, 0.5], np.float32))
+        assert "the reward worker ended with signal 9, 2 times" in caplog.text
+        assert run(scorer, ["exit", "a"]).failures == 1
+        after = pids(scorer)
+        os.kill(after[0], signal.SIGKILL)  # while it has nothing to do
+        assert run(scorer, ["a", "b"]).failures == 0
+        assert len({*before, *after, *pids(scorer)}) == 3
+
+
+def test_memory_is_limited(fakes):
+    with Scorer({"picky": 1.0}, **fakes) as scorer:
+        scores = run(scorer, ["eat", "a"])
+    assert np.isnan(scores.total).tolist() == [True, False]
+
+
+def test_a_worker_that_cannot_start_is_an_error(fakes, capfd):
+    options = fakes | {"isolated_module": "fake_unimportable"}
+    with (
+        Scorer({"picky": 1.0}, **options) as scorer,
+        pytest.raises(RuntimeError, match="reward worker for fake_unimportable could not start: exit code 1"),
+    ):
+        run(scorer, ["a"] * 50)
+    assert "missing library" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"\boxed{(1, 2)}", r"$\{1, 2\}$", 0),
+        ("#### 3", "3", 1),
+        ("#### 4", "3", 0),
+        ("nothing", "3", 0),
+        ("", "3", 0),
+    ],
+)
+def test_math_verify(verifier, completion, answer, expected):
+    assert run(verifier, [completion], answer).total.tolist() == [expected]
+
+
+HANGS = {
+    "power": r"\boxed{10^{10^{10}}}",
+    "brackets": r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
+    "megabyte": r"\boxed{" + "1+" * 500_000 + "1}",
+}
+
+
+def test_hanging_answers_are_killed_and_the_others_scored(verifier):
+    """FAULTS 20."""
+    fine = [r"\boxed{3}", r"\boxed{4}", "#### 3"] * 3
+    expected = run(verifier, fine).total.tolist()
+    before = pids(verifier)
+    for name, hang in HANGS.items():
+        start = time.monotonic()
+        scores = run(verifier, [*fine[:4], hang, *fine[4:]])
+        took = time.monotonic() - start
+        assert np.isnan(scores.total[4]) and scores.failures == 1, name
+        assert np.delete(scores.total, 4).tolist() == expected, name
+        assert took < TIMEOUT_S + 3, (name, took)  # a replacement may be starting; 2 cores
+    assert len(pids(verifier)) == 2 and len(set(pids(verifier)) - set(before)) >= 1
+    for pid in set(before) - set(pids(verifier)):
+        assert not os.path.exists(f"/proc/{pid}")
+    assert run(verifier, fine).total.tolist() == expected
+
+
+def test_workers_are_light_and_end_with_the_parent(tmp_path):
+    """No jax in a worker, though the parent's __main__ imports it; none is left when the parent is killed, hung or not."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent("""
+        import jax, time, threading
+        from gspo_jax.rewards.scorer import Scorer
+        if __name__ == "__main__":
+            scorer = Scorer({"math_verify": 1.0}, workers=1)
+            scorer.score(["p"], ["#### 3"], [{"answer": "3"}])
+            print(scorer._pool.pids[0], flush=True)
+            time.sleep(60)
+        """)
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        with open(f"/proc/{worker}/maps") as maps:
+            assert "jaxlib" not in maps.read()
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(worker)
+
+
+def test_a_hung_worker_ends_without_its_parent():
+    """The parent is gone and nobody kills it: its own watchdog does, at 2 timeouts + 10 s, here shortened."""
+    code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_S = 0.2\n" + (
+        "there = types.ModuleType('there'); there.hang = lambda prompt: 10 ** 10 ** 10\n"
+        "sys.modules['there'] = there; sys.argv = ['', 'there', '0.1']; worker.main()"
+    )
+    start = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        input='{"name": "hang", "prompt": ""}\n',
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert process.stdout == '{"ready": true}\n' and process.returncode == 1 and time.monotonic() - start < 10
+
+
+def test_close_ends_the_workers_and_can_be_repeated(fakes):
+    scorer = Scorer({"picky": 1.0}, workers=2, **fakes)
+    run(scorer, ["a"])
+    workers = pids(scorer)
+    assert len(workers) == 2
+    scorer.close()
+    scorer.close()
+    assert not any(alive(pid) for pid in workers)
+    with pytest.raises(RuntimeError):
+        run(scorer, ["a"])
+
+
+def alive(pid):
+    """False for a zombie too: it has ended, and whoever adopted it has yet to notice."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

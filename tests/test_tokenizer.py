@@ -1,0 +1,201 @@
+"""The tokenizer: real `tokenizers` models, trained here or written as a Hugging Face folder."""
+
+import json
+
+import pytest
+import tokenizers
+
+from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.types import UserError
+
+TEXTS = [f"{a}+{b}=? {a + b} #### {a + b}" for a in range(40) for b in range(40)] + ["the cat and the hat"] * 9
+
+QWEN_LIKE = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return Tokenizer.train(TEXTS, 300)
+
+
+def folder_with(path, trained, *, settings=None, template=None, **files):
+    """A folder with the trained tokenizer.json and the given configuration files."""
+    trained.save(path)
+    (path / "generation_config.json").unlink()
+    (path / "tokenizer_config.json").write_text(json.dumps(settings or {}))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_training_is_deterministic_and_splits_digits(trained, tmp_path):
+    again = Tokenizer.train(iter(TEXTS), 300)
+    trained.save(tmp_path / "a")
+    again.save(tmp_path / "b")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert trained.pad_id == 0 and trained.eos_ids == (1,) and 259 < trained.vocab_size <= 300
+    ids = trained.encode("1047+5")
+    assert [trained.decode([i]) for i in ids] == list("1047+5")
+    assert len(trained.encode(" ####")) == 1  # a merge was learned
+
+
+@pytest.mark.parametrize("text", ["", "47+28=?", "naïve Ünïcode 日本語 🦆", " \n\t at both ends \n", "\x00\x7f"])
+def test_round_trip(trained, text):
+    assert trained.decode(trained.encode(text)) == text
+    assert trained.encode_batch([text, text]) == [trained.encode(text)] * 2
+
+
+def test_special_tokens_and_ids_beyond_the_vocabulary(trained):
+    ids = trained.encode("5<|im_end|>")
+    assert ids[-1] == trained.eos_ids[0] and len(ids) == 2  # and nothing was added around the text
+    assert trained.decode(ids) == "5"
+    assert trained.decode(ids, skip_special=False) == "5<|im_end|>"
+    assert trained.decode([*ids, 9999]) == "5"
+
+
+def test_a_vocabulary_below_the_bytes_is_refused():
+    assert Tokenizer.train(["abc"], 259).vocab_size == 259
+    with pytest.raises(UserError, match="vocab_size 258 is below the 259"):
+        Tokenizer.train(["abc"], 258)
+
+
+def test_save_and_load_keep_everything(trained, tmp_path):
+    source = folder_with(
+        tmp_path / "source",
+        trained,
+        settings={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        template=QWEN_LIKE,
+        generation_config={"eos_token_id": [1, 0]},
+    )
+    first = Tokenizer.load(source)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "generation_config.json").write_text('{"temperature": 0.6}')
+    first.save(tmp_path / "out")
+    second = Tokenizer.load(tmp_path / "out")
+    messages = [{"role": "user", "content": "1+1=?"}]
+    assert first.eos_ids == second.eos_ids == (1, 0) and first.pad_id == second.pad_id == 0
+    assert first.chat(messages) == second.chat(messages)
+    assert first.encode(TEXTS[7]) == second.encode(TEXTS[7])
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+@pytest.mark.parametrize(
+    ("settings", "generation", "config", "eos", "pad"),
+    [
+        ({"eos_token": "<|im_end|>"}, {}, {}, (1,), 1),  # no pad: the first eos
+        ({"eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": "<|endoftext|>"}, {}, {}, (1,), 0),
+        ({"eos_token": "<|im_end|>"}, {"eos_token_id": [1, 0]}, {"eos_token_id": 1}, (1, 0), 1),
+        ({"eos_token": None}, {}, {"eos_token_id": [2, 1], "pad_token_id": 0}, (2, 1), 0),
+        ({}, {"eos_token_id": 0, "pad_token_id": 2}, {"eos_token_id": 1, "pad_token_id": 0}, (0, 1), 2),
+    ],
+)
+def test_stop_and_padding_ids(trained, tmp_path, settings, generation, config, eos, pad):
+    folder = folder_with(tmp_path, trained, settings=settings, generation_config=generation, config=config)
+    loaded = Tokenizer.load(folder)
+    assert (loaded.eos_ids, loaded.pad_id) == (eos, pad)
+
+
+def test_chat_without_a_template_is_the_contents(trained):
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": " 1+1=?"}]
+    assert trained.chat(messages) == "Add. 1+1=?"
+
+
+def test_chat_with_a_template(trained, tmp_path):
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=QWEN_LIKE))
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1<2 & 3?"}]
+    shared = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1<2 & 3?<|im_end|>\n"
+    assert loaded.chat(messages, add_generation_prompt=False) == shared
+    assert loaded.chat(messages) == shared + "<|im_start|>assistant\n"
+    assert loaded.chat(messages, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert loaded.encode("<|im_start|>")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}", "<é>\n"),  # trimmed
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<é>"}'),  # neither HTML nor ASCII escapes
+        ("{{ eos_token }}{{ bos_token }}{{ add_eos_token is defined }}{{ tools is none }}", "<|im_end|>FalseTrue"),
+        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "a<é>b"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+    ],
+)
+def test_the_template_environment(trained, tmp_path, template, text):
+    settings = {"eos_token": "<|im_end|>", "bos_token": None, "add_eos_token": True, "chat_template": template}
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings=settings))
+    assert loaded.chat([{"role": "user", "content": "<é>"}]) == text
+
+
+def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    settings = {"eos_token": "<|im_end|>", "chat_template": named}
+    folder = folder_with(tmp_path, trained, settings=settings)
+    assert Tokenizer.load(folder).chat([]) == "D"
+    (folder / "chat_template.jinja").write_text("F")
+    assert Tokenizer.load(folder).chat([]) == "F"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refused the conversation: roles must alternate"),
+        ("{% for %}", "not valid at line 1"),
+        ("{{ ''.__class__.__mro__ }}", "refused the conversation"),  # the sandbox
+        ("{{ messages.append(1) }}", "refused the conversation"),  # and its immutability
+    ],
+)
+def test_bad_templates_say_so(trained, tmp_path, template, message):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
+    with pytest.raises(UserError, match=message):
+        Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
+
+
+def test_truncation_and_padding_of_the_file_are_dropped(trained, tmp_path):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"})
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    assert len(Tokenizer.load(folder).encode("12345")) == 5
+
+
+def test_what_is_wrong_with_a_folder_is_said(trained, tmp_path):
+    with pytest.raises(UserError, match=r"no tokenizer\.json in"):
+        Tokenizer.load(tmp_path / "absent")
+    folder = folder_with(tmp_path / "a", trained)
+    with pytest.raises(UserError, match="names no end-of-sequence token"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
+    with pytest.raises(UserError, match=r"eos_token '<\|eot\|>' .* is not in the tokenizer's vocabulary"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match="holds a JSON list"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read as a tokenizer"):
+        Tokenizer.load(folder)
+
+
+def test_the_vocabulary_must_fit_the_model(trained):
+    check_vocabulary(trained, trained.vocab_size)
+    check_vocabulary(trained, trained.vocab_size + 267)  # padded, as Qwen3's is
+    with pytest.raises(UserError, match=f"largest id {trained.vocab_size - 1} does not fit"):
+        check_vocabulary(trained, trained.vocab_size - 1)

@@ -1,0 +1,65 @@
+"""The smallest mixture of experts with all of its parts, and helpers to put it on a mesh."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from gspo_jax.models import transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.types import Prompts
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    num_experts=8,
+    experts_per_token=2,
+    moe_intermediate_size=16,
+)
+
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"expert": 8},
+    {"data": 2, "fsdp": 2, "expert": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"expert": 4, "tensor": 2},
+]
+"""Ways to split eight devices that the tiny model allows."""
+
+
+def mesh_id(sizes: dict[str, int]) -> str:
+    """Names a parametrised test."""
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
+
+
+def params(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 4.0) -> nnx.State:
+    """Random parameters, larger than Qwen's so that logits and routes are far from uniform."""
+    state = transformer.init_params(config, jax.random.key(seed))
+    return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, state)
+
+
+def place(state: nnx.State, mesh: jax.sharding.Mesh, config: ModelConfig = CONFIG) -> nnx.State:
+    """The parameters in the trainer's layout."""
+    return jax.device_put(state, mesh_lib.param_shardings(transformer.abstract(config)[1], mesh))
+
+
+def prompts(P: int = 8, S: int = 10, seed: int = 0, vocab: int = 64) -> Prompts:
+    """Ragged random prompts."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, S + 1, P).astype(np.int32)
+    lengths[0] = S
+    tokens = rng.integers(1, vocab, (P, S)).astype(np.int32)
+    return Prompts(np.where(np.arange(S)[None] < lengths[:, None], tokens, 0), lengths)
+
+
+def leaf_errors(a, b) -> float:
+    """The largest difference of two trees of arrays, relative to each leaf's largest entry."""
+    pairs = zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True)
+    return max(float(np.abs(x - y).max() / (np.abs(x).max() + 1e-30)) for x, y in pairs)
