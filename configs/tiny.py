@@ -2,8 +2,9 @@
 
     python -m gspo_jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-Nothing is downloaded: problems are generated, and the cold start makes the tokenizer and a model that is sometimes right.
-`configs/tiny.py:runlocal` is the same program for two short iterations.
+Nothing is downloaded: problems are generated, and the cold start makes the tokenizer and a model that is sometimes
+right. It has seen answers with the work shown and, more often, answers without; that showing the work pays is what GSPO
+has to find. `configs/tiny.py:runlocal` is the same program for two short iterations.
 """
 
 from ml_collections import ConfigDict
@@ -33,21 +34,22 @@ def get_config(arg: str = "") -> ConfigDict:
             "moe_intermediate_size": 32,
         }
     )
-    config.coldstart.steps = 200
+    config.coldstart.steps = 700
+    config.coldstart.terse = 0.6
 
     config.data.task = "arithmetic"
     config.data.data_dir = "runs/data"
     config.data.options = ConfigDict({"difficulty": "medium"})
     config.data.prompts_per_batch = 32
-    config.data.max_prompt_length = 16
-    config.sampling.max_response_length = 32
+    config.data.max_prompt_length = 12
+    config.sampling.max_response_length = 24
     config.rewards = ConfigDict({"exact_answer": 1.0})
     config.eval.correct = "exact_answer"
 
     # A tiny model takes large steps on short responses: the bounds are ten times the paper's.
     config.objective.gspo = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
-    config.optimizer = adamw(learning_rate=3e-4, schedule="constant", warmup_updates=10)
+    config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
 
     if arg == "runlocal":
         config.iterations = 2

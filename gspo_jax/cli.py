@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -89,7 +90,7 @@ def check_overrides(argv: list[str], config: ConfigDict) -> None:
     for word in argv:
         if word.startswith("--config."):
             name = word.removeprefix("--config.").partition("=")[0]
-            node = config
+            node: Any = config
             for i, key in enumerate(name.split(".")):
                 if not isinstance(node, ConfigDict) or key not in node:
                     _no_field(name, name.split(".")[:i], config)
@@ -101,7 +102,7 @@ def _no_field(name: str, found: list[str], config: ConfigDict) -> None:
     if near:
         remedy = f"did you mean {near[0]!r}?"
     else:
-        node = config
+        node: Any = config
         for key in found:
             node = node[key]
         where = f"section {'.'.join(found)!r}" if found else "the config"

@@ -4,23 +4,26 @@ that is sometimes right. Writes a Hugging Face folder, with its tokenizer, that 
     python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
 """
 
+import dataclasses
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 from jaxtyping import Array, Float
+from ml_collections import ConfigDict
 
 from gspo_jax import cli, experiment
 from gspo_jax.data.pipeline import WorkedBatch, worked_batches
+from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
@@ -33,7 +36,7 @@ from gspo_jax.types import Rollout, UserError
 
 
 def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
-    """Trains `config.model.architecture` for `config.coldstart.steps` steps and writes it to `folder`, whole or not at all."""
+    """Trains `config.model.architecture` for `config.coldstart.steps` steps; writes `folder` whole or not at all."""
     cold, data = config.coldstart, config.data
     records = experiment.load_records(config, "train")
     tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
@@ -45,7 +48,7 @@ def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
     )
     model_config.check_mesh(dict(mesh.shape))
     batches = worked_batches(
-        records,
+        demonstrations(records, terse=cold.terse, seed=config.seed),
         tokenizer,
         batch=cold.batch,
         max_prompt_length=data.max_prompt_length,
@@ -60,11 +63,24 @@ def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
             for _ in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
                 state, loss = step(state, mesh_lib.to_rows(mesh, _as_rollout(next(batches))))
             progress.advance(cross_entropy=float(loss))
-    partial_folder = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    huggingface.save(state.params, model_config, partial_folder)
-    tokenizer.save(partial_folder)
-    os.replace(partial_folder, folder)
+    unfinished = folder.with_name(folder.name + ".partial")
+    huggingface.save(state.params, model_config, unfinished)  # every process takes part
+    if jax.process_index() == 0:
+        tokenizer.save(unfinished)
+        os.replace(unfinished, folder)
+
+
+def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> list[Record]:
+    """The records with their worked answers, a share `terse` of them cut down to the final answer alone.
+
+    A policy that has seen both knows how to work a problem out and how to guess; that working it out pays is left for
+    RL to find.
+    """
+    short = np.random.default_rng(seed).random(len(records)) < terse
+    return [
+        record | {"worked": "".join(record["worked"].rpartition("####")[1:])} if cut else record
+        for record, cut in zip(records, short, strict=True)
+    ]
 
 
 def _begin(
@@ -75,7 +91,7 @@ def _begin(
     graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
 
-    def loss(params: TrainState, batch: Rollout) -> Float[Array, ""]:
+    def loss(params: nnx.State, batch: Rollout) -> Float[Array, ""]:
         scores = score(
             graph, params, batch, temperature=1.0, logprob_chunk=config.training.logprob_chunk, remat=config.model.remat
         )
@@ -85,7 +101,7 @@ def _begin(
     def step(state: TrainState, batch: Rollout) -> tuple[TrainState, Float[Array, ""]]:
         value, grads = jax.value_and_grad(loss)(state.params, batch)
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return state.replace(params=optax.apply_updates(state.params, changes), opt_state=opt_state), value
+        return dataclasses.replace(state, params=optax.apply_updates(state.params, changes), opt_state=opt_state), value
 
     params = transformer.init_params(model_config, jax.random.key(config.seed), mesh=mesh)
     state = jax.jit(partial(new_state, optimizer=optimizer), out_shardings=state_shardings(shapes, optimizer, mesh))(
@@ -97,16 +113,13 @@ def _begin(
 def _as_rollout(batch: WorkedBatch) -> Rollout:
     """Worked responses in the shape that `score` takes; what only a sampler knows is empty."""
     B, T = batch.tokens.shape
-    return Rollout(
-        prompts=batch.prompts,
-        prompt_lengths=batch.prompt_lengths,
-        tokens=batch.tokens,
-        mask=batch.mask,
-        truncated=np.zeros(B, bool),
-        behaviour_logprobs=np.zeros((B, T), np.float32),
-        logprobs=np.zeros((B, T), np.float32),
-        experts=np.zeros((B, T, 0, 0), np.int8),
-    )
+    fields: dict[str, Any] = {
+        "truncated": np.zeros(B, bool),
+        "behaviour_logprobs": np.zeros((B, T), np.float32),
+        "logprobs": np.zeros((B, T), np.float32),
+        "experts": np.zeros((B, T, 0, 0), np.int8),
+    }
+    return Rollout(**dataclasses.asdict(batch), **fields)
 
 
 def main(config: ConfigDict) -> None:

@@ -1,10 +1,10 @@
-"""Every field a run reads, with its default and what it means. Files in `configs/` start from `base()` and change it."""
+"""Every field a run reads, with its default and its meaning. Files in `configs/` start from `base()` and change it."""
 
 from ml_collections import ConfigDict
 
 
 def base() -> ConfigDict:
-    """A config that lacks only what a run is about: the policy (model.folder or a cold start), the task, the rewards."""
+    """A config that lacks only what a run is about: the policy (a folder or a cold start), the task, the rewards."""
     config = ConfigDict()
     config.seed = 0  # of everything: initial weights, data order, sampling
     config.iterations = 1000  # each: sample a batch, reward it, learn from it in `training.minibatches` updates
@@ -20,6 +20,7 @@ def base() -> ConfigDict:
     config.coldstart = ConfigDict()
     config.coldstart.steps = 0  # 0: none
     config.coldstart.batch = 64
+    config.coldstart.terse = 0.0  # share of demonstrations that give the final answer without the work
     config.coldstart.vocab_size = 320
     config.coldstart.log_every = 50
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
@@ -55,7 +56,9 @@ def base() -> ConfigDict:
 
     config.optimizer = adamw(learning_rate=1e-6, schedule="constant", warmup_updates=10)
 
-    config.eval = ConfigDict({"every": 20, "prompts": 256, "correct": ""})  # the reward function that says what is right
+    config.eval = ConfigDict(
+        {"every": 20, "prompts": 256, "correct": ""}
+    )  # the reward function that says what is right
     config.log = ConfigDict({"samples_every": 20, "samples": 4})
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})
     return config

@@ -1,6 +1,6 @@
 """Held-out evaluation: mean@k and pass@k of a policy, with the decoder that training samples with.
 
-    python -m gspo_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
+python -m gspo_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Evaluation:
     def __str__(self) -> str:
         return (
             f"mean@{self.samples} {self.accuracy:.3f} ± {self.accuracy_stderr:.3f} on {self.prompts} held-out prompts, "
-            f"pass@{self.samples} {self.pass_at_k:.3f}, {self.response_length:.1f} tokens, {self.truncated:.1%} cut short"
+            f"pass@{self.samples} {self.pass_at_k:.3f}, {self.response_length:.1f} tokens, {self.truncated:.1%} cut"
         )
 
     def metrics(self) -> dict[str, float]:

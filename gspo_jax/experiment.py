@@ -5,9 +5,9 @@ The one place below `configs/` that reads a ConfigDict's fields for others; ever
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.checkpoint import Checkpointer, Restored
 from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.types import Rollout, UserError
-
 
 _POSITIVE = (
     "iterations",
@@ -58,7 +57,9 @@ def check(config: ConfigDict) -> None:
       UserError: with the value, the limit and the remedy.
     """
     for name in _POSITIVE:
-        value = functools.reduce(operator.getitem, name.split("."), config)
+        value: Any = config
+        for key in name.split("."):
+            value = value[key]
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
     if not config.model.folder and not config.coldstart.steps:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
@@ -65,7 +66,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, float]:
 
             clock.phase("update")
             advantages = run.objective.advantage(rewards, group_size=run.group_size)
-            experience = Experience(rollout, old_logprobs, mesh_lib.to_rows(mesh, np.asarray(advantages)))
+            experience = Experience(rollout, old_logprobs, mesh_lib.to_rows(mesh, jax.device_get(advantages)))
             lines = []
             for minibatch in range(run.minibatches):
                 state, metrics = run.update(state, experience, minibatch)
@@ -147,7 +148,13 @@ class Run:
         return jax.random.fold_in(self.key, 0)
 
     def log(
-        self, iteration: int, state: TrainState, lines: list[dict[str, Any]], rollout: Rollout, scores: Scores, clock: Clock
+        self,
+        iteration: int,
+        state: TrainState,
+        lines: list[dict[str, Any]],
+        rollout: Rollout,
+        scores: Scores,
+        clock: Clock,
     ) -> None:
         """One line of metrics for each update; what was timed over the iteration goes on the last."""
         columns = response_columns(rollout, scores)
@@ -207,7 +214,11 @@ class Run:
             self.evaluate(state)
         if last or done % self.config.checkpoint.every == 0:
             self.progress.phase("save")
-            run = {"iteration": done, "prompts": self.prompts.get_state(), "key": jax.random.key_data(self.key).tolist()}
+            run = {
+                "iteration": done,
+                "prompts": self.prompts.get_state(),
+                "key": jax.random.key_data(self.key).tolist(),
+            }
             self.checkpointer.save(done, state, run)
 
     def evaluate(self, state: TrainState) -> None:
@@ -260,7 +271,7 @@ def open_run(config: ConfigDict, workdir: Path, mesh: Mesh) -> Iterator[Run]:
             state = experiment.first_state(folder, policy, optimizer, mesh)
         else:
             iteration, state = restored.run["iteration"], restored.state
-            key = jax.random.wrap_key_data(np.asarray(restored.run["key"], np.uint32))
+            key = jax.random.wrap_key_data(jnp.asarray(restored.run["key"], jnp.uint32))
             prompts.set_state(restored.run["prompts"])
         after = None if restored is None else int(state.updates)
         write_config(workdir, config.to_dict(), command=" ".join(sys.argv))

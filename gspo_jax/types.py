@@ -1,7 +1,7 @@
 """The pytrees that flow between parts: frozen, documented field by field, with shapes.
 
-B rows = P prompts x G responses, the rows of a group adjacent; S prompt slots; T response tokens; L layers; K experts per
-token. Every array is right padded.
+B rows = P prompts x G responses, the rows of a group adjacent; S prompt slots; T response tokens; L layers; K experts
+per token. Every array is right padded.
 """
 
 from flax import struct
@@ -9,7 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class UserError(ValueError):
-    """Something the user can mend: one sentence with the value, the limit and the remedy. Entry points print it alone."""
+    """Something the user can mend: one sentence with the value, the limit and the remedy.
+
+    Entry points print it alone, without a traceback.
+    """
 
 
 @struct.dataclass

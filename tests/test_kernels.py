@@ -1,5 +1,7 @@
 """Every kernel equals its plain twin, forward and backward."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
     np.testing.assert_allclose(back, dense(grads, weights.transpose(0, 2, 1), sizes), atol=1e-4)
     outer = backend["outer"](rows32, grads32, counts)
     ends = np.cumsum([0, *sizes])
-    expected = [rows[a:b].T @ grads[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    expected = [rows[a:b].T @ grads[a:b] for a, b in itertools.pairwise(ends)]
     np.testing.assert_allclose(outer, np.stack(expected), atol=1e-4)
 
 
@@ -70,7 +72,10 @@ def test_grouped_matmul_gradient_is_its_own(dtype):
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == dtype
         np.testing.assert_allclose(
-            a.astype(jnp.float32), b.astype(jnp.float32), rtol=0 if dtype == jnp.float32 else 0.05, atol=1e-5 if dtype == jnp.float32 else 0.1
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            rtol=0 if dtype == jnp.float32 else 0.05,
+            atol=1e-5 if dtype == jnp.float32 else 0.1,
         )
     assert not ours[0][80:].any(), "rows beyond the groups get no gradient"
 
@@ -105,9 +110,7 @@ def test_two_segments_are_one_softmax():
     prompt_mask = np.arange(S)[None] < np.array([[2], [4]])
     mask = np.broadcast_to(np.arange(T) <= 2, (P * G, T))
     got = shared_prompt_attention(q, prompt_k, prompt_v, jnp.asarray(prompt_mask), k, v, jnp.asarray(mask))
-    joined_k, joined_v = (
-        np.concatenate([np.repeat(a, G, 0), b], 1) for a, b in ((prompt_k, k), (prompt_v, v))
-    )
+    joined_k, joined_v = (np.concatenate([np.repeat(a, G, 0), b], 1) for a, b in ((prompt_k, k), (prompt_v, v)))
     joined = np.concatenate([np.repeat(prompt_mask, G, 0), mask], 1)[:, None]
     np.testing.assert_allclose(got, naive_attention(q[:, None], joined_k, joined_v, joined)[:, 0], atol=1e-5)
 
@@ -130,7 +133,9 @@ def test_chunked_logprobs_equal_whole_ones(chunk):
     for a, b in zip(ours(hidden, head), whole(hidden, head), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     for which in (0, 1):
-        grads = [jax.grad(lambda h, w, f=f, i=which: f(h, w)[i].sum(), argnums=(0, 1))(hidden, head) for f in (ours, whole)]
+        grads = [
+            jax.grad(lambda h, w, f=f, i=which: f(h, w)[i].sum(), argnums=(0, 1))(hidden, head) for f in (ours, whole)
+        ]
         for a, b in zip(*grads, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)
 

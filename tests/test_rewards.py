@@ -1,5 +1,7 @@
 r"""The reward functions: final answers as people write them, and none that is free for the taking."""
 
+import time
+
 import pytest
 
 from gspo_jax.rewards import functions
@@ -111,6 +113,7 @@ def test_format(completion, expected):
         ("#### __import__('os')", 0),
         ("#### " + "(" * 150 + "3*5+7" + ")" * 40, 0),
         ("#### " + "9*" * 90 + "9", 0),
+        ("#### " + "9**" * 60 + "9", 0),
         ("3*5+7", 0),
     ],
 )
@@ -135,16 +138,20 @@ def test_countdown_is_exact_and_counts_repeats():
         "#### " + "(" * 1_000_000,
         "\\boxed{" * 150_000,
         "\\boxed{" + "{" * 1_000_000,
-        "#### " + "9**" * 60 + "9",
         "\x00 #### \ud800",
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_hostile_completions_cost_nothing(name, hostile):
-    import time
-
     start = time.perf_counter()
     assert score(name, hostile, answer="7", numbers="3 5 7", target="22") == 0
+    assert time.perf_counter() - start < 0.5
+
+
+def test_a_number_may_be_anything_and_costs_nothing():
+    start = time.perf_counter()
+    assert functions.number("-" + " " * 100_000 + "!") is None
+    assert functions.number("") is functions.number("$") is functions.number("-.") is None
     assert time.perf_counter() - start < 0.5
 
 

@@ -17,18 +17,20 @@ from gspo_jax.types import UserError
 TIMEOUT_S = 2.0
 
 FAKE = """
-import os, signal, time
+import mmap, os, signal, time
 __all__ = ["moody", "broken", "picky"]
 
 def moody(prompt, completion, record):
     if completion == "raise":
         raise ValueError("no mood for " + prompt)
-    return {"none": None, "nan": float("nan"), "inf": float("inf"), "true": True}.get(completion, 0.5)
+    return {"none": None, "lenient": None, "nan": float("nan"), "inf": float("inf"), "true": True}.get(completion, 0.5)
 
 def broken(prompt, completion, record):
     raise ZeroDivisionError("always")
 
 def picky(prompt, completion, record):
+    if completion == "lenient":
+        return 0.5
     if completion == "hang":
         time.sleep(60)
     if completion == "die":
@@ -39,7 +41,7 @@ def picky(prompt, completion, record):
     if completion == "exit":
         os._exit(3)
     if completion == "eat":
-        bytearray(16 << 30)
+        mmap.mmap(-1, 5 << 30)
     if completion == "print":
         print("{} not a reply", flush=True)
         os.write(1, b"nor this\\n")
@@ -126,9 +128,9 @@ def test_what_is_no_score_is_nan_and_counted(fakes, name, caplog):
 
 def test_a_weight_of_zero_only_records(fakes):
     with Scorer({"moody": 0.0, "picky": 1.0}, **fakes) as scorer:
-        scores = run(scorer, ["none", "print"])
-    assert scores.failures == 1 and np.isnan(scores.by_name["moody"]).tolist() == [True, False]
-    np.testing.assert_array_equal(scores.total, np.asarray([math.nan, 0.5], np.float32))
+        scores = run(scorer, ["none", "print", "lenient"])
+    assert scores.failures == 1 and np.isnan(scores.by_name["moody"]).tolist() == [True, False, True]
+    np.testing.assert_array_equal(scores.total, np.asarray([math.nan, 0.5, 0.5], np.float32))
 
 
 def test_a_function_that_always_raises_ends_the_run(fakes):
@@ -186,7 +188,7 @@ def test_a_worker_that_cannot_start_is_an_error(fakes, capfd):
     [
         (r"so \boxed{\frac{1}{2}}", "0.5", 1),
         (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
-        (r"\boxed{(1, 2)}", r"$\{1, 2\}$", 0),
+        (r"\boxed{(1, 2)}", "(2, 1)", 0),
         ("#### 3", "3", 1),
         ("#### 4", "3", 0),
         ("nothing", "3", 0),
@@ -223,11 +225,11 @@ def test_hanging_answers_are_killed_and_the_others_scored(verifier):
 
 
 def test_workers_are_light_and_end_with_the_parent(tmp_path):
-    """No jax in a worker, though the parent's __main__ imports it; none is left when the parent is killed, hung or not."""
+    """A worker has no jax, though the parent's __main__ imports it, and is gone when the parent is killed."""
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent("""
-        import jax, time, threading
+        import jax, time
         from gspo_jax.rewards.scorer import Scorer
         if __name__ == "__main__":
             scorer = Scorer({"math_verify": 1.0}, workers=1)
@@ -236,7 +238,8 @@ def test_workers_are_light_and_end_with_the_parent(tmp_path):
             time.sleep(60)
         """)
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=path) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         with open(f"/proc/{worker}/maps") as maps:

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _BLOCK = 64
-"""Rows per block on CPU: large enough for the matmul to run at speed, small enough that a block's unused rows are few."""
+"""Rows per block on CPU: enough for the matmul to run at speed, few enough that a block's unused rows cost little."""
 
 
 def _varying_like(x: Array, *others: Array) -> Array:
-    """Marks x as varying over the manual mesh axes that the others vary over (a loop's carry must, inside shard_map)."""
-    axes = frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others)) - jax.typeof(x).manual_axis_type.varying
+    """Marks x as varying over the manual mesh axes that the others vary over, as a loop's carry must be."""
+    axes = (
+        frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
+        - jax.typeof(x).manual_axis_type.varying
+    )
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 

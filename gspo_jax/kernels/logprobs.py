@@ -36,7 +36,7 @@ def token_logprobs(
     Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row), in the backward
     pass too, where they are computed again. Float32 out, gradients flow to `hidden` and `head`.
     """
-    B, T, D = hidden.shape
+    B, T = targets.shape
     width = max(1, min(T, chunk // B))
     chunks = -(-T // width)
     pad = chunks * width - T

@@ -1,6 +1,7 @@
 """Qwen3 attention: grouped queries, RMS-normed queries and keys, rotary positions.
 
-What a query may see (causal, prefill, cached decode) is the caller's `attend`; this module makes q, k, v and the output.
+What a query may see (causal, prefill, cached decode) is the caller's `attend`; this module makes q, k, v and the
+output.
 """
 
 from collections.abc import Callable

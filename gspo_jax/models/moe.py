@@ -28,9 +28,7 @@ class Routes(NamedTuple):
     """log softmax of the router at those experts, float32, before renormalisation."""
 
 
-def route(
-    logits: Float[Array, "B T E"], *, k: int, renormalise: bool
-) -> tuple[Routes, Float[Array, "B T K"]]:
+def route(logits: Float[Array, "B T E"], *, k: int, renormalise: bool) -> tuple[Routes, Float[Array, "B T K"]]:
     """Softmax, then top-K, then (by `renormalise`) weights that sum to one; float32 throughout."""
     logprobs, experts = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
     weights = jax.nn.softmax(logprobs) if renormalise else jnp.exp(logprobs)
@@ -64,7 +62,7 @@ def expert_parallel(
     up: Float[Array, "E D F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "B T D"]:
-    """`combine_experts` over the mesh in scope: rows over the batch axes, experts over `expert`, widths over `tensor`."""
+    """`combine_experts` on the mesh in scope: rows over the batch axes, experts over `expert`, F over `tensor`."""
 
     def flat(a: Array) -> Array:
         return a.reshape(-1, a.shape[-1])
@@ -104,9 +102,7 @@ class MoE(nnx.Module):
         self.up = parameter(rngs, (L, E, D, F), ("layers", "expert", "embed", "mlp"))
         self.down = parameter(rngs, (L, E, F, D), ("layers", "expert", "mlp", "embed"))
 
-    def __call__(
-        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]
-    ) -> tuple[Float[Array, "B T D"], Routes]:
+    def __call__(self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], Routes]:
         """Padding (`valid` False) reaches no expert: it comes out zero and costs no rows."""
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.router[...])
         routes, weights = route(logits, k=self.config.experts_per_token, renormalise=self.config.norm_topk_prob)

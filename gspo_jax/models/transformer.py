@@ -1,5 +1,6 @@
-"""Qwen3 and Qwen3-MoE (arXiv 2505.09388): one stack of blocks, scanned over layers, for training, prefill and decode."""
+"""Qwen3 and Qwen3-MoE (arXiv 2505.09388): blocks scanned over layers, the same for training, prefill and decode."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -124,7 +125,7 @@ class Transformer(nnx.Module):
         (x, k, v), routes = jax.lax.scan(
             layer, (self._embed(tokens[:, None]), cache.k, cache.v), (stacked, cache.prompt_k, cache.prompt_v, layers)
         )
-        return self._output(x, routes), cache.replace(k=k, v=v, step=cache.step + 1)
+        return self._output(x, routes), dataclasses.replace(cache, k=k, v=v, step=cache.step + 1)
 
     def _causal(
         self, tokens: Array, positions: Array | None, valid: Array | None, *, keep_cache: bool, remat: bool

@@ -6,7 +6,7 @@ mesh in scope (`jax.set_mesh`) every constraint is the identity, so the same cod
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -69,7 +69,7 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor; see `mesh_sizes`."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_sizes(sizes, len(devices))

@@ -5,6 +5,7 @@ in graph belong between `_advance` and the cache. Every response has its own key
 the batch around it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -82,7 +83,8 @@ def generate(
     def record(state: _State, token: Array, behaviour: Array, full: Array) -> _State:
         alive = ~state.ended
         token = jnp.where(alive, token, pad_id)
-        return state.replace(
+        return dataclasses.replace(
+            state,
             t=state.t + 1,
             ended=state.ended | (token[:, None] == stops[None]).any(axis=1),
             tokens=state.tokens.at[:, state.t].set(token),
@@ -95,14 +97,18 @@ def generate(
         """Feeds the newest token of every row, keeps its routes, draws the next."""
         fed = state.t - 1
         alive = ~state.ended
-        output, cache = model.decode(jax.lax.dynamic_index_in_dim(state.tokens, fed, 1, keepdims=False), alive, state.cache)
+        output, cache = model.decode(
+            jax.lax.dynamic_index_in_dim(state.tokens, fed, 1, keepdims=False), alive, state.cache
+        )
         routes = jnp.where(alive[:, None, None], jnp.moveaxis(output.routes.experts[:, :, 0], 0, 1), -1)
-        state = state.replace(cache=cache, experts=state.experts.at[:, fed].set(routes.astype(state.experts.dtype)))
+        state = dataclasses.replace(
+            state, cache=cache, experts=state.experts.at[:, fed].set(routes.astype(state.experts.dtype))
+        )
         return record(state, *pick(state.t, output))
 
     output, (prompt_k, prompt_v) = model.prefill(prompts.tokens, prompts.lengths)
     last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
-    first = output.replace(hidden=constrain(jnp.repeat(last, group_size, axis=0), "batch", None, None))
+    first = dataclasses.replace(output, hidden=constrain(jnp.repeat(last, group_size, axis=0), "batch", None, None))
     L, K = output.routes.experts.shape[0], output.routes.experts.shape[-1]
     state = _State(
         t=jnp.zeros((), jnp.int32),

@@ -40,10 +40,10 @@ class Checkpointer:
 
     def __init__(self, folder: Path, *, keep: int | None = None):
         """Opens the folder, making it if needed; `keep` is how many of the newest steps stay (None: all)."""
-        policies = ocp.training.preservation_policies
+        policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
         # Temporary folders are what a killed save leaves behind; none of them is a checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
-            folder.absolute(),
+            str(folder.absolute()),
             preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )

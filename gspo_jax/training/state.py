@@ -1,5 +1,7 @@
 """What training carries from update to update, the optimizer, and where it all lives on the mesh."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -61,7 +63,7 @@ def new_state(params: nnx.State, optimizer: optax.GradientTransformation) -> Tra
 def state_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The NamedSharding of every leaf of a TrainState: moments like their parameters, scalars everywhere."""
     params = mesh_lib.param_shardings(shapes, mesh)
-    everywhere = mesh_lib.replicated(mesh)
+    everywhere: Any = mesh_lib.replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,

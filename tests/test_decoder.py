@@ -1,0 +1,106 @@
+"""The decoder agrees with the trainer's scoring and does not depend on the batch around a response."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.models import transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import generate, response_keys, to_sampler
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.training.update import make_score
+from gspo_jax.types import Prompts
+from tests.tiny import CONFIG, mesh_id, params, place, prompts
+
+GRAPH, SHAPES = transformer.abstract(CONFIG)
+G, T = 2, 12
+EOS = (3, 5, 7, 9)
+decode = partial(generate, GRAPH, group_size=G, length=T, sampling=Sampling(), eos_ids=EOS)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    batch = prompts()
+    return jax.device_get(decode(params(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G))))
+
+
+def test_log_probs_equal_the_trainers(rollout):
+    """Within 1e-4 on every sampled token, prompts ragged; no token outside the mask."""
+    scores = make_score(GRAPH, temperature=1.0, logprob_chunk=64)(params(), rollout)
+    mask = rollout.mask
+    np.testing.assert_allclose(rollout.logprobs[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
+    np.testing.assert_array_equal(rollout.logprobs[mask], rollout.behaviour_logprobs[mask])
+    assert not rollout.logprobs[~mask].any()
+
+
+def test_temperature_is_scored_too():
+    sampling = Sampling(temperature=0.6, top_k=20)
+    out = decode(params(), prompts(), response_keys(jax.random.key(2), jnp.arange(8 * G)), sampling=sampling)
+    scores = make_score(GRAPH, temperature=0.6, logprob_chunk=64)(params(), out)
+    mask = np.asarray(out.mask)
+    np.testing.assert_allclose(np.asarray(out.logprobs)[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
+    assert (np.asarray(out.behaviour_logprobs)[mask] >= np.asarray(out.logprobs)[mask] - 1e-6).all()
+
+
+def test_routes_equal_the_trainers_where_known(rollout):
+    scores = make_score(GRAPH, temperature=1.0, logprob_chunk=64)(params(), rollout)
+    trainer = np.moveaxis(np.asarray(scores.experts), 0, 2)
+    known = (rollout.experts >= 0).all(axis=(2, 3))
+    np.testing.assert_array_equal(np.sort(rollout.experts[known]), np.sort(trainer[known]))
+    lengths = rollout.mask.sum(axis=1)
+    np.testing.assert_array_equal(known.sum(axis=1), lengths - 1, "every token but the last was fed")
+
+
+def test_a_response_ends_with_its_first_eos(rollout):
+    for tokens, mask, truncated in zip(rollout.tokens, rollout.mask, rollout.truncated, strict=True):
+        n = mask.sum()
+        assert mask[:n].all(), "the mask is a prefix"
+        stops = np.isin(tokens[:n], EOS)
+        assert not stops[:-1].any()
+        assert stops[-1] == (not truncated)
+        assert not tokens[n:].any(), "padding after the end"
+    assert 0 < rollout.truncated.sum() < len(rollout.truncated), "the case has both kinds"
+
+
+def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
+    batch = prompts()
+    order = np.array([5, 2])
+    keys = response_keys(jax.random.key(1), jnp.concatenate([jnp.arange(5 * G, 6 * G), jnp.arange(2 * G, 3 * G)]))
+    alone = decode(params(), Prompts(batch.tokens[order], batch.lengths[order]), keys)
+    rows = np.concatenate([np.arange(5 * G, 6 * G), np.arange(2 * G, 3 * G)])
+    np.testing.assert_array_equal(alone.tokens, rollout.tokens[rows])
+    np.testing.assert_allclose(alone.logprobs, rollout.logprobs[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=mesh_id
+)
+def test_eight_devices_sample_the_same(sizes, rollout):
+    mesh = mesh_lib.make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        weights = to_sampler(SHAPES, mesh, jnp.float32)(place(params(), mesh))
+        batch, numbers = mesh_lib.to_rows(mesh, (prompts(), np.arange(8 * G)))
+        out = decode(weights, batch, response_keys(jax.random.key(1), numbers))
+        np.testing.assert_array_equal(out.tokens, rollout.tokens)
+        np.testing.assert_allclose(out.logprobs, rollout.logprobs, atol=1e-4)
+        assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
+
+
+def test_the_samplers_copy_is_cast_but_for_router_and_norms():
+    mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    with jax.set_mesh(mesh):
+        weights = to_sampler(SHAPES, mesh, jnp.bfloat16)(place(params(), mesh))
+    assert weights["embed"].dtype == weights["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
+    assert weights["layers"]["mlp"]["router"].dtype == weights["norm"].dtype == jnp.float32
+    gate = weights["layers"]["mlp"]["gate"]
+    assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), "whole on every data and fsdp shard"
+
+
+def test_one_program_per_shape():
+    before = generate._cache_size()
+    for seed in (3, 4):
+        decode(params(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)))
+    assert generate._cache_size() <= before + 1
