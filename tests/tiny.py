@@ -1,6 +1,9 @@
 """The smallest mixture of experts with all of its parts, and helpers to put it on a mesh."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -39,10 +42,15 @@ def mesh_id(sizes: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
-def params(config: ModelConfig = CONFIG, seed: int = 0, scale: float = 4.0) -> nnx.State:
-    """Random parameters, larger than Qwen's so that logits and routes are far from uniform."""
-    state = transformer.init_params(config, jax.random.key(seed))
-    return jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, state)
+@functools.cache
+def _host_params(config: ModelConfig) -> nnx.State:
+    state = transformer.init_params(config, jax.random.key(0))
+    return jax.device_get(jax.tree.map(lambda x: x * 4.0 if x.ndim > 2 else x, state))
+
+
+def params(config: ModelConfig = CONFIG) -> nnx.State:
+    """Random parameters, larger than Qwen's so that logits and routes are far from uniform; fresh buffers every time."""
+    return jax.tree.map(jnp.array, _host_params(config))
 
 
 def place(state: nnx.State, mesh: jax.sharding.Mesh, config: ModelConfig = CONFIG) -> nnx.State:

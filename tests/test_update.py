@@ -1,0 +1,222 @@
+"""One update: the same gradient on any mesh and any number of micro-batches, skipped when it is not finite."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from gspo_jax import objectives
+from gspo_jax.models import transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import generate, response_keys
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
+from gspo_jax.training.update import make_score, make_update, take_minibatch
+from gspo_jax.types import Experience, Rollout
+from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, params, prompts
+
+GRAPH, SHAPES = transformer.abstract(CONFIG)
+G, P, T = 4, 16, 10
+SCORING = {"temperature": 1.0, "logprob_chunk": 64}
+OBJECTIVES = {"gspo": objectives.gspo(), "gspo_token": objectives.gspo_token(), "grpo": objectives.grpo()}
+
+
+def optimizer(**changes):
+    settings = {"learning_rate": 1e-3, "schedule": "constant", "warmup_updates": 0, "total_updates": 10}
+    return make_optimizer(**(settings | {"b1": 0.9, "b2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0} | changes))
+
+
+def recorder():
+    """An optimizer whose state is the newest gradient, so that a test can read it off."""
+    return optax.trace(decay=0.0), optax.constant_schedule(1.0)
+
+
+@pytest.fixture(scope="module")
+def experience() -> Experience:
+    """Responses of ragged lengths, old log-probs a little off the policy's, so that ratios are not 1."""
+    keys = response_keys(jax.random.key(1), jnp.arange(P * G))
+    rollout = generate(
+        GRAPH, params(), prompts(P=P), keys, group_size=G, length=T, sampling=Sampling(), eos_ids=(3, 5, 7, 9)
+    )
+    rollout = jax.device_get(rollout)
+    rng = np.random.default_rng(0)
+    old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
+    return Experience(rollout, old, rng.standard_normal(P * G).astype(np.float32))
+
+
+def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1):
+    """(gradient, metrics) of mini-batch 1 of 2."""
+    record, schedule = recorder()
+    update = make_update(
+        GRAPH, OBJECTIVES[name], record, schedule, minibatches=2, microbatches=microbatches, group_size=G, **SCORING
+    )
+    if sizes is None:
+        after, metrics = update(new_state(params(), record), experience, 1)
+    else:
+        mesh = mesh_lib.make_mesh(sizes)
+        with jax.set_mesh(mesh):
+            state = jax.device_put(new_state(params(), record), state_shardings(SHAPES, record, mesh))
+            after, metrics = update(state, mesh_lib.to_rows(mesh, experience), 1)
+    return jax.device_get(after.opt_state.trace), jax.device_get(metrics)
+
+
+@pytest.fixture(scope="module")
+def reference(experience):
+    return {name: gradient_and_loss(experience, name=name) for name in OBJECTIVES}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
+def test_one_device_and_eight_agree(sizes, experience, reference):
+    grads, metrics = gradient_and_loss(experience, sizes=sizes)
+    expected, expected_metrics = reference["gspo"]
+    assert leaf_errors(expected, grads) < 1e-5
+    np.testing.assert_allclose(metrics["actor/loss"], expected_metrics["actor/loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_micro_batches_add_up(name, microbatches, experience, reference):
+    grads, metrics = gradient_and_loss(experience, name=name, microbatches=microbatches)
+    expected, expected_metrics = reference[name]
+    norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in jax.tree.leaves(expected)))
+    difference = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), expected, grads)
+    assert np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(difference))) < 1e-6 * norm
+    for metric in ("actor/loss", "actor/entropy", "clip_fraction/token", "routing/flip_rate", "mismatch/max"):
+        np.testing.assert_allclose(metrics[metric], expected_metrics[metric], rtol=1e-5, atol=1e-7)
+
+
+def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference):
+    """The whole pipeline of chunks, scans and donations against one plain jax.grad over [B, T, V] logits."""
+    batch = take_minibatch(experience, 1, count=2, group_size=G)
+    r = batch.rollout
+
+    def loss(p):
+        logits, S = [], r.prompts.shape[1]
+        in_prompt = np.arange(S)[None] < r.prompt_lengths[:, None]
+        out = nnx.merge(GRAPH, p)(
+            jnp.concatenate([r.prompts, r.tokens], 1), valid=jnp.concatenate([in_prompt, r.mask], 1)
+        ).logits
+        for b, n in enumerate(r.prompt_lengths):
+            logits.append(jnp.concatenate([out[b, n - 1][None], out[b, S : S + T - 1]]))
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(jnp.stack(logits)), r.tokens[..., None], -1)[..., 0]
+        d = jnp.where(r.mask, logprobs - batch.old_logprobs, 0)
+        s = jnp.exp(d.sum(1) / r.mask.sum(1))
+        return -jnp.minimum(s * batch.advantages, jnp.clip(s, 1 - 3e-4, 1 + 4e-4) * batch.advantages).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params())
+    expected, metrics = reference["gspo"]
+    assert leaf_errors(expected, grads) < 2e-4
+    np.testing.assert_allclose(metrics["actor/loss"], value, rtol=1e-4)
+
+
+def test_metrics_are_those_of_the_minibatch(experience, reference):
+    _, metrics = reference["gspo"]
+    batch = take_minibatch(experience, 1, count=2, group_size=G)
+    scores = make_score(GRAPH, **SCORING)(params(), batch.rollout)
+    mask = np.asarray(batch.rollout.mask)
+    d = np.asarray(scores.logprobs)[mask].astype(np.float64) - batch.old_logprobs[mask]
+    np.testing.assert_allclose(metrics["actor/kl"], (np.exp(d) - 1 - d).mean(), rtol=0.05)
+    np.testing.assert_allclose(metrics["actor/entropy"], np.asarray(scores.entropy)[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["ratio/token_log_max"], np.abs(d).max(), rtol=0.02)
+    assert metrics["mismatch/max"] < 1e-4
+    assert metrics["routing/flip_rate"] == 0
+    assert 0 < metrics["clip_fraction/sequence"] < 1
+
+
+def test_minibatches_are_whole_groups_and_a_partition():
+    rows = np.arange(P * G)
+    parts = [take_minibatch(rows, i, count=4, group_size=G) for i in range(4)]
+    assert sorted(np.concatenate(parts)) == rows.tolist()
+    for part in parts:
+        assert (part.reshape(-1, G) // G == part.reshape(-1, G)[:, :1] // G).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, experience):
+    opt, schedule = optimizer()
+    update = make_update(
+        GRAPH, OBJECTIVES["gspo"], opt, schedule, minibatches=2, microbatches=2, group_size=G, **SCORING
+    )
+    advantages = experience.advantages.copy()
+    advantages[:] = bad
+    state, before = new_state(params(), opt), new_state(params(), opt)
+    state, metrics = update(state, dataclasses.replace(experience, advantages=advantages), 0)
+    assert metrics["update/skipped"] == state.skipped == 1
+    assert state.updates == 1
+    for a, b in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((before.params, before.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    state, metrics = update(state, experience, 0)
+    assert metrics["update/skipped"] == 0
+    assert state.skipped == 1
+    assert leaf_errors(before.params, state.params) > 0
+
+
+def test_an_update_makes_good_responses_likelier(experience):
+    opt, schedule = optimizer(learning_rate=1e-4)
+    update = make_update(
+        GRAPH, OBJECTIVES["gspo"], opt, schedule, minibatches=1, microbatches=1, group_size=G, **SCORING
+    )
+    score = make_score(GRAPH, **SCORING)
+    exact = dataclasses.replace(experience, old_logprobs=experience.rollout.logprobs)
+    state, _ = update(new_state(params(), opt), exact, 0)
+    mask = experience.rollout.mask
+    gain = np.where(mask, np.asarray(score(state.params, experience.rollout).logprobs) - exact.old_logprobs, 0)
+    gain = gain.sum(axis=1) / mask.sum(axis=1)
+    assert gain[experience.advantages > 0.5].mean() > gain[experience.advantages < -0.5].mean()
+
+
+def test_learning_rate_warms_up_from_above_zero_and_ends_as_told():
+    _, constant = optimizer(warmup_updates=4)
+    np.testing.assert_allclose([constant(i) for i in (0, 2, 4, 100)], [2e-4, 6e-4, 1e-3, 1e-3], rtol=1e-6)
+    _, cosine = optimizer(schedule="cosine", total_updates=10)
+    np.testing.assert_allclose([cosine(0), cosine(5), cosine(10)], [1e-3, 5e-4, 0], atol=1e-9)
+
+
+def test_no_buffer_holds_the_whole_logits():
+    """For Qwen3's vocabulary, the compiled update needs less memory than one [B, T, V] array of float32 would."""
+    V, B, S, length = 151_936, 8, 64, 192
+    config = dataclasses.replace(CONFIG, vocab_size=V, num_layers=1)
+    graph, shapes = transformer.abstract(config)
+    opt, schedule = optimizer()
+    update = make_update(
+        graph,
+        OBJECTIVES["gspo"],
+        opt,
+        schedule,
+        minibatches=1,
+        microbatches=1,
+        group_size=4,
+        temperature=1.0,
+        logprob_chunk=64,
+    )
+
+    def of(shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    rollout = Rollout(
+        prompts=of((B, S), jnp.int32),
+        prompt_lengths=of((B,), jnp.int32),
+        tokens=of((B, length), jnp.int32),
+        mask=of((B, length), bool),
+        truncated=of((B,), bool),
+        behaviour_logprobs=of((B, length)),
+        logprobs=of((B, length)),
+        experts=of((B, length, 1, 2), jnp.int8),
+    )
+    state: TrainState = jax.eval_shape(partial(new_state, optimizer=opt), shapes)
+    compiled = update.lower(state, Experience(rollout, of((B, length)), of((B,))), 0).compile()
+    memory = compiled.memory_analysis()
+    logits = 4 * B * length * V
+    gradients = 4 * 2 * V * config.hidden_size
+    assert memory.temp_size_in_bytes < logits // 3 + 2 * gradients, f"{memory.temp_size_in_bytes:,} of {logits:,}"
+    assert f"[{B},{length},{V}]" not in compiled.as_text()
+    assert f"[{B},{S + length},{V}]" not in compiled.as_text()
