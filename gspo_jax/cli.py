@@ -4,6 +4,7 @@ A mistake of the user's ends the program with one sentence, before any device is
 """
 
 import difflib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -79,10 +80,11 @@ def load_config(value: str) -> ConfigDict:
         beside = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"there is no config {value!r}; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
-    holder = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", value, "", flag_values=holder)
-    holder(["", f"--config={value}"])
-    return holder.config
+    spec = importlib.util.spec_from_file_location("config", path)
+    assert spec is not None and spec.loader is not None  # it is a .py file
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(value.removeprefix(f"{path}").removeprefix(":"))
 
 
 def check_overrides(argv: list[str], config: ConfigDict) -> None:
@@ -98,16 +100,18 @@ def check_overrides(argv: list[str], config: ConfigDict) -> None:
 
 
 def _no_field(name: str, found: list[str], config: ConfigDict) -> None:
-    near = difflib.get_close_matches(name, _fields(config), n=1, cutoff=0.5)
-    if near:
-        remedy = f"did you mean {near[0]!r}?"
-    else:
-        node: Any = config
-        for key in found:
-            node = node[key]
-        where = f"section {'.'.join(found)!r}" if found else "the config"
-        remedy = f"{where} has {', '.join(node)}" if isinstance(node, ConfigDict) else f"{where} is a single value"
-    raise UserError(f"the config has no field {name!r}; {remedy}")
+    """Suggests the nearest key of the section that was reached, else a field of that name in another section."""
+    section: Any = config
+    for key in found:
+        section = section[key]
+    if not isinstance(section, ConfigDict):
+        raise UserError(f"the config has no field {name!r}; {'.'.join(found)!r} is a single value")
+    key = name.split(".")[len(found)]
+    near = [".".join([*found, k]) for k in difflib.get_close_matches(key, list(section), n=1)]
+    near += [field for field in _fields(config) if field.split(".")[-1] == name.split(".")[-1]]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    where = f"section {'.'.join(found)!r}" if found else "the config"
+    raise UserError(f"the config has no field {name!r}; {hint}{where} has {', '.join(section)}")
 
 
 def _fields(config: ConfigDict, prefix: str = "") -> list[str]:

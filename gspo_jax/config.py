@@ -22,7 +22,7 @@ def base() -> ConfigDict:
     config.coldstart.batch = 64
     config.coldstart.terse = 0.0  # share of demonstrations that give the final answer without the work
     config.coldstart.vocab_size = 320
-    config.coldstart.log_every = 50
+    config.coldstart.log_every = 100
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
     config.data = ConfigDict()
@@ -42,6 +42,9 @@ def base() -> ConfigDict:
     config.sampling.top_p = 1.0  # 1: off
 
     config.rewards = ConfigDict()  # reward function: weight
+    config.scoring = ConfigDict()  # of functions that run in processes of their own, such as math_verify
+    config.scoring.timeout_s = 2.0  # for one response; its worker is then killed
+    config.scoring.workers = 1
 
     config.objective = ConfigDict({"name": "gspo"})  # a name of the catalogue, and each one's hyper-parameters
     config.objective.gspo = ConfigDict({"low": 3e-4, "high": 4e-4})

@@ -84,21 +84,25 @@ def evaluate(
     )
 
 
-def main(config: ConfigDict) -> None:
-    """The command line: the newest checkpoint of a run folder, or the policy it would begin from."""
-    workdir = Path(flags.FLAGS.workdir)
+def evaluate_folder(config: ConfigDict, workdir: Path) -> Evaluation:
+    """Evaluates the newest checkpoint of a run folder, or the policy that the run would begin from."""
     experiment.check(config)
     mesh = experiment.make_mesh(config)
-    with jax.set_mesh(mesh), Scorer(config.rewards.to_dict()) as scorer:
-        folder = experiment.initial_folder(config, workdir)
-        policy = experiment.open_policy(config, folder, dict(mesh.shape))
-        params, name = experiment.newest_params(config, workdir, policy, mesh)
+    with jax.set_mesh(mesh), experiment.make_scorer(config) as scorer:
+        policy = experiment.open_policy(config, experiment.initial_folder(config, workdir), dict(mesh.shape))
         sampler = experiment.make_sampler(config, policy, mesh)
+        params, name = experiment.newest_params(config, workdir, policy, mesh)
         sampler.load(params)
+        key = experiment.eval_key(jax.random.key(config.seed))
         batches = experiment.held_out(config, policy)
-        key = jax.random.fold_in(jax.random.key(config.seed), 1)
         result = evaluate(sampler, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
     print(f"{name}: {result}")
+    return result
+
+
+def main(config: ConfigDict) -> None:
+    """The command line."""
+    result = evaluate_folder(config, Path(flags.FLAGS.workdir))
     if flags.FLAGS.json:
         Path(flags.FLAGS.json).write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 

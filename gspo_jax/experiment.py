@@ -26,9 +26,10 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.training.checkpoint import Checkpointer, Restored
+from gspo_jax.training.checkpoint import Checkpointer, Restored, load_newest
 from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.types import Rollout, UserError
 
@@ -47,6 +48,7 @@ _POSITIVE = (
     "log.samples",
     "checkpoint.every",
     "checkpoint.keep",
+    "scoring.workers",
 )
 
 
@@ -67,6 +69,8 @@ def check(config: ConfigDict) -> None:
             "model.folder is empty and there is no cold start; give a folder in Hugging Face format, "
             "--config.model.folder=DIR"
         )
+    if not 0 <= config.coldstart.terse <= 1:
+        raise UserError(f"coldstart.terse is {config.coldstart.terse}; it is a share, from 0 to 1")
     if config.training.old_logprobs not in ("sampler", "recompute"):
         raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
     if config.model.dtype not in ("float32", "bfloat16"):
@@ -115,6 +119,12 @@ def make_objective(config: ConfigDict) -> Objective:
     name = config.objective.name
     section = config.objective.get(name) if name in objectives.catalogue.__all__ else {}
     return objectives.make(name, **section)
+
+
+def make_scorer(config: ConfigDict) -> Scorer:
+    """The reward functions with their weights, and the processes for those that may hang."""
+    scoring = config.scoring
+    return Scorer(config.rewards.to_dict(), timeout_s=scoring.timeout_s, workers=scoring.workers)
 
 
 def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
@@ -206,16 +216,26 @@ def first_state(folder: Path, policy: Policy, optimizer: optax.GradientTransform
     return jax.jit(functools.partial(new_state, optimizer=optimizer), out_shardings=shardings)(params)
 
 
+def sample_key(key: jax.Array, iteration: int) -> jax.Array:
+    """The key that an iteration's rollout draws with; `key` is the run's."""
+    return jax.random.fold_in(jax.random.fold_in(key, 0), iteration)
+
+
+def eval_key(key: jax.Array) -> jax.Array:
+    """The key that every evaluation draws with; `key` is the run's."""
+    return jax.random.fold_in(key, 1)
+
+
 def newest_params(config: ConfigDict, workdir: Path, policy: Policy, mesh: Mesh) -> tuple[nnx.State, str]:
     """The parameters of a run's newest checkpoint, or those it would begin from, and what they are called."""
-    if not (workdir / "checkpoints").is_dir():
+    folder = workdir / "checkpoints"
+    if not folder.is_dir():
         return huggingface.load_params(initial_folder(config, workdir), policy.config, mesh), "the first policy"
-    checkpointer = Checkpointer(workdir / "checkpoints")
-    restored = restore(checkpointer, policy, make_update_rule(config)[0], mesh)
-    checkpointer.close()
+    shapes, shardings = {"params": policy.shapes}, {"params": mesh_lib.param_shardings(policy.shapes, mesh)}
+    restored = load_newest(folder, shapes, shardings)
     if restored is None:
-        raise UserError(f"{workdir / 'checkpoints'} holds no checkpoint; train first")
-    return restored.state.params, f"iteration {restored.step}"
+        raise UserError(f"{folder} holds no checkpoint; train first")
+    return restored.state["params"], f"iteration {restored.step}"
 
 
 def training_prompts(config: ConfigDict, policy: Policy) -> Batches[PromptBatch]:
@@ -226,6 +246,8 @@ def training_prompts(config: ConfigDict, policy: Policy) -> Batches[PromptBatch]
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
         seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
     )
 
 
@@ -236,4 +258,6 @@ def held_out(config: ConfigDict, policy: Policy) -> EvalBatches:
         policy.tokenizer,
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
     )

@@ -53,7 +53,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, float]:
 
             clock.phase("sample")
             prompts = next(run.prompts)
-            rollout = jax.block_until_ready(run.sampler(prompts.prompts, jax.random.fold_in(run.sample_key, iteration)))
+            rollout = jax.block_until_ready(run.sampler(prompts.prompts, experiment.sample_key(run.key, iteration)))
 
             clock.phase("reward")
             completions = experiment.completions(run.policy.tokenizer, rollout)
@@ -142,11 +142,6 @@ class Run:
         """Updates per iteration."""
         return self.config.training.minibatches
 
-    @property
-    def sample_key(self) -> jax.Array:
-        """The key that training samples with, folded with the iteration."""
-        return jax.random.fold_in(self.key, 0)
-
     def log(
         self,
         iteration: int,
@@ -225,9 +220,13 @@ class Run:
         """Held-out mean@k of the state's policy, into the line of its last update."""
         self.progress.phase("evaluate")
         self.sampler.load(state.params)
-        key = jax.random.fold_in(self.key, 1)
         result = evaluate.evaluate(
-            self.sampler, self.held_out, self.policy.tokenizer, self.scorer, key, correct=self.config.eval.correct
+            self.sampler,
+            self.held_out,
+            self.policy.tokenizer,
+            self.scorer,
+            experiment.eval_key(self.key),
+            correct=self.config.eval.correct,
         )
         self.newest_evaluation = result.metrics()
         self.writer.write(int(state.updates), self.newest_evaluation)
@@ -275,7 +274,7 @@ def open_run(config: ConfigDict, workdir: Path, mesh: Mesh) -> Iterator[Run]:
             prompts.set_state(restored.run["prompts"])
         after = None if restored is None else int(state.updates)
         write_config(workdir, config.to_dict(), command=" ".join(sys.argv))
-        scorer = stack.enter_context(Scorer(config.rewards.to_dict()))
+        scorer = stack.enter_context(experiment.make_scorer(config))
         writer = stack.enter_context(MetricsWriter(workdir, after_step=after))
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=iteration))
         if restored is not None:

@@ -4,6 +4,9 @@ B rows = P prompts x G responses, the rows of a group adjacent; S prompt slots; 
 per token. Every array is right padded.
 """
 
+import difflib
+from collections.abc import Iterable
+
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -13,6 +16,13 @@ class UserError(ValueError):
 
     Entry points print it alone, without a traceback.
     """
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about a name that is not among `known`: the nearest one, and all there are."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"there are {', '.join(names)}"
 
 
 @struct.dataclass

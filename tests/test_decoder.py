@@ -1,13 +1,15 @@
 """The decoder agrees with the trainer's scoring and does not depend on the batch around a response."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from gspo_jax.models import transformer
+from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys, to_sampler
 from gspo_jax.rollout.sampling import Sampling
@@ -104,3 +106,28 @@ def test_one_program_per_shape():
     for seed in (3, 4):
         decode(params(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)))
     assert generate._cache_size() <= before + 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied"])
+def test_greedy_decode_equals_transformers(name):
+    """The cached decoder's 32 greedy tokens are those of transformers (tests/golden), from prompts padded unevenly."""
+    folder = Path(__file__).parent / "golden" / name
+    reference = np.load(folder / "reference.npz")
+    model, _ = huggingface.load(folder)
+    graph, weights = nnx.split(model)
+    tokens = reference["tokens"]
+    batch = Prompts(
+        np.pad(tokens, ((0, 0), (0, 5)), constant_values=1), np.full(len(tokens), tokens.shape[1], np.int32)
+    )
+    out = generate(
+        graph,
+        weights,
+        batch,
+        response_keys(jax.random.key(0), jnp.arange(len(tokens))),
+        group_size=1,
+        length=32,
+        sampling=Sampling(temperature=0.0),
+        eos_ids=(),
+    )
+    np.testing.assert_array_equal(out.tokens, reference["greedy"])
+    assert out.truncated.all()

@@ -110,14 +110,14 @@ def test_hyper_parameters_reach_the_objective():
     [
         (
             lambda: objectives.make("gsop"),
-            "no objective 'gsop'; did you mean 'gspo'? (there are: grpo, gspo, gspo_token)",
+            "no objective 'gsop'; did you mean 'gspo'? there are grpo, gspo, gspo_token",
         ),
-        (lambda: objectives.make("clipped"), "no objective 'clipped' (there are: grpo, gspo, "),
+        (lambda: objectives.make("clipped"), "no objective 'clipped'; there are grpo, gspo, "),
         (
             lambda: objectives.make("gspo", hihg=1.0),
-            "gspo has no hyper-parameter 'hihg'; did you mean 'high'? (there are",
+            "gspo has no hyper-parameter 'hihg'; did you mean 'high'? there are",
         ),
-        (lambda: objectives.make("grpo", tau=1.0), "grpo has no hyper-parameter 'tau' (there are: low, high)"),
+        (lambda: objectives.make("grpo", tau=1.0), "grpo has no hyper-parameter 'tau'; there are low, high"),
         (lambda: objectives.gspo(low=-0.1), "low=-0.1 lies outside [0, 1]; it is an offset from 1"),
         (lambda: objectives.grpo(low=1.2), "low=1.2 lies outside [0, 1]; it is an offset from 1"),
         (lambda: objectives.gspo_token(high=-1e-9), "high=-1e-09 lies below 0; it is an offset from 1"),

@@ -49,7 +49,7 @@ def _host_params(config: ModelConfig) -> nnx.State:
 
 
 def params(config: ModelConfig = CONFIG) -> nnx.State:
-    """Random parameters, larger than Qwen's so that logits and routes are far from uniform; fresh buffers every time."""
+    """Random parameters in fresh buffers, larger than Qwen's so that logits and routes are far from uniform."""
     return jax.tree.map(jnp.array, _host_params(config))
 
 

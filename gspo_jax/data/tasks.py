@@ -4,7 +4,6 @@ Generated tasks are built with TFDS on first use (generated.py). GSM8K is read f
 `test.jsonl`, or from a prepared TFDS directory. TensorFlow is never imported.
 """
 
-import difflib
 import inspect
 import json
 import re
@@ -16,7 +15,7 @@ import tensorflow_datasets as tfds
 
 from gspo_jax.data import generated
 from gspo_jax.data.records import Record, Records
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, choices
 
 INSTRUCTIONS = {
     "arithmetic": "",
@@ -56,7 +55,7 @@ def load(
       UserError: an unknown task, split or option; a file that is missing or malformed; a data set without records.
     """
     if task not in TASKS:
-        raise UserError(f"no task {task!r}; {_choices(task, TASKS)}")
+        raise UserError(f"no task {task!r}; {choices(task, TASKS)}")
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit} is below 1; leave it out to read all records")
     instruction = INSTRUCTIONS[task] if instruction is None else instruction
@@ -80,7 +79,7 @@ def _generated(
     known = [name for name in inspect.signature(generated.prepare).parameters if name not in ("task", "data_dir")]
     for name in options:
         if name not in known:
-            raise UserError(f"task {task} has no option {name!r}; {_choices(name, known)}")
+            raise UserError(f"task {task} has no option {name!r}; {choices(name, known)}")
     try:
         builder = generated.prepare(task, data_dir=data_dir, **options)
     except OSError as error:
@@ -159,7 +158,7 @@ def _from_tfds(
     """The records of one split of a prepared builder; ArrayRecord only, which is read without TensorFlow."""
     splits = builder.info.splits
     if split not in splits:
-        raise UserError(f"{builder.info.full_name} has no split {split!r}; {_choices(split, list(splits))}")
+        raise UserError(f"{builder.info.full_name} has no split {split!r}; {choices(split, list(splits))}")
     try:
         source: Any = builder.as_data_source(split)  # type: ignore[call-arg]  # its decorator hides the signature
     except (NotImplementedError, FileNotFoundError, ValueError) as error:
@@ -181,8 +180,3 @@ def _from_tfds(
 def _texts(raw: dict[str, Any]) -> dict[str, str]:
     """TFDS gives text as bytes."""
     return {key: value.decode("utf-8") for key, value in raw.items() if isinstance(value, bytes)}
-
-
-def _choices(name: str, names: list[str] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"there are {', '.join(names)}"

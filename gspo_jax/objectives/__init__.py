@@ -6,7 +6,6 @@
 Holds no model, mesh or config. B rows are P prompts × G responses, the rows of a group adjacent; T response tokens.
 """
 
-import difflib
 import inspect
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is listed in catalogue.__all__ and only there)
 from gspo_jax.objectives.catalogue import Objective
 from gspo_jax.objectives.surrogates import Batch, widen
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, choices
 
 __all__ = ["ClipSums", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
 __all__ += catalogue.__all__
@@ -67,12 +66,12 @@ def make(name: str, **hyper_parameters: float | str | None) -> Objective:
     Raises UserError for a name or a hyper-parameter that does not exist, listing those that do.
     """
     if name not in catalogue.__all__:
-        raise UserError(f"there is no objective '{name}'{_nearest(name, catalogue.__all__)}")
+        raise UserError(f"no objective {name!r}; {choices(name, catalogue.__all__)}")
     factory = getattr(catalogue, name)
     known = list(inspect.signature(factory).parameters)
     for given in hyper_parameters:
         if given not in known:
-            raise UserError(f"{name} has no hyper-parameter '{given}'{_nearest(given, known)}")
+            raise UserError(f"{name} has no hyper-parameter {given!r}; {choices(given, known)}")
     return factory(**hyper_parameters)
 
 
@@ -171,9 +170,3 @@ def _per_token(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]
         )
     per_token = advantages if advantages.ndim == 2 else advantages[:, None]
     return jnp.where(mask, per_token, 0.0)
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    """The end of an error message: the nearest name, if one is near, and all there are."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return "".join(f"; did you mean '{n}'?" for n in near) + f" (there are: {', '.join(known)})"

@@ -3,7 +3,6 @@
 Cheap functions (functions.py) run here; those that may hang (isolated.py) run in processes that can be killed.
 """
 
-import difflib
 import importlib
 import math
 import traceback
@@ -15,7 +14,7 @@ from absl import logging
 from jaxtyping import Float
 
 from gspo_jax.rewards.pool import Outcome, Pool
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, choices
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,4 @@ def _check_names(names: list[str], here: list[str], isolated: list[str]) -> None
     known = [*here, *isolated]
     for name in names:
         if name not in isolated:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"no reward {name!r}; {hint}there are {', '.join(known)}")
+            raise UserError(f"no reward {name!r}; {choices(name, known)}")

@@ -72,10 +72,7 @@ class Checkpointer:
             return None
         step = self.latest
         saved = self._checkpointer.checkpointables_metadata(step).metadata["state"]
-        wanted = {
-            name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-            for (name, shape), sharding in zip(named_leaves(shapes).items(), jax.tree.leaves(shardings), strict=True)
-        }
+        wanted = _abstract(shapes, shardings)
         _check_same(wanted, named_leaves(saved), step)
         loaded = self._checkpointer.load_checkpointables(step, {"state": wanted, "run": None})
         leaves = [loaded["state"][name] for name in wanted]
@@ -91,6 +88,30 @@ class Checkpointer:
         """Finishes the save in flight and lets go of the folder."""
         self.wait()
         self._checkpointer.close()
+
+
+def load_newest(folder: Path, shapes: Tree, shardings: Tree) -> Restored | None:
+    """The newest committed step, only the leaves of `shapes`, of a folder that another process may be writing to.
+
+    For readers: nothing is created or cleaned up. None if there is no checkpoint; errors as `Checkpointer.restore`.
+    """
+    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    if not steps:
+        return None
+    path = str(folder.absolute() / str(max(steps)))
+    saved: Any = ocp.checkpointables_metadata(path).metadata
+    names = named_leaves(saved["state"])
+    wanted = _abstract(shapes, shardings)
+    _check_same(wanted, {name: leaf for name, leaf in names.items() if name in wanted}, max(steps))
+    partial = {name: wanted.get(name, ...) for name in names}  # Orbax leaves `...` on disk
+    loaded = ocp.load_checkpointables(path, {"state": partial, "run": None})
+    leaves = [loaded["state"][name] for name in wanted]
+    return Restored(max(steps), jax.tree.unflatten(jax.tree.structure(shapes), leaves), loaded["run"])
+
+
+def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    leaves = zip(named_leaves(shapes).items(), jax.tree.leaves(shardings), strict=True)
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for (name, leaf), sharding in leaves}
 
 
 def _check_same(wanted: dict[str, Any], saved: dict[str, Any], step: int) -> None:

@@ -1,0 +1,66 @@
+"""A run killed with -9 and started again ends bitwise where one ends that was not stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+ROOT = Path(__file__).parent.parent
+ITERATIONS = 4
+
+
+def start(workdir: Path, data: Path, model: Path | None) -> subprocess.Popen:
+    command = [sys.executable, "-m", "gspo_jax.train", "--config=configs/tiny.py:runlocal", f"--workdir={workdir}"]
+    command += [f"--config.iterations={ITERATIONS}", f"--config.data.data_dir={data}", "--config.eval.every=2"]
+    if model is not None:
+        command.append(f"--config.model.folder={model}")
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+def parameters(workdir: Path) -> dict[str, np.ndarray]:
+    state = ocp.load_checkpointables(str(workdir / "checkpoints" / str(ITERATIONS)), {"state": None})["state"]
+    return {name: np.asarray(leaf) for name, leaf in state.items()}
+
+
+def metrics(workdir: Path) -> list[dict]:
+    """Everything but wall-clock times."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    clock = ("time", "timing/", "throughput/")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_kill_9_and_resume_is_bitwise_equal(tmp_path):
+    whole, broken, data = tmp_path / "whole", tmp_path / "broken", tmp_path / "data"
+    finish(start(whole, data, None))
+    process = start(broken, data, whole / "coldstart")
+    wait_for((broken / "checkpoints" / "2").exists, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "it was killed before its end"
+    assert "resuming from iteration" in finish(start(broken, data, whole / "coldstart"))
+
+    a, b = parameters(whole), parameters(broken)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    assert metrics(whole) == metrics(broken)

@@ -1,0 +1,195 @@
+"""Whole runs: every config for two iterations, what they leave in the run folder, resuming, evaluation."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from gspo_jax import cli, coldstart, evaluate, experiment
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.models import huggingface, transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.rewards.scorer import Scores
+from gspo_jax.train import response_metrics, train, without_failures
+from gspo_jax.training.metrics import read_metrics, read_samples
+from gspo_jax.types import UserError
+
+ROOT = Path(__file__).parent.parent
+PROBLEMS = [(f"Ann has {a} pens and buys {b} more. How many has she now?", a + b) for a in range(4) for b in range(6)]
+
+
+def tiny(folder: Path) -> ConfigDict:
+    config = cli.load_config(str(ROOT / "configs/tiny.py:runlocal"))
+    config.data.data_dir = str(folder / "data")
+    return config
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory) -> tuple[ConfigDict, Path, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("tiny")
+    config = tiny(folder)
+    return config, folder / "run", train(config, folder / "run")
+
+
+def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
+    config, workdir, evaluation = tiny_run
+    rows = read_metrics(workdir)
+    updates = config.iterations * config.training.minibatches
+    assert [row["step"] for row in rows] == list(range(updates + 1))
+    assert rows[0].keys() == {"step", "time", *evaluation}, "the cold start's evaluation comes first"
+    assert {row["eval/accuracy"] for row in rows if "eval/accuracy" in row} >= {evaluation["eval/accuracy"]}
+    assert [(row["iteration"], row["minibatch"]) for row in rows[1:]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(row["update/skipped"] == 0 for row in rows[1:])
+    assert rows[1]["mismatch/max"] < 1e-4
+    assert rows[1]["routing/flip_rate"] == 0
+    assert len(rows[2]["routing/flip_rate_per_layer"]) == 4
+    assert "timing/iteration_s" in rows[2]
+    assert "timing/iteration_s" not in rows[1]
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["1", "2"]
+    assert list((workdir / "tb").iterdir())
+    samples = read_samples(workdir)[updates]
+    assert {"prompt", "completion", "reward", "answer"} <= samples[0].keys()
+    assert json.loads((workdir / "config.json").read_text())["iterations"] == 2
+
+
+def test_every_metric_is_in_the_glossary(tiny_run):
+    glossary = (ROOT / "docs/metrics.md").read_text()
+    documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_]+)`", glossary))
+    written = {name for row in read_metrics(tiny_run[1]) for name in row if "/" in name}
+    rewards = {f"reward/{name}" for name in tiny_run[0].rewards}
+    assert written - rewards <= documented, "written, but not documented"
+
+
+def test_a_finished_run_is_left_as_it_is(tiny_run):
+    config, workdir, _ = tiny_run
+    before = (workdir / "metrics.jsonl").read_text()
+    train(config, workdir)
+    assert (workdir / "metrics.jsonl").read_text() == before
+
+
+def test_evaluation_alone_repeats_the_runs_own(tiny_run, capsys):
+    """The newest checkpoint, sampled with the same keys, is as often right as the run said."""
+    config, workdir, evaluation = tiny_run
+    result = evaluate.evaluate_folder(config, workdir)
+    assert result.metrics() == pytest.approx(evaluation)
+    assert result.samples == config.sampling.group_size
+
+
+def test_another_architecture_in_the_same_folder_is_refused(tiny_run, tmp_path):
+    config, workdir, _ = tiny_run
+    other = config.copy_and_resolve_references()
+    other.model.architecture.moe_intermediate_size = 16
+    with jax.set_mesh(experiment.make_mesh(other)):
+        coldstart.coldstart(other, experiment.make_mesh(other), tmp_path / "other")
+    other.model.folder = str(tmp_path / "other")
+    with pytest.raises(UserError, match=r"does not fit this config: .*mlp.*\(4, 16, 32, 64\).*\(4, 16, 16, 64\)"):
+        train(other, workdir)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory) -> Path:
+    """A random Qwen3-MoE in Hugging Face format with a real byte-level BPE tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    tokenizer = Tokenizer.train([q for q, _ in PROBLEMS] * 4, 320)
+    config = ModelConfig(
+        vocab_size=320,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        num_experts=8,
+        experts_per_token=2,
+        moe_intermediate_size=16,
+        eos_token_ids=tokenizer.eos_ids,
+    )
+    huggingface.save(transformer.init_params(config, jax.random.key(0)), config, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jsonl_folder(tmp_path_factory) -> Path:
+    """Problems in the form of GSM8K's files."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split in ("train", "test"):
+        lines = [json.dumps({"question": q, "answer": f"It is a sum.\n#### {a}"}) for q, a in PROBLEMS]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def gsm8k(hf_folder: Path, jsonl_folder: Path) -> ConfigDict:
+    config = cli.load_config(str(ROOT / "configs/gsm8k.py:runlocal"))
+    config.model.folder, config.data.folder = str(hf_folder), str(jsonl_folder)
+    config.sampling.max_response_length = 16
+    return config
+
+
+def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, tmp_path, capsys):
+    """On 8 devices, expert axis included, in bfloat16, old log-probs scored again, and completions printed."""
+    config = gsm8k(hf_folder, jsonl_folder)
+    config.mesh.expert = 2
+    config.training.old_logprobs = "recompute"
+    config.training.minibatches = 2
+    config.training.microbatches = 2
+    train(config, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 5
+    assert rows[-1]["timing/score_s"] > 0
+    assert {"reward/math_verify", "reward/format"} <= rows[-1].keys()
+    printed = capsys.readouterr().out
+    assert printed.count("reward 0") >= 2
+    assert "How many has she now?" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data.max_prompt_length": 4}, "prompt longer than 4 tokens"),
+        ({"data.folder": "no/such/folder"}, "no/such/folder"),
+        ({"mesh.tensor": 8, "mesh.fsdp": 1}, "tensor = 8 does not divide the number of heads 4; use one of 1, 2, 4"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_folder_or_limit_that_does_not_fit_is_one_sentence(change, says, hf_folder, jsonl_folder, tmp_path):
+    config = gsm8k(hf_folder, jsonl_folder)
+    config.update_from_flattened_dict(change)
+    with pytest.raises(UserError, match=says):
+        train(config, tmp_path / "run")
+
+
+def test_a_vocabulary_that_is_too_small_for_the_tokenizer(hf_folder, jsonl_folder, tmp_path):
+    words = [f"{a}{b}{c} {c}{a}{b}" for a in "bdfgk" for b in "aeiou" for c in ("lm", "nt", "rs", "st")]
+    Tokenizer.train(words * 4, 400).save(hf_folder.parent / "large")
+    for name in ("config.json", "model.safetensors"):
+        (hf_folder.parent / "large" / name).write_bytes((hf_folder / name).read_bytes())
+    config = gsm8k(hf_folder.parent / "large", jsonl_folder)
+    with pytest.raises(UserError, match="320"):
+        train(config, tmp_path / "run")
+
+
+def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
+    rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan], np.float32)
+    np.testing.assert_array_equal(without_failures(rewards, 3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    with pytest.raises(RuntimeError, match="none of the batch's responses"):
+        without_failures(np.full(4, np.nan, np.float32), 2)
+
+
+def test_response_metrics_leave_failures_out_of_the_mean():
+    scores = Scores(np.array([1.0, np.nan]), {"exact_answer": np.array([1.0, np.nan])}, 1)
+    columns = {"reward/mean": scores.total, "length": np.array([2, 4]), "truncated": np.array([True, False])}
+    found = response_metrics(columns)
+    assert found["reward/mean"] == 1.0
+    assert (found["response_length/mean"], found["response_length/max"], found["response/truncated"]) == (3.0, 4, 0.5)
+
+
+def test_demonstrations_are_cut_down_to_the_answer_by_share():
+    records = [{"worked": "1+1=2 #### 2"}] * 1000
+    short = sum(r["worked"] == "#### 2" for r in coldstart.demonstrations(records, terse=0.3, seed=0))
+    assert 250 < short < 350
+    assert coldstart.demonstrations(records, terse=0.0, seed=0) == records
