@@ -16,7 +16,7 @@ from gspo_jax.types import UserError
 def get_config(arg: str = "") -> ConfigDict:
     """`arg` may be "runlocal"."""
     config = base()
-    config.iterations = 120
+    config.iterations = 100
     config.mesh = ConfigDict({"data": 2, "fsdp": 2, "expert": 2, "tensor": 1})
 
     config.model.dtype = "float32"
@@ -34,16 +34,16 @@ def get_config(arg: str = "") -> ConfigDict:
             "moe_intermediate_size": 32,
         }
     )
-    config.coldstart.steps = 1300
+    config.coldstart.steps = 1600
     config.coldstart.batch = 32
     config.coldstart.terse = 0.6
 
     config.data.task = "arithmetic"
     config.data.data_dir = "runs/data"
-    config.data.options = ConfigDict({"difficulty": "medium"})
+    config.data.options = ConfigDict({"difficulty": "long"})
     config.data.prompts_per_batch = 32
     config.data.max_prompt_length = 8
-    config.sampling.max_response_length = 22
+    config.sampling.max_response_length = 32
     config.rewards = ConfigDict({"exact_answer": 1.0})
     config.eval.correct = "exact_answer"
 

@@ -24,7 +24,7 @@ from gspo_jax import experiment
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.training.checkpoint import Checkpointer
+from gspo_jax.training.checkpoint import Checkpointer, load_newest
 from gspo_jax.training.metrics import read_config
 from gspo_jax.types import UserError
 
@@ -104,9 +104,8 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, Mo
     """What `_save` wrote, in the dtype it was written in."""
     config = huggingface.read_config(folder)
     shapes = huggingface.with_dtype(transformer.abstract(config)[1], jnp.dtype(fields["torch_dtype"]))
-    checkpointer = Checkpointer(folder / CHECKPOINTS)
-    restored = checkpointer.restore({"params": shapes}, {"params": mesh_lib.param_shardings(shapes, _one_device())})
-    checkpointer.close()
+    shardings = mesh_lib.param_shardings(shapes, _one_device())
+    restored = load_newest(folder / CHECKPOINTS, {"params": shapes}, {"params": shardings})
     if restored is None:
         raise UserError(f"{folder / CHECKPOINTS} holds no checkpoint; convert the model again")
     return restored.state["params"], config, folder

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -32,7 +33,7 @@ from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, write_config
 from gspo_jax.training.progress import Progress
 from gspo_jax.training.state import TrainState
-from gspo_jax.training.update import ScoreFn, UpdateFn, make_score, make_update, take_minibatch
+from gspo_jax.training.update import UpdateFn, make_score, make_update, take_minibatch
 from gspo_jax.types import Experience, Rollout
 
 
@@ -62,7 +63,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, float]:
             rewards = without_failures(scores.total, run.group_size)
 
             clock.phase("score")
-            old_logprobs = rollout.logprobs if run.score is None else run.score(state.params, rollout).logprobs
+            old_logprobs = jax.block_until_ready(run.old_logprobs(state.params, rollout))
 
             clock.phase("update")
             advantages = run.objective.advantage(rewards, group_size=run.group_size)
@@ -123,8 +124,8 @@ class Run:
     sampler: Sampler
     scorer: Scorer
     objective: Objective
-    score: ScoreFn | None
-    """Scores old log-probs with the trainer's model; None where the sampler's are used."""
+    old_logprobs: Callable[[nnx.State, Rollout], jax.Array]
+    """(params, rollout) -> log π_old [B, T], the sampler's or the trainer's."""
     update: UpdateFn
     checkpointer: Checkpointer
     writer: MetricsWriter
@@ -259,7 +260,11 @@ def open_run(config: ConfigDict, workdir: Path, mesh: Mesh) -> Iterator[Run]:
         group_size=config.sampling.group_size,
         **scoring,
     )
-    score = make_score(policy.graph, **scoring) if config.training.old_logprobs == "recompute" else None
+    score = make_score(policy.graph, **scoring)
+    old_logprobs: dict[str, Callable[[nnx.State, Rollout], jax.Array]] = {
+        "sampler": lambda _, rollout: rollout.logprobs,
+        "recompute": lambda params, rollout: score(params, rollout).logprobs,
+    }
 
     with ExitStack() as stack:
         checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
@@ -290,7 +295,7 @@ def open_run(config: ConfigDict, workdir: Path, mesh: Mesh) -> Iterator[Run]:
             sampler=sampler,
             scorer=scorer,
             objective=objective,
-            score=score,
+            old_logprobs=old_logprobs[config.training.old_logprobs],
             update=update,
             checkpointer=checkpointer,
             writer=writer,

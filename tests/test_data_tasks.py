@@ -18,6 +18,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import UserError
 
 GENERATED = [(task, level) for task in ("arithmetic", "countdown") for level in ("easy", "medium", "hard")]
+GENERATED.append(("arithmetic", "long"))
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,7 @@ class Arithmetic(_Generated):
         ArithmeticConfig(name="easy", difficulty="easy", train_size=1280, test_size=128, digits=(2, 1)),
         ArithmeticConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2)),
         ArithmeticConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(2, 2, 2)),
+        ArithmeticConfig(name="long", difficulty="long", train_size=8192, test_size=512, digits=(3, 3)),
     ]
     FIELDS = ("id", "question", "answer", "worked")
 
