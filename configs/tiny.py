@@ -3,7 +3,7 @@
     python -m gspo_jax.train --config=configs/tiny.py --workdir=runs/tiny
 
 Nothing is downloaded: problems are generated, and the cold start makes the tokenizer and a model that is sometimes
-right. It has seen answers with the work shown and, more often, answers without; that showing the work pays is what GSPO
+right. It has learned to show its work, and then has seen many answers without; that showing the work pays is what GSPO
 has to find. `configs/tiny.py:runlocal` is the same program for two short iterations.
 """
 
@@ -34,9 +34,10 @@ def get_config(arg: str = "") -> ConfigDict:
             "moe_intermediate_size": 32,
         }
     )
-    config.coldstart.steps = 1600
-    config.coldstart.batch = 32
+    config.coldstart.steps = 1000
+    config.coldstart.terse_steps = 250
     config.coldstart.terse = 0.6
+    config.coldstart.batch = 32
 
     config.data.task = "arithmetic"
     config.data.data_dir = "runs/data"
@@ -55,6 +56,7 @@ def get_config(arg: str = "") -> ConfigDict:
     if arg == "runlocal":
         config.iterations = 2
         config.coldstart.steps = 20
+        config.coldstart.terse_steps = 5
         config.data.prompts_per_batch = 8
         config.sampling.group_size = 4
         config.eval.prompts = 16

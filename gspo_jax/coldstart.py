@@ -47,21 +47,27 @@ def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
         **config.model.architecture,
     )
     model_config.check_mesh(dict(mesh.shape))
-    batches = worked_batches(
-        demonstrations(records, terse=cold.terse, seed=config.seed),
-        tokenizer,
-        batch=cold.batch,
-        max_prompt_length=data.max_prompt_length,
-        max_response_length=config.sampling.max_response_length,
-        seed=config.seed,
+    worked, mixed = (
+        worked_batches(
+            demonstrations(records, terse=terse, seed=config.seed),
+            tokenizer,
+            batch=cold.batch,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=config.sampling.max_response_length,
+            seed=config.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        for terse in (0.0, cold.terse)
     )
     state, step = _begin(config, model_config, mesh)
     loss = jnp.nan
     reports = -(-cold.steps // cold.log_every)
     with Progress(reports, label="cold start") as progress:
         for report in range(reports):
-            for _ in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
-                state, loss = step(state, mesh_lib.to_rows(mesh, _as_rollout(next(batches))))
+            for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
+                batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
+                state, loss = step(state, mesh_lib.to_rows(mesh, _as_rollout(batch)))
             progress.advance(cross_entropy=float(loss))
     unfinished = folder.with_name(folder.name + ".partial")
     huggingface.save(state.params, model_config, unfinished)  # every process takes part
@@ -73,8 +79,7 @@ def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> list[Record]:
     """The records with their worked answers, a share `terse` of them cut down to the final answer alone.
 
-    A policy that has seen both knows how to work a problem out and how to guess; that working it out pays is left for
-    RL to find.
+    A policy that has seen both can work a problem out and can guess; that working it out pays is left for RL to find.
     """
     short = np.random.default_rng(seed).random(len(records)) < terse
     return [

@@ -20,7 +20,8 @@ def base() -> ConfigDict:
     config.coldstart = ConfigDict()
     config.coldstart.steps = 0  # 0: none
     config.coldstart.batch = 64
-    config.coldstart.terse = 0.0  # share of demonstrations that give the final answer without the work
+    config.coldstart.terse_steps = 0  # the last ones: a share of their demonstrations gives the answer without the work
+    config.coldstart.terse = 0.0  # that share
     config.coldstart.vocab_size = 320
     config.coldstart.log_every = 100
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
