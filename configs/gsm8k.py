@@ -19,16 +19,22 @@ def get_config(arg: str = "") -> ConfigDict:
     config = base()
     config.iterations = 500
     config.data.task = "gsm8k"
+    config.data.prompts_per_batch = 32
+    config.data.max_prompt_length = 256
+    config.sampling.max_response_length = 512
+    config.training.microbatches = 4
+    config.scoring.workers = 2
     config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
     config.eval.correct = "math_verify"
 
     if arg == "runlocal":
         config.iterations = 2
         config.data.prompts_per_batch = 8
-        config.data.max_prompt_length = 256
         config.sampling.group_size = 4
+        config.training.microbatches = 1
         config.sampling.max_response_length = 64
         config.eval.prompts = 8
+        config.training.minibatches = 4
     elif arg:
         raise UserError(f"configs/gsm8k.py takes no argument {arg!r}; use runlocal or none")
     return config

@@ -2,9 +2,11 @@
 
     python -m gspo_jax.train --config=configs/tiny.py --workdir=runs/tiny
 
+About three minutes on two cores; held-out accuracy rises from about 0.2 to 0.6 or more (README.md has the figures).
 Nothing is downloaded: problems are generated, and the cold start makes the tokenizer and a model that is sometimes
 right. It has learned to show its work, and then has seen many answers without; that showing the work pays is what GSPO
-has to find. `configs/tiny.py:runlocal` is the same program for two short iterations.
+has to find. `configs/tiny.py:countdown` reaches a target with three numbers instead. `:runlocal`, and
+`:countdown,runlocal`, are the same programs for two short iterations.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +16,10 @@ from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` may be "runlocal"."""
+    """`arg` may be "countdown", "runlocal", or both with a comma."""
+    chosen = set(arg.split(",")) - {""}
+    if unknown := chosen - {"countdown", "runlocal"}:
+        raise UserError(f"configs/tiny.py takes no argument {min(unknown)!r}; use countdown, runlocal, both or none")
     config = base()
     config.iterations = 100
     config.mesh = ConfigDict({"data": 2, "fsdp": 2, "expert": 2, "tensor": 1})
@@ -53,15 +58,20 @@ def get_config(arg: str = "") -> ConfigDict:
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
 
-    if arg == "runlocal":
+    if "countdown" in chosen:
+        config.data.task = "countdown"
+        config.data.options = ConfigDict({"difficulty": "medium"})
+        config.data.max_prompt_length = 12
+        config.rewards = ConfigDict({"countdown": 1.0})
+        config.eval.prompts = 128
+        config.eval.correct = "countdown"
+    if "runlocal" in chosen:
         config.iterations = 2
         config.coldstart.steps = 20
         config.coldstart.terse_steps = 5
         config.data.prompts_per_batch = 8
-        config.sampling.group_size = 4
+        config.sampling.group_size = 8
         config.eval.prompts = 16
         config.training.minibatches = 2
         config.checkpoint.every = 1
-    elif arg:
-        raise UserError(f"configs/tiny.py takes no argument {arg!r}; use runlocal or none")
     return config

@@ -5,6 +5,8 @@ A mistake of the user's ends the program with one sentence, before any device is
 
 import difflib
 import importlib.util
+import itertools
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -44,6 +46,13 @@ def simulate_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*limits, os.environ.get("XLA_FLAGS", "")])
 
 
+def write_facts(file: str | None, facts: dict[str, Any]) -> None:
+    """What `--json=FILE` asks for."""
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
 def _guarded(step: Callable[[], list[str] | None]) -> list[str] | None:
     try:
         return step()
@@ -65,12 +74,12 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _config_flag(argv: list[str]) -> str:
-    for i, word in enumerate(argv):
-        if word.startswith("--config="):
-            return word.removeprefix("--config=")
-        if word == "--config" and i + 1 < len(argv):
-            return argv[i + 1]
-    raise UserError("--config is missing; for example --config=configs/tiny.py")
+    """The last one given, with one dash or two, as absl reads it."""
+    given = [word.partition("=")[2] for word in argv if word.startswith(("--config=", "-config="))]
+    given += [after for word, after in itertools.pairwise(argv) if word in ("--config", "-config")]
+    if not given:
+        raise UserError("--config is missing; for example --config=configs/tiny.py")
+    return given[-1]
 
 
 def load_config(value: str) -> ConfigDict:

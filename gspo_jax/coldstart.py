@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, experiment
-from gspo_jax.data.pipeline import WorkedBatch, worked_batches
+from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
@@ -32,13 +32,12 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.training.progress import Progress
 from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import score
-from gspo_jax.types import Rollout, UserError
+from gspo_jax.types import Responses, UserError
 
 
-def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
+def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder: Path) -> None:
     """Trains `config.model.architecture` for `config.coldstart.steps` steps; writes `folder` whole or not at all."""
     cold, data = config.coldstart, config.data
-    records = experiment.load_records(config, "train")
     tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
     model_config = ModelConfig(
         vocab_size=cold.vocab_size,
@@ -67,7 +66,8 @@ def coldstart(config: ConfigDict, mesh: Mesh, folder: Path) -> None:
         for report in range(reports):
             for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
-                state, loss = step(state, mesh_lib.to_rows(mesh, _as_rollout(batch)))
+                fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
+                state, loss = step(state, Responses(*mesh_lib.to_rows(mesh, fields)))
             progress.advance(cross_entropy=float(loss))
     unfinished = folder.with_name(folder.name + ".partial")
     huggingface.save(state.params, model_config, unfinished)  # every process takes part
@@ -90,54 +90,43 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> lis
 
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
-) -> tuple[TrainState, Callable[[TrainState, Rollout], tuple[TrainState, Float[Array, ""]]]]:
+) -> tuple[TrainState, Callable[[TrainState, Responses], tuple[TrainState, Float[Array, ""]]]]:
     """A fresh state on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
 
-    def loss(params: nnx.State, batch: Rollout) -> Float[Array, ""]:
+    def loss(params: nnx.State, batch: Responses) -> Float[Array, ""]:
         scores = score(
             graph, params, batch, temperature=1.0, logprob_chunk=config.training.logprob_chunk, remat=config.model.remat
         )
         return -(token_mean(batch.mask) * jnp.where(batch.mask, scores.logprobs, 0)).sum()
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: Rollout) -> tuple[TrainState, Float[Array, ""]]:
+    def step(state: TrainState, batch: Responses) -> tuple[TrainState, Float[Array, ""]]:
         value, grads = jax.value_and_grad(loss)(state.params, batch)
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return dataclasses.replace(state, params=optax.apply_updates(state.params, changes), opt_state=opt_state), value
 
-    params = transformer.init_params(model_config, jax.random.key(config.seed), mesh=mesh)
+    params = transformer.init_params(model_config, experiment.init_key(config), mesh=mesh)
     state = jax.jit(partial(new_state, optimizer=optimizer), out_shardings=state_shardings(shapes, optimizer, mesh))(
         params
     )
     return state, step
 
 
-def _as_rollout(batch: WorkedBatch) -> Rollout:
-    """Worked responses in the shape that `score` takes; what only a sampler knows is empty."""
-    B, T = batch.tokens.shape
-    fields: dict[str, Any] = {
-        "truncated": np.zeros(B, bool),
-        "behaviour_logprobs": np.zeros((B, T), np.float32),
-        "logprobs": np.zeros((B, T), np.float32),
-        "experts": np.zeros((B, T, 0, 0), np.int8),
-    }
-    return Rollout(**dataclasses.asdict(batch), **fields)
-
-
 def main(config: ConfigDict) -> None:
     """The command line."""
     folder = Path(flags.FLAGS.workdir)
-    if (folder / "config.json").exists():
-        raise UserError(f"{folder} holds a model already; give another --workdir")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is not empty; give a new --workdir")
     if not config.coldstart.steps:
         raise UserError("coldstart.steps is 0: this config starts from a model of its own, model.folder")
     experiment.check(config)
+    records = experiment.load_records(config, "train")
     mesh = experiment.make_mesh(config)
     with jax.set_mesh(mesh):
-        coldstart(config, mesh, folder)
+        coldstart(config, records, mesh, folder)
     print(f"the model and its tokenizer are in {folder}")
 
 

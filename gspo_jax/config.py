@@ -60,9 +60,10 @@ def base() -> ConfigDict:
 
     config.optimizer = adamw(learning_rate=1e-6, schedule="constant", warmup_updates=10)
 
-    config.eval = ConfigDict(
-        {"every": 20, "prompts": 256, "correct": ""}
-    )  # the reward function that says what is right
+    config.eval = ConfigDict()
+    config.eval.every = 20  # iterations
+    config.eval.prompts = 256  # first ones of the test split; 0: all
+    config.eval.correct = ""  # the reward function that says what is right
     config.log = ConfigDict({"samples_every": 20, "samples": 4})
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})
     return config

@@ -116,7 +116,7 @@ def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelCon
     config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
     first = experiment.initial_folder(config, folder)
     mesh = _one_device()
-    policy = experiment.open_policy(config, first, dict(mesh.shape))
+    policy = experiment.open_policy(config, first)
     params, _ = experiment.newest_params(config, folder, policy, mesh)
     return params, policy.config, first
 

@@ -4,7 +4,6 @@ python -m gspo_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -17,6 +16,7 @@ from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.training.metrics import existing_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +87,17 @@ def evaluate(
 def evaluate_folder(config: ConfigDict, workdir: Path) -> Evaluation:
     """Evaluates the newest checkpoint of a run folder, or the policy that the run would begin from."""
     experiment.check(config)
+    if not config.model.folder:
+        existing_folder(workdir)
+    policy = experiment.open_policy(config, experiment.initial_folder(config, workdir))
+    batches = experiment.held_out(config, policy, experiment.load_records(config, "test"))
     mesh = experiment.make_mesh(config)
+    policy.config.check_mesh(dict(mesh.shape))
     with jax.set_mesh(mesh), experiment.make_scorer(config) as scorer:
-        policy = experiment.open_policy(config, experiment.initial_folder(config, workdir), dict(mesh.shape))
         sampler = experiment.make_sampler(config, policy, mesh)
         params, name = experiment.newest_params(config, workdir, policy, mesh)
         sampler.load(params)
-        key = experiment.eval_key(jax.random.key(config.seed))
-        batches = experiment.held_out(config, policy)
+        key = experiment.eval_key(experiment.run_key(config))
         result = evaluate(sampler, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
     print(f"{name}: {result}")
     return result
@@ -103,8 +106,7 @@ def evaluate_folder(config: ConfigDict, workdir: Path) -> Evaluation:
 def main(config: ConfigDict) -> None:
     """The command line."""
     result = evaluate_folder(config, Path(flags.FLAGS.workdir))
-    if flags.FLAGS.json:
-        Path(flags.FLAGS.json).write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    cli.write_facts(flags.FLAGS.json, dataclasses.asdict(result))
 
 
 if __name__ == "__main__":

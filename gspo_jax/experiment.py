@@ -5,13 +5,13 @@ The one place below `configs/` that reads a ConfigDict's fields for others; ever
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -49,6 +49,8 @@ _POSITIVE = (
     "checkpoint.every",
     "checkpoint.keep",
     "scoring.workers",
+    "coldstart.batch",
+    "coldstart.log_every",
 )
 
 
@@ -71,6 +73,13 @@ def check(config: ConfigDict) -> None:
         )
     if not 0 <= config.coldstart.terse <= 1:
         raise UserError(f"coldstart.terse is {config.coldstart.terse}; it is a share, from 0 to 1")
+    if not config.rewards:
+        raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
+    if config.sampling.temperature == 0:
+        raise UserError("sampling.temperature is 0: all responses to a prompt are the same; use a positive number")
+    for name, value in (("data.limit", config.data.limit), ("eval.prompts", config.eval.prompts)):
+        if value < 0:
+            raise UserError(f"{name} is {value}; use a positive number, or 0 for all")
     if config.training.old_logprobs not in ("sampler", "recompute"):
         raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
     if config.model.dtype not in ("float32", "bfloat16"):
@@ -83,26 +92,37 @@ def check(config: ConfigDict) -> None:
     make_sampling(config)
     make_objective(config)
     make_update_rule(config)
+    make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         check_batch(config, sizes)
 
 
 def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
-    """Raises a UserError unless prompts, mini-batches and micro-batches divide over the batch axes of the mesh."""
-    mesh_lib.mesh_sizes(sizes, int(np.prod(list(sizes.values()))))
-    prompts, group, training = config.data.prompts_per_batch, config.sampling.group_size, config.training
+    """Raises a UserError unless prompts, mini-batches and micro-batches divide over the batch axes of the mesh.
+
+    Prompts are prefilled spread over the shards; a mini-batch takes whole groups, and cuts its rows into micro-batches
+    that are spread over the shards again.
+    """
+    mesh_lib.mesh_sizes(sizes, math.prod(sizes.values()))
     shards, by = mesh_lib.batch_shards(sizes), "data×fsdp×expert"
-    mesh_lib.check_divides("data.prompts_per_batch", prompts, by, shards)
-    mesh_lib.check_divides("data.prompts_per_batch", prompts, "training.minibatches", training.minibatches)
-    rows = prompts // training.minibatches * group
-    mesh_lib.check_divides("rows per mini-batch", rows, f"{by}×training.microbatches", shards * training.microbatches)
-    if config.coldstart.steps:
+    training, group = config.training, config.sampling.group_size
+    rows = shards * training.microbatches  # a mini-batch's rows come in multiples of this, its groups of
+    groups = training.minibatches * (rows // math.gcd(rows, group))
+    parts = f"what {by} = {shards}, {training.minibatches} mini-batches and {training.microbatches} micro-batches need"
+    mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))
+    if not config.model.folder:
         mesh_lib.check_divides("coldstart.batch", config.coldstart.batch, by, shards)
 
 
 def make_mesh(config: ConfigDict) -> Mesh:
-    """The mesh over all devices, checked against the batch."""
+    """The mesh over all devices, checked against the batch.
+
+    Raises:
+      UserError: it does not fit, or there are several processes.
+    """
+    if jax.process_count() > 1:
+        raise UserError(f"there are {jax.process_count()} processes; runs are made by one, with all of its devices")
     mesh = mesh_lib.make_mesh(dict(config.mesh))
     check_batch(config, dict(mesh.shape))
     return mesh
@@ -117,8 +137,9 @@ def make_sampling(config: ConfigDict) -> Sampling:
 def make_objective(config: ConfigDict) -> Objective:
     """The objective by name, with its section's hyper-parameters."""
     name = config.objective.name
-    section = config.objective.get(name) if name in objectives.catalogue.__all__ else {}
-    return objectives.make(name, **section)
+    if name in objectives.catalogue.__all__ and name not in config.objective:
+        raise UserError(f"the config has no section objective.{name}; add one, empty for the objective's own defaults")
+    return objectives.make(name, **(config.objective[name] if name in objectives.catalogue.__all__ else {}))
 
 
 def make_scorer(config: ConfigDict) -> Scorer:
@@ -136,7 +157,7 @@ def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
         split=split,
         folder=data.folder or None,
         data_dir=data.data_dir or None,
-        limit=limit or None,
+        limit=limit if limit else None,
         **data.options,
     )
 
@@ -152,10 +173,11 @@ class Policy:
     tokenizer: Tokenizer
 
 
-def open_policy(config: ConfigDict, folder: Path, sizes: dict[str, int]) -> Policy:
-    """Reads the shape of a Hugging Face folder's model, and its tokenizer; no weights yet."""
+def open_policy(config: ConfigDict, folder: Path) -> Policy:
+    """Reads the shape of a Hugging Face folder's model, and its tokenizer; no weights yet, no device touched."""
     model_config = huggingface.read_config(folder)
-    model_config.check_mesh(sizes)
+    if -1 not in dict(config.mesh).values():
+        model_config.check_mesh(dict(config.mesh))
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(tokenizer, model_config.vocab_size)
     graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
@@ -209,11 +231,35 @@ def restore(
     return checkpointer.restore(shapes, state_shardings(policy.shapes, optimizer, mesh))
 
 
+def shardings(policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Where every leaf of the state lives."""
+    return state_shardings(policy.shapes, optimizer, mesh)
+
+
+def scoring(config: ConfigDict) -> dict[str, Any]:
+    """How the trainer scores responses: at the temperature that they are sampled with."""
+    return {
+        "temperature": make_sampling(config).scoring_temperature,
+        "logprob_chunk": config.training.logprob_chunk,
+        "remat": config.model.remat,
+    }
+
+
 def first_state(folder: Path, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The state before the first update, its parameters from a Hugging Face folder straight onto the mesh."""
     params = huggingface.load_params(folder, policy.config, mesh)
     shardings = state_shardings(policy.shapes, optimizer, mesh)
     return jax.jit(functools.partial(new_state, optimizer=optimizer), out_shardings=shardings)(params)
+
+
+def init_key(config: ConfigDict) -> jax.Array:
+    """The key that a cold start draws its first weights with."""
+    return jax.random.split(jax.random.key(config.seed))[0]
+
+
+def run_key(config: ConfigDict) -> jax.Array:
+    """The key of a run, which its rollouts and evaluations derive theirs from."""
+    return jax.random.split(jax.random.key(config.seed))[1]
 
 
 def sample_key(key: jax.Array, iteration: int) -> jax.Array:
@@ -228,20 +274,17 @@ def eval_key(key: jax.Array) -> jax.Array:
 
 def newest_params(config: ConfigDict, workdir: Path, policy: Policy, mesh: Mesh) -> tuple[nnx.State, str]:
     """The parameters of a run's newest checkpoint, or those it would begin from, and what they are called."""
-    folder = workdir / "checkpoints"
-    if not folder.is_dir():
-        return huggingface.load_params(initial_folder(config, workdir), policy.config, mesh), "the first policy"
-    shapes, shardings = {"params": policy.shapes}, {"params": mesh_lib.param_shardings(policy.shapes, mesh)}
-    restored = load_newest(folder, shapes, shardings)
+    wanted = {"params": policy.shapes}, {"params": mesh_lib.param_shardings(policy.shapes, mesh)}
+    restored = load_newest(workdir / "checkpoints", *wanted)
     if restored is None:
-        raise UserError(f"{folder} holds no checkpoint; train first")
+        return huggingface.load_params(initial_folder(config, workdir), policy.config, mesh), "the first policy"
     return restored.state["params"], f"iteration {restored.step}"
 
 
-def training_prompts(config: ConfigDict, policy: Policy) -> Batches[PromptBatch]:
-    """Endless batches of the training split."""
+def training_prompts(config: ConfigDict, policy: Policy, records: Sequence[Record]) -> Batches[PromptBatch]:
+    """Endless batches of the training split's records."""
     return prompt_batches(
-        load_records(config, "train"),
+        records,
         policy.tokenizer,
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
@@ -251,10 +294,10 @@ def training_prompts(config: ConfigDict, policy: Policy) -> Batches[PromptBatch]
     )
 
 
-def held_out(config: ConfigDict, policy: Policy) -> EvalBatches:
-    """The first `eval.prompts` prompts of the test split."""
+def held_out(config: ConfigDict, policy: Policy, records: Sequence[Record]) -> EvalBatches:
+    """Every prompt of the test split's records, in order."""
     return eval_batches(
-        load_records(config, "test"),
+        records,
         policy.tokenizer,
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,

@@ -36,17 +36,23 @@ class Prompts:
 
 
 @struct.dataclass
-class Rollout:
-    """What the decoder returns: responses, what the sampler thought of them, and the experts it chose."""
+class Responses:
+    """Responses to prompts, whoever wrote them: what scoring needs."""
 
     prompts: Int[Array, "B S"]
     """The prompt of each row, right padded (repeated within a group)."""
     prompt_lengths: Int[Array, " B"]
     """Real tokens of each prompt."""
     tokens: Int[Array, "B T"]
-    """Sampled ids, EOS included; the padding id after it."""
+    """The response's ids, EOS included; the padding id after it."""
     mask: Bool[Array, "B T"]
-    """True on sampled tokens, EOS included."""
+    """True on the response's tokens, EOS included."""
+
+
+@struct.dataclass
+class Rollout(Responses):
+    """What the decoder returns: responses, what the sampler thought of them, and the experts it chose."""
+
     truncated: Bool[Array, " B"]
     """True where the response met its limit without an EOS."""
     behaviour_logprobs: Float[Array, "B T"]

@@ -54,6 +54,26 @@ def constant_length(mask: np.ndarray, length: float) -> np.ndarray:
     return w
 
 
+def gae(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float, whiten: bool
+) -> np.ndarray:
+    """Σ_k (γλ)^k δ_{t+k} over the row's sampled tokens alone, δ_t = R_t + γ·V_{t+1} − V_t; whitened over all rows."""
+    out = np.zeros(mask.shape)
+    for i, row in enumerate(mask):
+        tokens = [t for t in range(len(row)) if row[t]]
+        for k, t in enumerate(tokens):
+            for ahead, u in enumerate(tokens[k:]):
+                later = tokens[k + ahead + 1 : k + ahead + 2]
+                delta = rewards[i, u] + gamma * sum(values[i, v] for v in later) - values[i, u]
+                out[i, t] += (gamma * lam) ** ahead * delta
+    if whiten and mask.any():
+        found = out[mask]
+        mean = math.fsum(found) / len(found)
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in found) / max(len(found) - 1, 1))
+        out[mask] = [(x - mean) / (std + 1e-6) for x in found]
+    return out
+
+
 def min_of_two(ratio: float, advantage: float, low: float, high: float) -> float:
     """min(r·Â, clip(r)·Â)."""
     return min(ratio * advantage, max(min(ratio, 1 + high), 1 - low) * advantage)

@@ -135,10 +135,27 @@ def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
 
 
 def test_no_usable_prompt_is_an_error(source, tokenizer):
-    with pytest.raises(UserError, match=r"no usable prompt among the 30 .*\(30 prompt longer than 2 tokens\)"):
-        batches(source, tokenizer, max_prompt_length=2)
-    with pytest.raises(UserError, match="no usable prompt among the 0"):
+    # "0+0=?" has four tokens, "=?" being one, and "10+10=?" six; the first is not the shortest.
+    remedy = r"the shortest has 4, so set data\.max_prompt_length to 4 or more$"
+    with pytest.raises(
+        UserError, match=rf"no usable prompt among the 30 .*\(30 prompt longer than 2 tokens\); {remedy}"
+    ):
+        batches(source[::-1], tokenizer, max_prompt_length=2)
+    with pytest.raises(UserError, match=r"no usable prompt in \[\], which has no records; give at least one$"):
         batches([], tokenizer)
+    blank = [make_record(0, ""), make_record(1, " "), make_record(2)]
+    with pytest.raises(UserError, match=r"2 tokens\); give each record a question$"):
+        batches(blank, tokenizer, max_prompt_length=2)
+
+
+def test_no_worked_response_that_fits_is_an_error(source, tokenizer):
+    # "0 #### 0" is five tokens or more by how the text was merged; with the end of the sequence one more.
+    least = min(len(tokenizer.encode(record["worked"])) + 1 for record in source)
+    remedy = rf"the shortest has {least}, so set sampling\.max_response_length to {least} or more$"
+    arguments = {"batch": 3, "max_prompt_length": S, "seed": 0}
+    with pytest.raises(UserError, match=rf"\(30 worked response longer than {least - 1} tokens\); {remedy}"):
+        pipeline.worked_batches(source[::-1], tokenizer, max_response_length=least - 1, **arguments)
+    assert pipeline.worked_batches(source, tokenizer, max_response_length=least, **arguments).usable > 0
 
 
 def test_tokens_outside_the_vocabulary_are_seen(tmp_path):
@@ -151,6 +168,10 @@ def test_tokens_outside_the_vocabulary_are_seen(tmp_path):
     source = [make_record(0, "one two"), make_record(1, "one three")]
     iterator = batches(source, Tokenizer.load(tmp_path), prompts_per_batch=1)
     assert iterator.skipped_by == {"token outside the vocabulary": 1} and ids(next(iterator)) == ["r0"]
+    with pytest.raises(UserError, match=r"use a tokenizer whose vocabulary covers the questions$"):
+        batches(source[1:], Tokenizer.load(tmp_path), prompts_per_batch=1)
+    with pytest.raises(UserError, match="1 prompt longer than 1 tokens"):
+        batches(source[1:], Tokenizer.load(tmp_path), prompts_per_batch=1, max_prompt_length=1)
 
 
 def test_corrupt_records_are_left_out_up_to_a_limit(tmp_path, tokenizer):

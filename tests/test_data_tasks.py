@@ -274,8 +274,15 @@ def test_bad_lines_are_named(tmp_path, line, message):
 
 
 def test_an_empty_file_has_no_records(tmp_path):
-    with pytest.raises(UserError, match=r"train\.jsonl has no records"):
+    says = r"train\.jsonl has no records where the train split of gsm8k needs at least one; .* set data\.folder"
+    with pytest.raises(UserError, match=says):
         tasks.load("gsm8k", split="train", folder=jsonl(tmp_path))
+
+
+@pytest.mark.parametrize(("split", "field"), [("train", r"data\.limit"), ("test", r"eval\.prompts")])
+def test_a_limit_below_one_names_the_field_that_set_it(split, field):
+    with pytest.raises(UserError, match=rf"limit -5 is below 1; .* None for all \(in a config {field}, 0 for all\)"):
+        tasks.load("arithmetic", split=split, limit=-5)
 
 
 class Gsm8k(tfds.core.GeneratorBasedBuilder):

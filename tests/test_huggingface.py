@@ -214,19 +214,19 @@ def test_bfloat16(tmp_path: pathlib.Path) -> None:
 # Meshes
 
 MESHES = [
-    ("qwen3_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, mesh_lib.TRAINER),
-    ("qwen3_moe_fused", {"fsdp": 2, "expert": 4}, mesh_lib.TRAINER),
-    ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, mesh_lib.SAMPLER),
-    ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, mesh_lib.TRAINER),
+    ("qwen3_moe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+    ("qwen3_moe_fused", {"fsdp": 2, "expert": 4}, {}),
+    ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {}),
+    ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {"embed": ()}),
+    ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     # head_dim, the faster half of a joined dimension, is split in no table of ours; the reader must not rely on it
-    ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {**mesh_lib.TRAINER, "head_dim": ("data",), "layers": ("fsdp",),
-                                                        "embed": ()}),
-]  # fmt: skip
+    ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"head_dim": ("data",), "layers": ("fsdp",), "embed": ()}),
+]
 
 
-@pytest.mark.parametrize(("name", "sizes", "rules"), MESHES)
+@pytest.mark.parametrize(("name", "sizes", "changed"), MESHES)
 def test_loads_onto_a_mesh(
-    monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], rules: mesh_lib.Rules
+    monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], changed: mesh_lib.Rules
 ) -> None:
     read: list[int] = []
     original = huggingface.Checkpoint.read
@@ -237,14 +237,16 @@ def test_loads_onto_a_mesh(
         return piece
 
     monkeypatch.setattr(huggingface.Checkpoint, "read", counted)
+    for axis, split in changed.items():
+        monkeypatch.setitem(mesh_lib.TRAINER, axis, split)
     model, config = loaded(name)
     mesh = mesh_lib.make_mesh(sizes)
-    params = huggingface.load_params(GOLDEN / name, config, mesh, rules=rules)
+    params = huggingface.load_params(GOLDEN / name, config, mesh)
     assert_same(params, model)
-    wanted = mesh_lib.param_shardings(nnx.state(model), mesh, rules)
+    wanted = mesh_lib.param_shardings(nnx.state(model), mesh, mesh_lib.TRAINER)
     found = jax.tree.map(lambda a: a.sharding, params)
     assert jax.tree.leaves(jax.tree.map(lambda a, b: a == b, found, wanted)).count(False) == 0
-    if not rules["head_dim"]:
+    if "head_dim" not in changed:
         # Every element is read once: no replica reads again, and no shard reads its neighbour's part.
         assert sum(read) == sum(value.size for value in leaves(model).values())
 
@@ -338,7 +340,8 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "missing size": ("qwen3", config_edit(hidden_size=...), "config.json: hidden_size is missing"),
     "missing experts": ("qwen3_moe", config_edit(num_local_experts=...), "num_experts or num_local_experts is missing"),
     "bad size": ("qwen3", config_edit(vocab_size="many"), 'vocab_size is "many"; it must be a positive integer'),
-    "too many experts": ("qwen3_moe", config_edit(num_experts_per_tok=9), "num_experts_per_tok 9 > 8 experts"),
+    "too many experts": ("qwen3_moe", config_edit(num_experts_per_tok=9),
+                         "num_experts_per_tok 9 is above the 8 experts; set it to 8 or less"),
     "no folder": ("qwen3", shutil.rmtree, "is not a folder; download the Hugging Face checkpoint"),
     "no config": ("qwen3", lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     "bad JSON": ("qwen3", lambda f: (f / "config.json").write_text('{"a": '), "config.json is not valid JSON"),
@@ -352,12 +355,13 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "truncated": ("qwen3", cut, "model.safetensors is no complete safetensors file"),
     "not safetensors": ("qwen3", lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),
                         "model.safetensors is no complete safetensors file"),
-    "no tensor": ("qwen3", drop("model.layers.1.mlp.up_proj.weight"), "has no tensor model.layers.1.mlp.up_proj."),
+    "no tensor": ("qwen3", drop("model.layers.1.mlp.up_proj.weight"),
+                  "has no tensor model.layers.1.mlp.up_proj.weight, which its config.json asks for; download it again"),
     "no expert": ("qwen3_moe", drop("model.layers.2.mlp.experts.7.down_proj.weight"),
                   "has no tensor model.layers.2.mlp.experts.7.down_proj.weight"),
     "untied, no head": ("qwen3", drop("lm_head.weight"), "has no tensor lm_head.weight"),
     "shape": ("qwen3", put("model.layers.0.self_attn.q_proj.weight", np.zeros((48, 64), np.float32)),
-              "safetensors: model.layers.0.self_attn.q_proj.weight is [48, 64] but config.json asks for [64, 48]"),
+              "safetensors: model.layers.0.self_attn.q_proj.weight is [48, 64], in config.json [64, 48]; download"),
     "dtype": ("qwen3", put("model.norm.weight", np.zeros(48, np.int32)), "model.norm.weight is I32; supported: F32"),
     "bias tensor": ("qwen3", put("model.layers.0.self_attn.q_proj.bias", np.zeros(64, np.float32)),
                     "holds 1 tensors that a model of its config.json does not have, such as model.layers.0.self_attn"),

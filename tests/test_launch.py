@@ -183,4 +183,4 @@ def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
     for tool in ("ruff", "lint-imports", "pyright"):
         _script(copy / ".venv" / "bin" / tool, "")
     assert _bash(copy, 'bash launch/test.sh "$@"', *arguments).returncode == 0
-    assert _calls(copy) == [f"-m pytest {' '.join(arguments)}"]
+    assert _calls(copy) == [f"-m pytest -n auto --maxprocesses=4 --dist=loadfile {' '.join(arguments)}"]

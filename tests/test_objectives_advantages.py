@@ -1,10 +1,17 @@
-"""Advantages: numbers worked by hand."""
+"""Advantages: numbers worked by hand, and an independent float64 oracle of `gae`."""
 
+import inspect
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
+from gspo_jax.objectives.advantages import gae, group_centered, group_zscore, leave_one_out
+from gspo_jax.types import UserError
+from tests import oracles
 
 ALL = pytest.mark.parametrize("advantage", [group_zscore, group_centered, leave_one_out])
 
@@ -67,3 +74,125 @@ def test_rewards_that_do_not_split_into_groups(advantage, group_size):
 def test_rewards_of_the_wrong_rank(advantage):
     with pytest.raises(ValueError, match=r"rewards are \[2, 4\]; they must be \[B\]"):
         advantage(jnp.zeros((2, 4)), group_size=4)
+
+
+# --- gae ------------------------------------------------------------------------------------------
+
+# Row 0 is whole, row 1 has a hole that is skipped, row 2 has one token, row 3 none.
+MASK = np.array([[1, 1, 1], [1, 0, 1], [0, 1, 0], [0, 0, 0]], bool)
+REWARDS = np.array([[0.0, 0, 1], [2, 0, 4], [0, 3, 0], [0, 0, 0]])
+VALUES = np.array([[0.5, 0.25, 0.75], [1, 0, 2], [0, 1, 0], [0, 0, 0]])
+
+
+def test_gae_by_hand():
+    # γ = λ = 1/2. Row 0: δ = 0 + 1/8 − 1/2 = −3/8, 0 + 3/8 − 1/4 = 1/8, 1 − 3/4 = 1/4, so from the end 1/4,
+    # 1/8 + 1/4 · 1/4 = 3/16, −3/8 + 1/4 · 3/16 = −21/64. Row 1: 4 − 2 = 2, then 2 + 1 − 1 + 1/4 · 2 = 5/2.
+    # Row 2: 3 − 1.
+    got = gae(jnp.array(REWARDS), jnp.array(VALUES), jnp.array(MASK), gamma=0.5, lam=0.5)
+    np.testing.assert_array_equal(got, [[-21 / 64, 3 / 16, 1 / 4], [5 / 2, 0, 2], [0, 2, 0], [0, 0, 0]])
+
+
+def test_gae_by_default_is_the_return_less_the_value():
+    defaults = {name: p.default for name, p in inspect.signature(gae).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert defaults == {"gamma": 1.0, "lam": 1.0, "whiten": False}
+    got = gae(jnp.array(REWARDS), jnp.array(VALUES), jnp.array(MASK))
+    np.testing.assert_array_equal(got, [[0.5, 0.75, 0.25], [6 - 1, 0, 4 - 2], [0, 2, 0], [0, 0, 0]])
+
+
+def test_gae_without_lambda_looks_one_token_ahead():
+    got = gae(jnp.array(REWARDS), jnp.array(VALUES), jnp.array(MASK), lam=0.0)
+    np.testing.assert_array_equal(got, [[-0.25, 0.5, 0.25], [3, 0, 2], [0, 2, 0], [0, 0, 0]])
+
+
+def test_gae_whitened_by_hand():
+    # Advantages 1, 2 and 3 of two rows: mean 2, sample deviation 1. Padding takes no part in either.
+    rewards = jnp.array([[1.0, 0], [1, 2]])
+    mask = jnp.array([[True, False], [True, True]])
+    got = gae(rewards, jnp.zeros((2, 2)), mask, whiten=True)
+    np.testing.assert_allclose(got, [[-1, 0], [1, 0]], atol=2e-6)
+    # 1e-6 · (1, −1) about the mean: std = √2 · 1e-6, so 1 / (√2 + 1) = √2 − 1.
+    small = gae(jnp.array([[0.0], [2e-6]]), jnp.zeros((2, 1)), jnp.ones((2, 1), bool), whiten=True)
+    np.testing.assert_allclose(small, [[1 - np.sqrt(2)], [np.sqrt(2) - 1]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -123.456])
+def test_gae_whitened_of_equal_advantages_of_one_token_and_of_none_is_exactly_zero(reward):
+    ends = np.zeros((7, 3), bool)
+    ends[:, 1] = True
+    one = np.zeros((7, 3), bool)
+    one[4, 2] = True
+    for mask in (ends, one, np.zeros((7, 3), bool)):
+        got = gae(jnp.full((7, 3), reward), jnp.full((7, 3), 0.7), jnp.array(mask), whiten=True)
+        np.testing.assert_array_equal(got, np.zeros((7, 3)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(1, 1), (3, 1), (1, 5), (4, 6)]),
+    density=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    whiten=st.booleans(),
+    padding=st.sampled_from([0.0, np.nan, np.inf, 1e30, -1e30]),
+)
+def test_gae_equals_the_oracle_whatever_lies_in_padding(seed, shape, density, gamma, lam, whiten, padding):
+    rng = np.random.default_rng(seed)
+    mask = rng.random(shape) < density
+    rewards, values = rng.normal(size=(2, *shape)).astype(np.float32)
+    want = oracles.gae(rewards.astype(float), values.astype(float), mask, gamma, lam, whiten)
+    rewards, values = (jnp.where(mask, x, padding) for x in (rewards, values))
+    got = gae(rewards, values, jnp.array(mask), gamma=gamma, lam=lam, whiten=whiten)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 if whiten else 1e-5)
+    np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_padding_does_not_reach_the_gradient_of_gae(whiten):
+    def total(rewards, values):
+        return jnp.sum(gae(rewards, values, jnp.array(MASK), gamma=0.9, lam=0.8, whiten=whiten) ** 3)
+
+    clean = jax.grad(total, argnums=(0, 1))(jnp.array(REWARDS), jnp.array(VALUES))
+    spoilt = jax.grad(total, argnums=(0, 1))(jnp.where(MASK, REWARDS, jnp.nan), jnp.where(MASK, VALUES, jnp.nan))
+    for got, want in zip(spoilt, clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(np.asarray(got)[~MASK], 0)
+        assert np.isfinite(got).all() and np.abs(got).sum() > 0.1
+
+
+def test_gae_is_at_least_float32_and_float64_where_it_can_be():
+    # 1 + 0.001 − 0.25 · 0.001 − 0.5, which bf16 would round to 0.5.
+    rewards, values = jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]], jnp.bfloat16)
+    got = gae(rewards, values, jnp.ones((1, 2), bool), gamma=0.001, lam=0.0)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, [[0.50025, -0.25]], rtol=1e-6)
+    with jax.enable_x64(True):
+        for kinds in ((jnp.float64, jnp.float32), (jnp.float32, jnp.float64)):
+            rewards, values = (jnp.asarray(x, kind) for x, kind in zip((REWARDS, VALUES), kinds, strict=True))
+            assert gae(rewards, values, jnp.array(MASK)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values", "mask", "says"),
+    [
+        ((2, 3), (2, 4), (2, 3), r"rewards are \[2, 3\], values \[2, 4\], mask \[2, 3\]; all three must be the same"),
+        ((2, 3), (2, 3), (3, 2), r"mask \[3, 2\]; all three must be the same \[B, T\]"),
+        ((3,), (3,), (3,), r"rewards are \[3\], values \[3\], mask \[3\]; all three"),
+    ],
+)
+def test_gae_of_shapes_that_do_not_fit(rewards, values, mask, says):
+    with pytest.raises(ValueError, match=says):
+        gae(jnp.zeros(rewards), jnp.zeros(values), jnp.ones(mask, bool))
+
+
+def test_gae_of_a_mask_that_is_not_boolean():
+    with pytest.raises(ValueError, match="mask is float32, not bool; use mask != 0"):
+        gae(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["gamma", "lam"])
+@pytest.mark.parametrize("factor", [-0.1, 1.01, float("nan")])
+def test_gae_of_a_factor_outside_its_range(name, factor):
+    with pytest.raises(UserError, match=rf"{name}={factor} lies outside \[0, 1\]; 1 discounts nothing"):
+        gae(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3), bool), **{name: factor})

@@ -30,6 +30,7 @@ def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 
                 row |= {"routing/flip_rate": 0.01 * minibatch, "routing/flip_rate_per_layer": [0.0, 0.02 * minibatch]}
             if minibatch == 1:
                 row |= {"eval/accuracy": 0.2 * iteration + seed / 100, "throughput/tokens_per_s": 100.0 + iteration}
+                row |= {"timing/iteration_s": 10.0 + iteration}
             writer.write(step, row)
     samples = SamplesWriter(folder)
     for step in (2, 8):
@@ -95,6 +96,17 @@ def test_facts_worked_by_hand(tmp_path):
         (0, 8, 101.5),
         (2, 8, 101.5),
     ]
+
+
+def test_the_seconds_of_a_run_leave_out_the_time_it_was_stopped(tmp_path):
+    run = _fake(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[5:]:
+        line["time"] += 3600  # stopped for an hour after two iterations of four
+    lines[-1]["timing/iteration_s"] = None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = runs.facts(runs.group_runs([runs.load_run(run)]))
+    assert found["runs"][0]["seconds"] == 33.0  # 10 + 11 + 12, and the last is not known
 
 
 def test_the_command_writes_picture_page_and_json(tmp_path):

@@ -16,7 +16,13 @@ ITERATIONS = 4
 
 
 def start(workdir: Path, data: Path, model: Path | None) -> subprocess.Popen:
-    command = [sys.executable, "-m", "gspo_jax.train", "--config=configs/tiny.py:runlocal", f"--workdir={workdir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_jax.train",
+        "--config=configs/tiny.py:countdown,runlocal",
+        f"--workdir={workdir}",
+    ]
     command += [f"--config.iterations={ITERATIONS}", f"--config.data.data_dir={data}", "--config.eval.every=2"]
     if model is not None:
         command.append(f"--config.model.folder={model}")

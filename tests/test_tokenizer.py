@@ -148,6 +148,9 @@ def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
     assert Tokenizer.load(folder).chat([]) == "D"
     (folder / "chat_template.jinja").write_text("F")
     assert Tokenizer.load(folder).chat([]) == "F"
+    unnamed = folder_with(tmp_path / "unnamed", trained, settings=settings | {"chat_template": named[:1]})
+    with pytest.raises(UserError, match=r"the chat templates tools but no 'default'; add chat_template\.jinja$"):
+        Tokenizer.load(unnamed)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +184,16 @@ def test_what_is_wrong_with_a_folder_is_said(trained, tmp_path):
     with pytest.raises(UserError, match="names no end-of-sequence token"):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
-    with pytest.raises(UserError, match=r"eos_token '<\|eot\|>' .* is not in the tokenizer's vocabulary"):
+    with pytest.raises(UserError, match=r"'<\|eot\|>' .* is not in the tokenizer's vocabulary; name a token that is$"):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON .*; download it again or mend it"):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match="holds a JSON list"):
+    with pytest.raises(UserError, match="holds a JSON list, not an object; download it again"):
         Tokenizer.load(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be read as a tokenizer"):
+    with pytest.raises(UserError, match=r"cannot be read as a tokenizer .*; download or save it again$"):
         Tokenizer.load(folder)
 
 

@@ -1,6 +1,7 @@
 """One update: the same gradient on any mesh and any number of micro-batches, skipped when it is not finite."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -50,18 +51,21 @@ def experience() -> Experience:
 
 
 def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1):
-    """(gradient, metrics) of mini-batch 1 of 2."""
+    """(gradient, metrics) of mini-batch 1 of 2; without a mesh if no sizes are given."""
     record, schedule = recorder()
-    update = make_update(
-        GRAPH, OBJECTIVES[name], record, schedule, minibatches=2, microbatches=microbatches, group_size=G, **SCORING
-    )
+    settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, **SCORING}
     if sizes is None:
+        update = make_update(GRAPH, OBJECTIVES[name], record, schedule, **settings)
         after, metrics = update(new_state(params(), record), experience, 1)
-    else:
-        mesh = mesh_lib.make_mesh(sizes)
-        with jax.set_mesh(mesh):
-            state = jax.device_put(new_state(params(), record), state_shardings(SHAPES, record, mesh))
-            after, metrics = update(state, mesh_lib.to_rows(mesh, experience), 1)
+        return jax.device_get(after.opt_state.trace), jax.device_get(metrics)
+    mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    with jax.set_mesh(mesh):
+        shardings = state_shardings(SHAPES, record, mesh)
+        update = make_update(GRAPH, OBJECTIVES[name], record, schedule, shardings=shardings, **settings)
+        state = jax.device_put(new_state(params(), record), shardings)
+        after, metrics = update(state, mesh_lib.to_rows(mesh, experience), 1)
+    for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the state stays where it was"
     return jax.device_get(after.opt_state.trace), jax.device_get(metrics)
 
 
@@ -70,9 +74,13 @@ def reference(experience):
     return {name: gradient_and_loss(experience, name=name) for name in OBJECTIVES}
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
-def test_one_device_and_eight_agree(sizes, experience, reference):
-    grads, metrics = gradient_and_loss(experience, sizes=sizes)
+@pytest.mark.parametrize(
+    ("sizes", "microbatches"),
+    [({"data": 1}, 1), ({"data": 2, "fsdp": 2, "expert": 2}, 2), *((sizes, 1) for sizes in MESHES)],
+    ids=lambda x: mesh_id(x) if isinstance(x, dict) else f"micro{x}",
+)
+def test_one_device_and_eight_agree(sizes, microbatches, experience, reference):
+    grads, metrics = gradient_and_loss(experience, sizes=sizes, microbatches=microbatches)
     expected, expected_metrics = reference["gspo"]
     assert leaf_errors(expected, grads) < 1e-5
     np.testing.assert_allclose(metrics["actor/loss"], expected_metrics["actor/loss"], rtol=1e-5)
@@ -122,6 +130,8 @@ def test_metrics_are_those_of_the_minibatch(experience, reference):
     d = np.asarray(scores.logprobs)[mask].astype(np.float64) - batch.old_logprobs[mask]
     np.testing.assert_allclose(metrics["actor/kl"], (np.exp(d) - 1 - d).mean(), rtol=0.05)
     np.testing.assert_allclose(metrics["actor/entropy"], np.asarray(scores.entropy)[mask].mean(), rtol=1e-5)
+    x, y = np.asarray(scores.logprobs)[mask], batch.rollout.logprobs[mask]
+    np.testing.assert_allclose(metrics["mismatch/pearson"], np.corrcoef(x, y)[0, 1], atol=1e-4)
     np.testing.assert_allclose(metrics["ratio/token_log_max"], np.abs(d).max(), rtol=0.02)
     assert metrics["mismatch/max"] < 1e-4
     assert metrics["routing/flip_rate"] == 0

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import grain
 import numpy as np
@@ -194,9 +194,9 @@ def worked_batches(
     """
     local = _local_batch(batch, process_index, process_count)
 
-    def problem(prompt: list[int], worked: list[int]) -> str | None:
-        return _prompt_problem(prompt, tokenizer, max_prompt_length) or (
-            f"worked response longer than {max_response_length} tokens" if len(worked) > max_response_length else None
+    def problem(prompt: list[int], worked: list[int]) -> _Problem | None:
+        return _prompt_problem(prompt, tokenizer, max_prompt_length) or _length_problem(
+            "worked response", len(worked), max_response_length, "sampling.max_response_length"
         )
 
     def encode(records: list[Record]) -> tuple[list[list[int]], list[list[int]]]:
@@ -204,7 +204,7 @@ def worked_batches(
         worked = tokenizer.encode_batch([record["worked"] for record in records])
         return prompts, [[*ids, tokenizer.eos_ids[0]] for ids in worked]
 
-    def check(records: list[Record]) -> list[str | None]:
+    def check(records: list[Record]) -> list[_Problem | None]:
         return [problem(p, w) for p, w in zip(*encode(records), strict=True)]
 
     def make(indices: list[int]) -> WorkedBatch:
@@ -249,54 +249,82 @@ def _local_batch(rows: int, process_index: int, process_count: int) -> int:
     return rows // process_count
 
 
-def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> str | None:
+class _Problem(NamedTuple):
+    """Why a record cannot be used."""
+
+    reason: str
+    """As it is counted, the same for every record that has it."""
+    remedy: str
+    length: int = 0
+    """Tokens, where there are too many."""
+
+
+_EMPTY = _Problem("empty prompt", "give each record a question")
+_UNKNOWN = _Problem("token outside the vocabulary", "use a tokenizer whose vocabulary covers the questions")
+_CORRUPT = _Problem("corrupt", "restore the file, or delete a generated data set to have it built again")
+
+
+def _length_problem(what: str, length: int, limit: int, field: str) -> _Problem | None:
+    """`field` is the config's name for `limit`."""
+    if length <= limit:
+        return None
+    remedy = f"the shortest has {length}, so set {field} to {length} or more"
+    return _Problem(f"{what} longer than {limit} tokens", remedy, length)
+
+
+def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Problem | None:
     """Why a prompt cannot be used, None where it can."""
     if not ids:
-        return "empty prompt"
-    if len(ids) > limit:
-        return f"prompt longer than {limit} tokens"
-    if tokenizer.unk_id is not None and tokenizer.unk_id in ids:
-        return "token outside the vocabulary"
-    return None
+        return _EMPTY
+    if problem := _length_problem("prompt", len(ids), limit, "data.max_prompt_length"):
+        return problem
+    return _UNKNOWN if tokenizer.unk_id is not None and tokenizer.unk_id in ids else None
 
 
 def _scan_prompts(source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int) -> _Usable:
-    def check(records: list[Record]) -> list[str | None]:
+    def check(records: list[Record]) -> list[_Problem | None]:
         prompts = tokenizer.encode_batch([prompt_text(r, tokenizer) for r in records])
         return [_prompt_problem(ids, tokenizer, limit) for ids in prompts]
 
     return _scan(source, check, max_corrupt)
 
 
-def _scan(source: Sequence[Record], check: Callable[[list[Record]], list[str | None]], max_corrupt: int) -> _Usable:
+_Check = Callable[[list[Record]], list[_Problem | None]]
+
+
+def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _Usable:
     """Reads every record once; keeps those for which `check` finds no problem, counts and reports the others."""
     indices: list[int] = []
     checksum = 0
     skipped: collections.Counter[str] = collections.Counter()
+    mildest = {_CORRUPT.reason: _CORRUPT}  # of each reason, the record that would need the least
     for start in range(0, len(source), _SCAN):
         readable: list[tuple[int, Record]] = []
         for i in range(start, min(start + _SCAN, len(source))):
             try:
                 readable.append((i, source[i]))
             except CorruptRecord as error:
-                skipped["corrupt"] += 1
+                skipped[_CORRUPT.reason] += 1
                 logging.warning("skipped: %s", error)
-                if skipped["corrupt"] > max_corrupt:
+                if skipped[_CORRUPT.reason] > max_corrupt:
                     raise UserError(
-                        f"more than {max_corrupt} corrupt records in {source!r}, the last: {error}; "
-                        "restore the file, or delete a generated data set to have it built again"
+                        f"more than {max_corrupt} corrupt records in {source!r}, the last: {error}; {_CORRUPT.remedy}"
                     ) from error
         for (i, record), problem in zip(readable, check([r for _, r in readable]), strict=True):
             # An empty question stays empty even where a chat template wraps it in tokens.
-            problem = "empty prompt" if not record["question"].strip() else problem
+            problem = _EMPTY if not record["question"].strip() else problem
             if problem is None:
                 indices.append(i)
                 checksum = zlib.crc32(record["question"].encode(), checksum)
             else:
-                skipped[problem] += 1
+                skipped[problem.reason] += 1
+                mildest[problem.reason] = min(mildest.get(problem.reason, problem), problem, key=lambda p: p.length)
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     if not indices:
-        raise UserError(f"no usable prompt among the {len(source)} of {source!r} ({reasons}); raise the limits")
+        if not skipped:
+            raise UserError(f"no usable prompt in {source!r}, which has no records; give at least one")
+        remedy = mildest[skipped.most_common(1)[0][0]].remedy
+        raise UserError(f"no usable prompt among the {len(source)} of {source!r} ({reasons}); {remedy}")
     if skipped:
         logging.warning("%d of %d records are left out: %s", sum(skipped.values()), len(source), reasons)
     return _Usable(np.asarray(indices, np.int64), dict(skipped), checksum)

@@ -57,7 +57,8 @@ def load(
     if task not in TASKS:
         raise UserError(f"no task {task!r}; {choices(task, TASKS)}")
     if limit is not None and limit < 1:
-        raise UserError(f"limit {limit} is below 1; leave it out to read all records")
+        field = "eval.prompts" if split == "test" else "data.limit"
+        raise UserError(f"limit {limit} is below 1; give 1 or more, or None for all (in a config {field}, 0 for all)")
     instruction = INSTRUCTIONS[task] if instruction is None else instruction
     if task in generated.BUILDERS:
         if folder is not None:
@@ -69,7 +70,10 @@ def load(
             raise UserError(f"task {task} takes no {', '.join(given)}; it is read from folder as it is")
         records = _gsm8k(split, folder=folder, limit=limit, instruction=instruction)
     if not len(records):
-        raise UserError(f"{records.name} has no records")
+        raise UserError(
+            f"{records.name} has no records where the {split} split of {task} needs at least one; "
+            "download it again, or set data.folder to a folder that has them"
+        )
     return records
 
 

@@ -59,7 +59,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception.
-            raise UserError(f"{path} cannot be read as a tokenizer: {error}") from error
+            raise UserError(f"{path} cannot be read as a tokenizer ({error}); download or save it again") from error
         settings = _read_json(folder / "tokenizer_config.json")
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
         generation, model = _read_json(folder / "generation_config.json"), _read_json(folder / "config.json")
@@ -156,9 +156,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON ({error}); download it again or mend it there") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object")
+        raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object; download it again")
     return content
 
 
@@ -174,7 +174,8 @@ def _template_source(folder: Path, setting: Any) -> str | None:
     if isinstance(setting, list):
         named = {entry["name"]: entry["template"] for entry in setting}
         if "default" not in named:
-            raise UserError(f"{folder} names the chat templates {', '.join(named)} but no 'default'")
+            given = ", ".join(named)
+            raise UserError(f"{folder} names the chat templates {given} but no 'default'; add chat_template.jinja")
         return named["default"]
     return setting
 
@@ -190,7 +191,8 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str,
         return None
     index = backend.token_to_id(text)
     if index is None:
-        raise UserError(f"{key} {text!r} of {folder / 'tokenizer_config.json'} is not in the tokenizer's vocabulary")
+        where = folder / "tokenizer_config.json"
+        raise UserError(f"{key} {text!r} of {where} is not in the tokenizer's vocabulary; name a token that is")
     return index
 
 

@@ -37,6 +37,21 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises a UserError for sizes that make no transformer."""
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                f"use num_kv_heads of {', '.join(map(str, mesh_lib.divisors(self.num_heads)))}"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, use an even number")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise UserError(
+                f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
+                "choose one inside"
+            )
+
     def check_mesh(self, sizes: dict[str, int]) -> None:
         """Raises a UserError where a mesh axis does not divide the dimension it splits."""
         split: dict[str, list[tuple[str, int]]] = {

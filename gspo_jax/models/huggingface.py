@@ -78,7 +78,8 @@ def read_config(folder: Path) -> ModelConfig:
     is_moe = raw["model_type"] == "qwen3_moe"
     sizes = {ours: _size(raw, file, *names) for ours, names in (_SIZES | (_MOE_SIZES if is_moe else {})).items()}
     if is_moe and sizes["experts_per_token"] > sizes["num_experts"]:
-        raise UserError(f"{file}: num_experts_per_tok {sizes['experts_per_token']} > {sizes['num_experts']} experts")
+        chosen, there = sizes["experts_per_token"], sizes["num_experts"]
+        raise UserError(f"{file}: num_experts_per_tok {chosen} is above the {there} experts; set it to {there} or less")
     # transformers: a Qwen3 without head_dim has 128, a Qwen3-MoE without it divides the hidden size among its heads.
     head_dim = sizes["hidden_size"] // sizes["num_heads"] if is_moe else 128
     eos = raw.get("eos_token_id")
@@ -315,17 +316,19 @@ class Checkpoint:
         """Raises a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats."""
         for name, shape in expected.items():
             if name not in self.handles:
-                raise UserError(f"{self.folder} has no tensor {name}, which its {CONFIG} asks for; is it complete?")
+                raise UserError(f"{self.folder} has no tensor {name}, which its {CONFIG} asks for; download it again")
             file, handle = self.handles[name]
             found = handle.get_slice(name)
             if tuple(found.get_shape()) != shape:
                 has = list(found.get_shape())
-                raise UserError(f"{self.folder / file}: {name} is {has} but {CONFIG} asks for {list(shape)}")
+                raise UserError(
+                    f"{self.folder / file}: {name} is {has}, in {CONFIG} {list(shape)}; download both again"
+                )
             if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
         if extra := sorted(self.handles.keys() - expected.keys() - ignored):
             found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
-            raise UserError(f"{found}, such as {extra[0]}; does {CONFIG} belong to these weights?")
+            raise UserError(f"{found}, such as {extra[0]}; download both again")
 
     def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
         """A slice of one tensor, in the dtype it is stored in."""
@@ -346,15 +349,13 @@ def load_params(
     config: ModelConfig,
     mesh: Mesh | None = None,
     *,
-    rules: mesh_lib.Rules = mesh_lib.TRAINER,
     dtype: DTypeLike | None = jnp.float32,
 ) -> nnx.State:
-    """The parameters of a Hugging Face folder, each built where `rules` puts it, without a whole copy on the host.
+    """The parameters of a Hugging Face folder, laid out as the trainer's, without a whole copy on the host.
 
     Args:
       folder: holds model.safetensors, or shards and their index; experts as separate tensors or fused.
       mesh: where to; None is the default device.
-      rules: logical axes to mesh axes.
       dtype: of the parameters, None for the embedding's in the file; those declared `float32` (norms, router) are that.
 
     Raises:
@@ -383,7 +384,7 @@ def load_params(
             return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
         kind = checkpoint.read(_RULES["embed"].tensor, (slice(0),)).dtype if dtype is None else jnp.dtype(dtype)
-        shardings = () if mesh is None else (mesh_lib.param_shardings(shapes, mesh, rules),)
+        shardings = () if mesh is None else (mesh_lib.param_shardings(shapes, mesh),)
         return jax.tree_util.tree_map_with_path(build, with_dtype(shapes, kind), *shardings)
 
 

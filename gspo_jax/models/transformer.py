@@ -75,7 +75,6 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"] | None = None,
         valid: Bool[Array, "B T"] | None = None,
         *,
         remat: bool = False,
@@ -84,11 +83,10 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: [B, T]; holes are allowed anywhere and marked by `valid`.
-          positions: rotary positions; counted over valid tokens if not given.
-          valid: False on padding, which no token sees; all True if not given.
+          valid: False on padding, which no token sees and no position counts; all True if not given.
           remat: keep only each layer's input for the backward pass and compute the rest again.
         """
-        out, _ = self._causal(tokens, positions, valid, keep_cache=False, remat=remat)
+        out, _ = self._causal(tokens, valid, keep_cache=False, remat=remat)
         return out
 
     def prefill(
@@ -96,7 +94,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Output, tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]]]:
         """Runs right-padded prompts and keeps each layer's keys and values."""
         valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        return self._causal(tokens, None, valid, keep_cache=True, remat=False)
+        return self._causal(tokens, valid, keep_cache=True, remat=False)
 
     def decode(self, tokens: Int[Array, " B"], active: Bool[Array, " B"], cache: Cache) -> tuple[Output, Cache]:
         """Feeds one token per row at response slot `cache.step`; rows not `active` reach no expert."""
@@ -127,11 +125,9 @@ class Transformer(nnx.Module):
         )
         return self._output(x, routes), dataclasses.replace(cache, k=k, v=v, step=cache.step + 1)
 
-    def _causal(
-        self, tokens: Array, positions: Array | None, valid: Array | None, *, keep_cache: bool, remat: bool
-    ) -> tuple[Output, Any]:
+    def _causal(self, tokens: Array, valid: Array | None, *, keep_cache: bool, remat: bool) -> tuple[Output, Any]:
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0) if positions is None else positions
+        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None] & valid[:, None]
         graph, stacked = nnx.split(self.layers)
 
@@ -152,7 +148,8 @@ class Transformer(nnx.Module):
 
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
-        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head.astype(self.dtype))
+        head = constrain(head.astype(self.dtype), None, "vocab")  # gathered over fsdp once, not for every chunk
+        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head)
 
 
 def abstract(config: ModelConfig, *, dtype: DTypeLike = jnp.float32) -> tuple[nnx.GraphDef[Transformer], nnx.State]:

@@ -1,4 +1,4 @@
-"""The device mesh and the one table from logical to mesh axes.
+"""The device mesh, and the tables from logical to mesh axes.
 
 Model code names what an array's axes mean ("batch", "heads", "expert"); the tables below say where they live. Without a
 mesh in scope (`jax.set_mesh`) every constraint is the identity, so the same code runs on one device.
@@ -81,15 +81,12 @@ def batch_shards(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
-def check_divides(what: str, size: int, by: str, shards: int) -> None:
-    """Raises a UserError with the valid choices unless `shards` (of mesh axes `by`) divides `size`."""
-    if size % shards:
-        below, above = size - size % shards, size + shards - size % shards
+def check_divides(what: str, size: int, by: str, parts: int) -> None:
+    """Raises a UserError with the nearest sizes unless `parts` (made up of `by`) divides `size`."""
+    if size % parts:
+        below, above = size - size % parts, size + parts - size % parts
         near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"{what} {size} is not divisible by {by} = {shards}; use {near}, or a mesh where {by} is one of "
-            f"{', '.join(map(str, divisors(size)))}"
-        )
+        raise UserError(f"{what} {size} is not divisible by {by} = {parts}; use {near}")
 
 
 def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:

@@ -1,7 +1,7 @@
 """The in-graph decoder: each prompt is prefilled once, its G responses decode against the shared prompt cache.
 
 One jitted program per shape. All rows advance together and the loop ends when every response has ended; slots refilled
-in graph belong between `_advance` and the cache. Every response has its own key, so what it samples does not depend on
+in graph belong in the loop's body. Every response has its own key, so what it samples does not depend on
 the batch around it.
 """
 

@@ -1,7 +1,5 @@
 """The decoder with its own copy of the weights, in its own layout and dtype."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,20 +36,15 @@ class Sampler:
         self._params: nnx.State | None = None
         self._group_size = group_size
         self._settings = {"length": length, "sampling": sampling, "eos_ids": eos_ids, "pad_id": pad_id}
-        self.reshard_s = 0.0
-        """Seconds the newest `load` took."""
-        self.reshard_bytes = 0
-        """Bytes of the sampler's copy, over all devices."""
 
-    def load(self, params: nnx.State) -> None:
-        """Casts and reshards the trainer's weights; the copy before is let go first."""
-        self._params = None
-        start = time.perf_counter()
+    def load(self, params: nnx.State) -> int:
+        """Casts and reshards the trainer's weights; returns the bytes of the copy, over all devices of this process."""
         self._params = jax.block_until_ready(self._reshard(params))
-        self.reshard_s = time.perf_counter() - start
-        self.reshard_bytes = sum(
-            shard.data.nbytes for leaf in jax.tree.leaves(self._params) for shard in leaf.addressable_shards
-        )
+        return sum(shard.data.nbytes for leaf in jax.tree.leaves(self._params) for shard in leaf.addressable_shards)
+
+    def release(self) -> None:
+        """Lets go of the weights, so that an update has their memory."""
+        self._params = None
 
     def __call__(self, prompts: Prompts, key: jax.Array) -> Rollout:
         """Samples; response i draws with `fold_in(key, i)`. `prompts` are this process's rows, on the host."""

@@ -29,7 +29,7 @@ class Sampling:
     @property
     def scoring_temperature(self) -> float:
         """The temperature at which log-probs are taken: 1 for greedy decoding, which has none of its own."""
-        return self.temperature or 1.0
+        return self.temperature if self.temperature > 0 else 1.0
 
 
 def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float) -> Float[Array, "B V"]:

@@ -158,7 +158,8 @@ def _run_facts(run: Run) -> dict[str, Any]:
         "seed": None if run.config is None else run.config.get("seed"),
         "updates": run.rows[-1]["step"],
         "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
-        "seconds": round(run.rows[-1].get("time", 0) - run.rows[0].get("time", 0), 1),
+        # Not the last line's time less the first's: a run that was stopped and resumed did not run in between.
+        "seconds": round(sum(row.get("timing/iteration_s") or 0 for row in run.rows), 1),
         "tokens_per_s": float(np.median(speeds)) if speeds else None,
         "command": run.command,
     }

@@ -17,7 +17,7 @@ from gspo_jax.objectives import Objective
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.routing import drift as drift_lib
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import Experience, Rollout
+from gspo_jax.types import Experience, Responses
 
 Metrics = dict[str, Any]
 
@@ -26,8 +26,8 @@ UpdateFn = Callable[[TrainState, Experience, Array | int], tuple[TrainState, Met
 
 
 @struct.dataclass
-class Scores:
-    """What the trainer's model says of a rollout's responses."""
+class ModelScores:
+    """What the trainer's model says of responses."""
 
     logprobs: Float[Array, "B T"]
     """log π_θ of each token at the sampling temperature, float32; anything outside the mask."""
@@ -37,46 +37,49 @@ class Scores:
     """Routes of the response tokens as inputs."""
 
 
-ScoreFn = Callable[[nnx.State, Rollout], Scores]
+ScoreFn = Callable[[nnx.State, Responses], ModelScores]
 
 
 def score(
     graph: nnx.GraphDef[Transformer],
     params: nnx.State,
-    rollout: Rollout,
+    responses: Responses,
     *,
     temperature: float,
     logprob_chunk: int,
     remat: bool = False,
-) -> Scores:
+) -> ModelScores:
     """One forward over prompt and response; logits only for response tokens, and only a chunk at a time."""
-    S, T = rollout.prompts.shape[1], rollout.tokens.shape[1]
-    in_prompt = jnp.arange(S)[None] < rollout.prompt_lengths[:, None]
+    S, T = responses.prompts.shape[1], responses.tokens.shape[1]
+    in_prompt = jnp.arange(S)[None] < responses.prompt_lengths[:, None]
     out = nnx.merge(graph, params)(
-        jnp.concatenate([rollout.prompts, rollout.tokens], axis=1),
-        valid=jnp.concatenate([in_prompt, rollout.mask], axis=1),
+        jnp.concatenate([responses.prompts, responses.tokens], axis=1),
+        jnp.concatenate([in_prompt, responses.mask], axis=1),
         remat=remat,
     )
     # Token t is predicted one position earlier; the first by its prompt's last real token, before the padding.
-    first = jnp.take_along_axis(out.hidden, rollout.prompt_lengths[:, None, None] - 1, axis=1)
+    first = jnp.take_along_axis(out.hidden, responses.prompt_lengths[:, None, None] - 1, axis=1)
     hidden = jnp.concatenate([first, out.hidden[:, S : S + T - 1]], axis=1)
-    logprobs, entropy = token_logprobs(hidden, out.head, rollout.tokens, temperature=temperature, chunk=logprob_chunk)
-    return Scores(logprobs, entropy, out.routes.experts[:, :, S:])
+    logprobs, entropy = token_logprobs(hidden, out.head, responses.tokens, temperature=temperature, chunk=logprob_chunk)
+    return ModelScores(logprobs, entropy, out.routes.experts[:, :, S:])
 
 
 def make_score(graph: nnx.GraphDef[Transformer], **scoring: Any) -> ScoreFn:
-    """A jitted `score(params, rollout)`."""
+    """A jitted `score(params, responses)`."""
     return jax.jit(partial(score, graph, **scoring))
 
 
 def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
     """Mini-batch `index` of `count`, in whole groups: those whose number is `index` modulo `count`.
 
-    Strided and not contiguous, so that every device can cut its own rows. Takes any pytree of row-leading arrays.
+    Strided and not contiguous, so that every device cuts its own rows where it holds whole mini-batches' worth of
+    groups. Takes any pytree of row-leading arrays.
     """
 
     def cut(x: Array) -> Array:
-        return x.reshape(-1, count, group_size, *x.shape[1:])[:, index].reshape(-1, *x.shape[1:])
+        rows, *rest = x.shape  # no -1: a dense model's routes have no elements to infer it from
+        groups = x.reshape(rows // (count * group_size), count, group_size, *rest)
+        return groups[:, index].reshape(rows // count, *rest)
 
     return jax.tree.map(cut, batch)
 
@@ -85,7 +88,7 @@ def _microbatches(batch: Any, count: int) -> Any:
     """[B, ...] -> [count, B / count, ...], strided for the same reason as `take_minibatch`."""
 
     def cut(x: Array) -> Array:
-        x = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+        x = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
         return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
 
     return jax.tree.map(cut, batch)
@@ -120,15 +123,30 @@ def _loss(
         "mismatch_k1": -x.sum(),
         "mismatch_k3": (jnp.exp(x) - 1 - x).sum(),
         "mismatch_abs": jnp.abs(x).sum(),
+        "moments": _moments(scores.logprobs, rollout.logprobs, mask),
         "clip": objectives.clip_sums(info, mask),
-        "drift": drift_lib.compare(rollout.experts, scores.experts, mask),
     }
+    if rollout.experts.shape[-1]:  # a dense model routes nothing
+        sums["drift"] = drift_lib.compare(rollout.experts, scores.experts, mask)
     maxima = {
         "token": jnp.abs(d).max(),
         "sequence": jnp.abs(d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).max(),
         "mismatch": jnp.abs(x).max(),
     }
     return loss, (sums, maxima)
+
+
+def _moments(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Array) -> Float[Array, " 5"]:
+    """Sums of x, y, x², y², xy over the mask: what a correlation is made of."""
+    x, y = jnp.where(mask, x, 0), jnp.where(mask, y, 0)
+    return jnp.stack([x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()])
+
+
+def _pearson(moments: Float[Array, " 5"], n: Array) -> Array:
+    """Pearson's correlation; 1 where either side is constant, as two equal constants agree."""
+    x, y, xx, yy, xy = moments / n
+    spread = jnp.sqrt(jnp.maximum((xx - x * x) * (yy - y * y), 0))
+    return jnp.where(spread > 0, (xy - x * y) / jnp.where(spread > 0, spread, 1), 1.0)
 
 
 def _metrics(sums: Metrics, maxima: Metrics) -> Metrics:
@@ -144,8 +162,9 @@ def _metrics(sums: Metrics, maxima: Metrics) -> Metrics:
         "mismatch/kl_k1": sums["mismatch_k1"] / tokens,
         "mismatch/mean": sums["mismatch_abs"] / tokens,
         "mismatch/max": maxima["mismatch"],
+        "mismatch/pearson": _pearson(sums["moments"], tokens),
         **objectives.clip_fractions(sums["clip"]),
-        **drift_lib.metrics(sums["drift"]),
+        **(drift_lib.metrics(sums["drift"]) if "drift" in sums else {}),
     }
 
 
@@ -155,6 +174,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
+    shardings: TrainState | None = None,
     minibatches: int,
     microbatches: int,
     group_size: int,
@@ -164,11 +184,12 @@ def make_update(
 
     The weights come from the whole mini-batch's mask, so the gradients of its micro-batches add up to its gradient
     however it is cut. A gradient or loss that is not finite leaves parameters and optimizer as they were, and is
-    counted. `scoring` goes to `score`. The old state's buffers are given up (donated).
+    counted. `shardings` pins where the new state lives: where the old one did. `scoring` goes to `score`. The old
+    state's buffers are given up (donated).
     """
     gradient = jax.value_and_grad(partial(_loss, graph=graph, objective=objective, **scoring), has_aux=True)
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def update(state: TrainState, experience: Experience, index: Array | int) -> tuple[TrainState, Metrics]:
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
         weights = objective.weights(batch.rollout.mask)
