@@ -51,6 +51,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.max_prompt_length = 8
     config.sampling.max_response_length = 32
     config.rewards = ConfigDict({"exact_answer": 1.0})
+    config.eval.every = 10
     config.eval.correct = "exact_answer"
 
     # A tiny model takes large steps on short responses: the bounds are ten times the paper's.

@@ -114,6 +114,7 @@ class Run:
         of_iteration = {
             **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             "reward/failed": scores.failures,
+            "reshard/bytes": self.sampler.copy_bytes,
             "throughput/tokens_per_s": tokens / clock.seconds["iteration"],
             "throughput/sample_tokens_per_s": tokens / clock.seconds["sample"],
         }

@@ -35,12 +35,15 @@ class Sampler:
         self._reshard = decoder.to_sampler(shapes, mesh, dtype)
         self._params: nnx.State | None = None
         self._group_size = group_size
+        self.copy_bytes = 0
+        """Bytes of the newest copy, over all devices of this process."""
         self._settings = {"length": length, "sampling": sampling, "eos_ids": eos_ids, "pad_id": pad_id}
 
-    def load(self, params: nnx.State) -> int:
-        """Casts and reshards the trainer's weights; returns the bytes of the copy, over all devices of this process."""
+    def load(self, params: nnx.State) -> None:
+        """Casts and reshards the trainer's weights."""
         self._params = jax.block_until_ready(self._reshard(params))
-        return sum(shard.data.nbytes for leaf in jax.tree.leaves(self._params) for shard in leaf.addressable_shards)
+        leaves = jax.tree.leaves(self._params)
+        self.copy_bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
 
     def release(self) -> None:
         """Lets go of the weights, so that an update has their memory."""
