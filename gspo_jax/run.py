@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ from gspo_jax.training.progress import Progress
 from gspo_jax.training.state import TrainState
 from gspo_jax.training.update import Metrics, UpdateFn, make_score, make_update, take_minibatch
 from gspo_jax.types import Rollout, UserError
+
+SHOWN_CHARACTERS = 400
+"""Of a completion, on the terminal; the file under samples/ has all of it."""
 
 MAY_CHANGE = ("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir", "cpu_devices", "mesh.")
 """Fields of a config in which a run may differ from the checkpoint that it goes on from."""
@@ -155,7 +159,8 @@ class Run:
             answers=[records[i]["answer"] for i in shown],
         )
         for i in shown:
-            self.progress.say(f"  reward {scores.total[i]:g}  {texts[i]!r} -> {completions[i]!r}")
+            shortened = textwrap.shorten(completions[i], SHOWN_CHARACTERS, placeholder=" …")
+            self.progress.say(f"  reward {scores.total[i]:g}  {texts[i]!r} -> {shortened!r}")
 
     def finish(self, iteration: int, state: TrainState) -> None:
         """Evaluates and saves where the config says so, and always after the last iteration."""

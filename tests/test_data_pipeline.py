@@ -135,12 +135,12 @@ def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
 
 
 def test_no_usable_prompt_is_an_error(source, tokenizer):
-    # "0+0=?" has four tokens, "=?" being one, and "10+10=?" six; the first is not the shortest.
+    # "0+0=?" has four tokens, "=?" being one, and "10+10=?" six; neither the first nor the last is the shortest.
     remedy = r"the shortest has 4, so set data\.max_prompt_length to 4 or more$"
     with pytest.raises(
         UserError, match=rf"no usable prompt among the 30 .*\(30 prompt longer than 2 tokens\); {remedy}"
     ):
-        batches(source[::-1], tokenizer, max_prompt_length=2)
+        batches(source[15:] + source[:15], tokenizer, max_prompt_length=2)
     with pytest.raises(UserError, match=r"no usable prompt in \[\], which has no records; give at least one$"):
         batches([], tokenizer)
     blank = [make_record(0, ""), make_record(1, " "), make_record(2)]
@@ -154,7 +154,7 @@ def test_no_worked_response_that_fits_is_an_error(source, tokenizer):
     remedy = rf"the shortest has {least}, so set sampling\.max_response_length to {least} or more$"
     arguments = {"batch": 3, "max_prompt_length": S, "seed": 0}
     with pytest.raises(UserError, match=rf"\(30 worked response longer than {least - 1} tokens\); {remedy}"):
-        pipeline.worked_batches(source[::-1], tokenizer, max_response_length=least - 1, **arguments)
+        pipeline.worked_batches(source[15:] + source[:15], tokenizer, max_response_length=least - 1, **arguments)
     assert pipeline.worked_batches(source, tokenizer, max_response_length=least, **arguments).usable > 0
 
 

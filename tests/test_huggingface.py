@@ -361,7 +361,7 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                   "has no tensor model.layers.2.mlp.experts.7.down_proj.weight"),
     "untied, no head": ("qwen3", drop("lm_head.weight"), "has no tensor lm_head.weight"),
     "shape": ("qwen3", put("model.layers.0.self_attn.q_proj.weight", np.zeros((48, 64), np.float32)),
-              "safetensors: model.layers.0.self_attn.q_proj.weight is [48, 64], in config.json [64, 48]; download"),
+              "model.layers.0.self_attn.q_proj.weight is [48, 64], config.json says [64, 48]; download both"),
     "dtype": ("qwen3", put("model.norm.weight", np.zeros(48, np.int32)), "model.norm.weight is I32; supported: F32"),
     "bias tensor": ("qwen3", put("model.layers.0.self_attn.q_proj.bias", np.zeros(64, np.float32)),
                     "holds 1 tensors that a model of its config.json does not have, such as model.layers.0.self_attn"),

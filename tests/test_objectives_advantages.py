@@ -115,14 +115,14 @@ def test_gae_whitened_by_hand():
     np.testing.assert_allclose(small, [[1 - np.sqrt(2)], [np.sqrt(2) - 1]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, -123.456])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 123.456, -123.456])
 def test_gae_whitened_of_equal_advantages_of_one_token_and_of_none_is_exactly_zero(reward):
     ends = np.zeros((7, 3), bool)
     ends[:, 1] = True
     one = np.zeros((7, 3), bool)
     one[4, 2] = True
     for mask in (ends, one, np.zeros((7, 3), bool)):
-        got = gae(jnp.full((7, 3), reward), jnp.full((7, 3), 0.7), jnp.array(mask), whiten=True)
+        got = gae(jnp.full((7, 3), reward), jnp.zeros((7, 3)), jnp.array(mask), whiten=True)
         np.testing.assert_array_equal(got, np.zeros((7, 3)))
 
 
@@ -162,11 +162,11 @@ def test_padding_does_not_reach_the_gradient_of_gae(whiten):
 
 
 def test_gae_is_at_least_float32_and_float64_where_it_can_be():
-    # 1 + 0.001 − 0.25 · 0.001 − 0.5, which bf16 would round to 0.5.
+    # 1 + 0.999 · 0.25 − 0.5, where bf16 would round the product to 0.25.
     rewards, values = jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]], jnp.bfloat16)
-    got = gae(rewards, values, jnp.ones((1, 2), bool), gamma=0.001, lam=0.0)
+    got = gae(rewards, values, jnp.ones((1, 2), bool), gamma=0.999, lam=0.0)
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, [[0.50025, -0.25]], rtol=1e-6)
+    np.testing.assert_allclose(got, [[0.74975, -0.25]], rtol=1e-6)
     with jax.enable_x64(True):
         for kinds in ((jnp.float64, jnp.float32), (jnp.float32, jnp.float64)):
             rewards, values = (jnp.asarray(x, kind) for x, kind in zip((REWARDS, VALUES), kinds, strict=True))

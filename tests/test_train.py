@@ -13,12 +13,12 @@ from ml_collections import ConfigDict
 from gspo_jax import cli, coldstart, evaluate
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
-from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards.scorer import Scores
 from gspo_jax.run import response_metrics, without_failures
 from gspo_jax.train import train
 from gspo_jax.training.metrics import read_metrics, read_samples
 from gspo_jax.types import UserError
+from tests.tiny import CONFIG
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = [(f"Ann has {a} pens and buys {b} more. How many has she now?", a + b) for a in range(4) for b in range(6)]
@@ -109,19 +109,7 @@ def hf_folder(tmp_path_factory) -> Path:
     """A random Qwen3-MoE in Hugging Face format with a real byte-level BPE tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("hf") / "model"
     tokenizer = Tokenizer.train([q for q, _ in PROBLEMS] * 4, 320)
-    config = ModelConfig(
-        vocab_size=320,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        num_experts=8,
-        experts_per_token=2,
-        moe_intermediate_size=16,
-        eos_token_ids=tokenizer.eos_ids,
-    )
+    config = dataclasses.replace(CONFIG, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
     huggingface.save(transformer.init_params(config, jax.random.key(0)), config, folder)
     tokenizer.save(folder)
     return folder

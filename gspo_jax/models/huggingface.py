@@ -321,9 +321,7 @@ class Checkpoint:
             found = handle.get_slice(name)
             if tuple(found.get_shape()) != shape:
                 has = list(found.get_shape())
-                raise UserError(
-                    f"{self.folder / file}: {name} is {has}, in {CONFIG} {list(shape)}; download both again"
-                )
+                raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
             if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
         if extra := sorted(self.handles.keys() - expected.keys() - ignored):

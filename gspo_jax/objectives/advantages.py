@@ -77,7 +77,7 @@ def gae(
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= factor <= 1:
             raise UserError(f"{name}={factor} lies outside [0, 1]; 1 discounts nothing, 0 looks one token ahead")
-    rewards, values = (jnp.where(mask, widen(x), 0.0) for x in (rewards, values))
+    values = widen(values)  # which widens all that is added to them
 
     def step_back(after: _Following, column: tuple[Array, Array, Array]) -> tuple[_Following, Array]:
         reward, value, sampled = column
@@ -95,7 +95,7 @@ def _whitened(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, 
     """(x − mean) / (std + 1e-6) over the mask, std the sample deviation; exactly 0 for one token or equal ones."""
     count = jnp.sum(mask)
     x = jnp.where(mask, x - jnp.min(x, initial=jnp.inf, where=mask), 0.0)
-    x = jnp.where(mask, x - jnp.sum(x) / jnp.maximum(count, 1), 0.0)
+    x = jnp.where(mask, x - jnp.sum(x) / count, 0.0)
     return x / (jnp.sqrt(jnp.sum(x**2) / jnp.maximum(count - 1, 1)) + 1e-6)
 
 
