@@ -1,4 +1,4 @@
-"""Eight CPU devices before jax is imported, and no silent rank promotion."""
+"""Eight CPU devices before jax is imported, no silent rank promotion, and shapes checked as the annotations say."""
 
 import os
 
@@ -6,5 +6,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import jaxtyping
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Not the objectives: their tests hand over wrong shapes on purpose, to read the message.
+jaxtyping.install_import_hook(
+    [f"gspo_jax.{room}" for room in ("kernels", "models", "routing", "rollout")], "beartype.beartype"
+)

@@ -109,7 +109,8 @@ def test_two_segments_are_one_softmax():
     k, v = rng.standard_normal((2, P * G, T, 2, 8)).astype(np.float32)
     prompt_mask = np.arange(S)[None] < np.array([[2], [4]])
     mask = np.broadcast_to(np.arange(T) <= 2, (P * G, T))
-    got = shared_prompt_attention(q, prompt_k, prompt_v, jnp.asarray(prompt_mask), k, v, jnp.asarray(mask))
+    arguments = (q, prompt_k, prompt_v, prompt_mask, k, v, mask)
+    got = shared_prompt_attention(*(jnp.asarray(a) for a in arguments))
     joined_k, joined_v = (np.concatenate([np.repeat(a, G, 0), b], 1) for a, b in ((prompt_k, k), (prompt_v, v)))
     joined = np.concatenate([np.repeat(prompt_mask, G, 0), mask], 1)[:, None]
     np.testing.assert_allclose(got, naive_attention(q[:, None], joined_k, joined_v, joined)[:, 0], atol=1e-5)

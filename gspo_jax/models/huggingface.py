@@ -370,7 +370,7 @@ def load_params(
         # A tied model's checkpoint may still carry its head, which is the embedding again.
         checkpoint.check(expected, {_RULES["head"].tensor} if config.tie_word_embeddings else set())
 
-        def build(key: Any, leaf: jax.Array, sharding: Sharding | None = None) -> jax.Array:
+        def build(key: Any, leaf: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> jax.Array:
             # One read per distinct slice: replicas of a shard share it.
             read = functools.cache(functools.partial(layout[_path(key)].read, checkpoint, leaf.shape, dtype=leaf.dtype))
             if sharding is None:
