@@ -5,7 +5,8 @@
 
 `data.folder` holds train.jsonl and test.jsonl (question, answer), or a prepared TFDS directory. The settings are the
 GSPO paper's: four updates per batch, sequence ratios clipped to 1 - 3e-4 and 1 + 4e-4. Set the mesh to the machine:
---config.mesh.expert=4 for a mixture of experts. `configs/gsm8k.py:runlocal` runs two short iterations on a laptop.
+--config.mesh.expert=4 for a mixture of experts. What it costs and reaches is the model's: no figure is claimed here.
+`configs/gsm8k.py:runlocal` runs two short iterations on a laptop.
 """
 
 from ml_collections import ConfigDict

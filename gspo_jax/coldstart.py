@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, experiment
 from gspo_jax.data.pipeline import worked_batches
-from gspo_jax.data.records import Record
+from gspo_jax.data.records import Record, Records
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
@@ -76,16 +76,17 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
         os.replace(unfinished, folder)
 
 
-def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> list[Record]:
+def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:
     """The records with their worked answers, a share `terse` of them cut down to the final answer alone.
 
     A policy that has seen both can work a problem out and can guess; that working it out pays is left for RL to find.
     """
     short = np.random.default_rng(seed).random(len(records)) < terse
-    return [
-        record | {"worked": "".join(record["worked"].rpartition("####")[1:])} if cut else record
-        for record, cut in zip(records, short, strict=True)
-    ]
+
+    def convert(index: int, record: Record) -> Record:
+        return record | {"worked": "".join(record["worked"].rpartition("####")[1:])} if short[index] else record
+
+    return Records("demonstrations", records, convert=convert, where=lambda _: repr(records))
 
 
 def _begin(

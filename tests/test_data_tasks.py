@@ -132,7 +132,7 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
         ({"data_dir": "gs://bucket/x"}, "data_dir gs://bucket/x is remote"),
         ({"difficulty": "easy", "train_size": 5000}, "has about 1.* different problems, fewer than .* = 5128"),
         ({"data_dir": "/proc/nowhere"}, "cannot be built in /proc/nowhere"),
-        ({"task": "gsm8k"}, "needs folder"),
+        ({"task": "gsm8k"}, "set data.folder to one with train.jsonl"),
         ({"task": "gsm8k", "folder": "/x", "difficulty": "easy"}, "takes no difficulty"),
         ({"task": "gsm8k", "folder": "/nowhere"}, "/nowhere has no .jsonl file"),
     ],

@@ -210,4 +210,4 @@ def test_demonstrations_are_cut_down_to_the_answer_by_share():
     records = [{"worked": "1+1=2 #### 2"}] * 1000
     short = sum(r["worked"] == "#### 2" for r in coldstart.demonstrations(records, terse=0.3, seed=0))
     assert 250 < short < 350
-    assert coldstart.demonstrations(records, terse=0.0, seed=0) == records
+    assert coldstart.demonstrations(records, terse=0.0, seed=0)[:] == records

@@ -94,7 +94,9 @@ def _generated(
 
 def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: str) -> Records:
     if folder is None:
-        raise UserError("task gsm8k needs folder, with train.jsonl and test.jsonl or a prepared TFDS directory")
+        raise UserError(
+            "task gsm8k has no folder; set data.folder to one with train.jsonl and test.jsonl, or a prepared TFDS one"
+        )
     if (Path(folder) / "dataset_info.json").is_file():
         with generated.complete(folder):
             builder = tfds.builder_from_directory(folder)
