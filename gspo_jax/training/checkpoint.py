@@ -5,6 +5,7 @@ processes, or on the Python classes that hold them.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +60,7 @@ class Checkpointer:
         """Starts a save; an error of the previous one is raised here. `run` is plain JSON."""
         self.wait()
         self._pending = self._checkpointer.save_checkpointables_async(
-            step, {"state": named_leaves(state), "run": run}, overwrite=True
+            step, {"state": named_leaves(state), "run": {"json": json.dumps(run)}}, overwrite=True
         )
 
     def restore(self, shapes: Tree, shardings: Tree) -> Restored | None:
@@ -76,7 +77,7 @@ class Checkpointer:
         _check_same(wanted, named_leaves(saved), step)
         loaded = self._checkpointer.load_checkpointables(step, {"state": wanted, "run": None})
         leaves = [loaded["state"][name] for name in wanted]
-        return Restored(step, jax.tree.unflatten(jax.tree.structure(shapes), leaves), loaded["run"])
+        return Restored(step, jax.tree.unflatten(jax.tree.structure(shapes), leaves), json.loads(loaded["run"]["json"]))
 
     def wait(self) -> None:
         """Blocks until the save in flight is committed; raises its error."""
@@ -106,7 +107,8 @@ def load_newest(folder: Path, shapes: Tree, shardings: Tree) -> Restored | None:
     partial = {name: wanted.get(name, ...) for name in names}  # Orbax leaves `...` on disk
     loaded = ocp.load_checkpointables(path, {"state": partial, "run": None})
     leaves = [loaded["state"][name] for name in wanted]
-    return Restored(max(steps), jax.tree.unflatten(jax.tree.structure(shapes), leaves), loaded["run"])
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return Restored(max(steps), tree, json.loads(loaded["run"]["json"]))
 
 
 def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
