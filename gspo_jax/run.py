@@ -205,16 +205,15 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
     """
     experiment.check(config)
     folder = experiment.initial_folder(config, workdir)
-    if folder.exists() or config.model.folder:
-        experiment.open_policy(config, folder)
+    policy = experiment.open_policy(config, folder) if config.model.folder or folder.exists() else None
     records = {split: experiment.load_records(config, split) for split in ("train", "test")}
     with ExitStack() as stack:
         scorer = stack.enter_context(experiment.make_scorer(config))
         mesh = experiment.make_mesh(config)
         stack.enter_context(jax.set_mesh(mesh))
-        if not config.model.folder and not folder.exists():
+        if policy is None:
             coldstart.coldstart(config, records["train"], mesh, folder)
-        policy = experiment.open_policy(config, folder)
+            policy = experiment.open_policy(config, folder)
         policy.config.check_mesh(dict(mesh.shape))
         optimizer, schedule = experiment.make_update_rule(config)
         objective = experiment.make_objective(config)

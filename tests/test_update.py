@@ -4,6 +4,7 @@ import dataclasses
 import math
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,12 +159,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, exper
     state, metrics = update(state, dataclasses.replace(experience, advantages=advantages), 0)
     assert metrics["update/skipped"] == state.skipped == 1
     assert state.updates == 1
-    for a, b in zip(
-        jax.tree.leaves((state.params, state.opt_state)),
-        jax.tree.leaves((before.params, before.opt_state)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal((state.params, state.opt_state), (before.params, before.opt_state))
     state, metrics = update(state, experience, 0)
     assert metrics["update/skipped"] == 0
     assert state.skipped == 1
