@@ -5,8 +5,12 @@
 About three minutes on two cores; held-out accuracy rises from 0.24 to 0.80 (three seeds: README.md).
 Nothing is downloaded: problems are generated, and the cold start makes the tokenizer and a model that is sometimes
 right. It has learned to show its work, and then has seen many answers without; that showing the work pays is what GSPO
-has to find. `configs/tiny.py:countdown` reaches a target with three numbers instead. `:runlocal`, and
-`:countdown,runlocal`, are the same programs for two short iterations.
+has to find. Arguments, joined by commas, change the run:
+
+- `countdown`: reach a target with three numbers instead.
+- `steps`: countdown with a reward for every valid step, learned from token by token with gspo_token.
+- `dapo`: DAPO whole, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is its loss.
+- `runlocal`: the same programs for two short iterations.
 """
 
 from ml_collections import ConfigDict
@@ -16,10 +20,10 @@ from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` may be "countdown", "runlocal", or both with a comma."""
+    """`arg` joins any of ARGUMENTS with commas."""
     chosen = set(arg.split(",")) - {""}
-    if unknown := chosen - {"countdown", "runlocal"}:
-        raise UserError(f"configs/tiny.py takes no argument {min(unknown)!r}; use countdown, runlocal, both or none")
+    if unknown := chosen - ARGUMENTS.keys():
+        raise UserError(f"configs/tiny.py takes no argument {min(unknown)!r}; there are {', '.join(ARGUMENTS)}")
     config = base()
     config.iterations = 100
     config.mesh = ConfigDict({"data": 2, "fsdp": 2, "expert": 2, "tensor": 1})
@@ -59,20 +63,47 @@ def get_config(arg: str = "") -> ConfigDict:
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
 
-    if "countdown" in chosen:
-        config.data.task = "countdown"
-        config.data.options = ConfigDict({"difficulty": "medium"})
-        config.data.max_prompt_length = 12
-        config.rewards = ConfigDict({"countdown": 1.0})
-        config.eval.prompts = 128
-        config.eval.correct = "countdown"
-    if "runlocal" in chosen:
-        config.iterations = 2
-        config.coldstart.steps = 20
-        config.coldstart.terse_steps = 5
-        config.data.prompts_per_batch = 8
-        config.sampling.group_size = 8
-        config.eval.prompts = 16
-        config.training.minibatches = 2
-        config.checkpoint.every = 1
+    config.critic.optimizer = adamw(learning_rate=1e-3, schedule="constant", warmup_updates=10)
+    for name, change in ARGUMENTS.items():  # in their order: later ones build on earlier ones
+        if name in chosen:
+            change(config)
     return config
+
+
+def countdown(config: ConfigDict) -> None:
+    """Three numbers and a target."""
+    config.data.task = "countdown"
+    config.data.options = ConfigDict({"difficulty": "medium"})
+    config.data.max_prompt_length = 12
+    config.rewards = ConfigDict({"countdown": 1.0})
+    config.eval.prompts = 128
+    config.eval.correct = "countdown"
+
+
+def steps(config: ConfigDict) -> None:
+    """Countdown with a reward per valid step."""
+    countdown(config)
+    config.objective.name = "gspo_token"
+    config.step_rewards = ConfigDict({"countdown_steps": 1.0})
+
+
+def dapo(config: ConfigDict) -> None:
+    """The loop of DAPO, arXiv 2503.14476."""
+    config.objective.name = "dapo"
+    config.sampling.rounds = 4
+    config.overlong = ConfigDict({"penalty": 1.0, "cache": 6, "filter": True})
+
+
+def runlocal(config: ConfigDict) -> None:
+    """A laptop's minute."""
+    config.iterations = 2
+    config.coldstart.steps = 20
+    config.coldstart.terse_steps = 5
+    config.data.prompts_per_batch = 8
+    config.sampling.group_size = 8
+    config.eval.prompts = 16
+    config.training.minibatches = 2
+    config.checkpoint.every = 1
+
+
+ARGUMENTS = {"countdown": countdown, "steps": steps, "dapo": dapo, "runlocal": runlocal}

@@ -4,7 +4,6 @@ that is sometimes right. Writes a Hugging Face folder, with its tokenizer, that 
     python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import flags
 from flax import nnx
 from jax.sharding import Mesh
@@ -29,9 +27,10 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.training import state as state_lib
 from gspo_jax.training.progress import Progress
-from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
-from gspo_jax.training.update import score
+from gspo_jax.training.scoring import Scoring, score
+from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Responses, UserError
 
 
@@ -59,7 +58,7 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
         )
         for terse in (0.0, cold.terse)
     )
-    state, step = _begin(config, model_config, mesh)
+    model, step = _begin(config, model_config, mesh)
     loss = jnp.nan
     reports = -(-cold.steps // cold.log_every)
     with Progress(reports, label="cold start") as progress:
@@ -67,10 +66,10 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
             for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
-                state, loss = step(state, Responses(*mesh_lib.to_rows(mesh, fields)))
+                model, loss = step(model, Responses(*mesh_lib.to_rows(mesh, fields)))
             progress.advance(cross_entropy=float(loss))
     unfinished = folder.with_name(folder.name + ".partial")
-    huggingface.save(state.params, model_config, unfinished)  # every process takes part
+    huggingface.save(model.params, model_config, unfinished)  # every process takes part
     if jax.process_index() == 0:
         tokenizer.save(unfinished)
         os.replace(unfinished, folder)
@@ -91,29 +90,25 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
-) -> tuple[TrainState, Callable[[TrainState, Responses], tuple[TrainState, Float[Array, ""]]]]:
-    """A fresh state on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
+) -> tuple[Learner, Callable[[Learner, Responses], tuple[Learner, Float[Array, ""]]]]:
+    """A fresh model on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
+    scoring = Scoring(logprob_chunk=config.training.logprob_chunk, remat=config.model.remat)
 
     def loss(params: nnx.State, batch: Responses) -> Float[Array, ""]:
-        scores = score(
-            graph, params, batch, temperature=1.0, logprob_chunk=config.training.logprob_chunk, remat=config.model.remat
-        )
+        scores = score(graph, params, batch, scoring)
         return -(token_mean(batch.mask) * jnp.where(batch.mask, scores.logprobs, 0)).sum()
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: Responses) -> tuple[TrainState, Float[Array, ""]]:
-        value, grads = jax.value_and_grad(loss)(state.params, batch)
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return dataclasses.replace(state, params=optax.apply_updates(state.params, changes), opt_state=opt_state), value
+    def step(learner: Learner, batch: Responses) -> tuple[Learner, Float[Array, ""]]:
+        value, gradient = jax.value_and_grad(loss)(learner.params, batch)
+        return state_lib.step(learner, optimizer, gradient), value
 
     params = transformer.init_params(model_config, experiment.init_key(config), mesh=mesh)
-    state = jax.jit(partial(new_state, optimizer=optimizer), out_shardings=state_shardings(shapes, optimizer, mesh))(
-        params
-    )
-    return state, step
+    shardings = state_lib.learner_shardings(shapes, optimizer, mesh)
+    return jax.jit(partial(state_lib.new_learner, optimizer=optimizer), out_shardings=shardings)(params), step
 
 
 def main(config: ConfigDict) -> None:

@@ -1,6 +1,7 @@
 """Every field a run reads, with its default and its meaning. Files in `configs/` start from `base()` and change it."""
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def base() -> ConfigDict:
@@ -41,21 +42,53 @@ def base() -> ConfigDict:
     config.sampling.temperature = 1.0  # scoring uses the same
     config.sampling.top_k = 0  # 0: off
     config.sampling.top_p = 1.0  # 1: off
+    config.sampling.rounds = 1  # more: DAPO's dynamic sampling; groups whose rewards are all equal are replaced
 
     config.rewards = ConfigDict()  # reward function: weight
     config.scoring = ConfigDict()  # of functions that run in processes of their own, such as math_verify
     config.scoring.timeout_s = 2.0  # for one response; its worker is then killed
     config.scoring.workers = 1
 
+    config.step_rewards = ConfigDict()  # step-reward function: weight; for objectives with an advantage for each token
+    config.overlong = ConfigDict()  # DAPO's length shaping, in tokens
+    config.overlong.penalty = 0.0  # weight of the punishment in the reward; 0: none
+    config.overlong.cache = 0  # the last tokens before the limit, over which the punishment grows from 0 to -1
+    config.overlong.filter = False  # do not learn from responses that were cut at the limit
+
     config.objective = ConfigDict({"name": "gspo"})  # a name of the catalogue, and each one's hyper-parameters
-    config.objective.gspo = ConfigDict({"low": 3e-4, "high": 4e-4})
-    config.objective.gspo_token = ConfigDict({"low": 3e-4, "high": 4e-4})
-    config.objective.grpo = ConfigDict({"low": 0.2, "high": 0.27})
+    config.objective.reinforce = ConfigDict()
+    config.objective.ppo = _clipped(0.2, 0.2)
+    config.objective.ppo.update({"gamma": 1.0, "lam": 1.0, "whiten": True, "value_clip": 0.2, "value_weight": 0.5})
+    config.objective.grpo = _clipped(0.2, 0.27)
+    config.objective.dr_grpo = _clipped(0.2, 0.2)
+    config.objective.dr_grpo.length = placeholder(float)  # None: sampling.max_response_length
+    config.objective.rloo = ConfigDict()
+    config.objective.gspo = _clipped(3e-4, 4e-4)
+    config.objective.gspo_token = _clipped(3e-4, 4e-4)
+    config.objective.dapo = _clipped(0.2, 0.28)
+    config.objective.cispo = ConfigDict({"low": 1.0, "high": 4.0, "mask": placeholder(str)})  # mask: None or "ppo"
+    config.objective.gmpo = ConfigDict({"log_clip": 0.4})
+    config.objective.rspo = ConfigDict({"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"})
+    config.objective.sapo = ConfigDict({"tau_pos": 1.0, "tau_neg": 1.05})
+
+    config.reference = ConfigDict()  # the policy that the run begins from, kept as it is
+    config.reference.kl_weight = 0.0  # 0: there is none
+    config.reference.estimator = "k3"  # of the KL in the loss: k1, k2 or k3
+    config.reference.place = "loss"  # or "reward": taken from every token's reward (k1), with ppo
+    config.critic = ConfigDict()  # of ppo
+    config.critic.trunk = "own"  # a copy of the first policy's; or "policy": a head on the policy's
+    config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
+    config.mismatch = ConfigDict()  # importance weights for what sampler and trainer disagree on
+    config.mismatch.correction = ""  # tis, icepop or sequence_mask; they need training.old_logprobs="recompute"
+    config.mismatch.tis = ConfigDict({"cap": 2.0})
+    config.mismatch.icepop = ConfigDict({"low": 0.5, "high": 5.0})
+    config.mismatch.sequence_mask = ConfigDict({"low": 0.99, "high": 1.01})
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per iteration
     config.training.microbatches = 1  # gradient accumulation within an update; changes memory, not the gradient
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer's model before the first update
+    config.training.entropy_weight = 0.0  # of an entropy bonus in the loss
     config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits exist at once
 
     config.optimizer = adamw(learning_rate=1e-6, schedule="constant", warmup_updates=10)
@@ -77,3 +110,8 @@ def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> Config
     config.weight_decay = 0.0
     config.max_grad_norm = 1.0
     return config
+
+
+def _clipped(low: float, high: float) -> ConfigDict:
+    """The section of an objective that clips its ratio: offsets from 1, and where Â < 0 a cap of the ratio, or None."""
+    return ConfigDict({"low": low, "high": high, "dual_clip": placeholder(float)})

@@ -4,7 +4,6 @@ The one place below `configs/` that reads a ConfigDict's fields for others; ever
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -22,15 +22,21 @@ from gspo_jax.data import tasks
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, eval_batches, prompt_batches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
+from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rewards import shaping
 from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.checkpoint import Checkpointer, Restored, load_newest
-from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
+from gspo_jax.training.scoring import Scoring
+from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
+from gspo_jax.training.update import Penalties
 from gspo_jax.types import Rollout, UserError
 
 _POSITIVE = (
@@ -40,6 +46,7 @@ _POSITIVE = (
     "data.max_prompt_length",
     "sampling.group_size",
     "sampling.max_response_length",
+    "sampling.rounds",
     "training.minibatches",
     "training.microbatches",
     "training.logprob_chunk",
@@ -90,12 +97,40 @@ def check(config: ConfigDict) -> None:
             f"{', '.join(config.rewards)}"
         )
     make_sampling(config)
-    make_objective(config)
+    check_learning(config, make_objective(config))
     make_update_rule(config)
     make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         check_batch(config, sizes)
+
+
+def check_learning(config: ConfigDict, objective: Objective) -> None:
+    """Raises a UserError where the objective cannot do what the config asks beside it."""
+    reference, overlong = config.reference, config.overlong
+    if len(config.step_rewards) and not objective.token_advantages:
+        raise UserError(
+            f"{objective.name} has one advantage for each response, and step_rewards give one to each token; use "
+            "gspo_token, grpo, dapo, cispo, sapo or ppo, or take them out"
+        )
+    if reference.kl_weight < 0:
+        raise UserError(f"reference.kl_weight is {reference.kl_weight}; use a positive number, or 0 for none")
+    for field, value, known in (
+        ("reference.estimator", reference.estimator, ("k1", "k2", "k3")),
+        ("reference.place", reference.place, ("loss", "reward")),
+        ("critic.trunk", config.critic.trunk, ("own", "policy")),
+    ):
+        if value not in known:
+            raise UserError(f"{field} is {value!r}; use {' or '.join(map(repr, known))}")
+    if reference.place == "reward" and objective.critic is None:
+        raise UserError(f"reference.place is 'reward', which needs a critic; {objective.name} has none, use 'loss'")
+    if overlong.penalty or overlong.cache:
+        shaping.overlong(np.zeros(0, int), limit=config.sampling.max_response_length, cache=overlong.cache)
+    if make_correction_of(config) is not None and config.training.old_logprobs != "recompute":
+        raise UserError(
+            f"mismatch.correction {config.mismatch.correction!r} weighs the trainer's log-probs against the sampler's; "
+            "set training.old_logprobs to 'recompute'"
+        )
 
 
 def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
@@ -142,10 +177,41 @@ def make_objective(config: ConfigDict) -> Objective:
     return objectives.make(name, **(config.objective[name] if name in objectives.catalogue.__all__ else {}))
 
 
+def make_correction_of(config: ConfigDict) -> Correction | None:
+    """What is done about the mismatch of sampler and trainer, by name with its section; None for nothing."""
+    name = config.mismatch.correction
+    return make_correction(name, **(config.mismatch.get(name) or {})) if name else None
+
+
+def make_penalties(config: ConfigDict) -> Penalties:
+    """What the loss holds beside the objective."""
+    reference = config.reference
+    return Penalties(
+        kl=reference.kl_weight if reference.place == "loss" else 0.0,
+        kl_estimator=reference.estimator,
+        entropy=config.training.entropy_weight,
+    )
+
+
+def make_critic(config: ConfigDict, policy: "Policy") -> CriticRule | None:
+    """The critic of an objective that has one, as large as its policy where it has a trunk of its own."""
+    if make_objective(config).critic is None:
+        return None
+    graph, shapes = critic_lib.abstract(
+        policy.config, own_trunk=config.critic.trunk == "own", dtype=jnp.dtype(config.model.dtype)
+    )
+    return CriticRule(graph, shapes, make_optimizer(total_updates=total_updates(config), **config.critic.optimizer)[0])
+
+
 def make_scorer(config: ConfigDict) -> Scorer:
     """The reward functions with their weights, and the processes for those that may hang."""
     scoring = config.scoring
     return Scorer(config.rewards.to_dict(), timeout_s=scoring.timeout_s, workers=scoring.workers)
+
+
+def make_step_scorer(config: ConfigDict) -> StepScorer | None:
+    """The step-reward functions with their weights; None without any."""
+    return StepScorer(config.step_rewards.to_dict()) if len(config.step_rewards) else None
 
 
 def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
@@ -215,7 +281,12 @@ def per_response(prompts: PromptBatch, group_size: int) -> tuple[list[str], list
 
 def make_update_rule(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The optimizer and its schedule over the whole run."""
-    return make_optimizer(total_updates=config.iterations * config.training.minibatches, **config.optimizer)
+    return make_optimizer(total_updates=total_updates(config), **config.optimizer)
+
+
+def total_updates(config: ConfigDict) -> int:
+    """Optimizer updates of the whole run."""
+    return config.iterations * config.training.minibatches
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
@@ -223,33 +294,60 @@ def initial_folder(config: ConfigDict, workdir: Path) -> Path:
     return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
 
 
-def restore(
-    checkpointer: Checkpointer, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> Restored | None:
-    """The newest checkpoint of a run on this mesh; None if there is none."""
-    shapes = jax.eval_shape(functools.partial(new_state, optimizer=optimizer), policy.shapes)
-    return checkpointer.restore(shapes, state_shardings(policy.shapes, optimizer, mesh))
+@dataclasses.dataclass(frozen=True)
+class Learners:
+    """Who learns in a run, and where their state lives."""
+
+    policy: Policy
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    critic: CriticRule | None
+    mesh: Mesh
+
+    @property
+    def shardings(self) -> TrainState:
+        """Where every leaf of the state lives."""
+        return state_shardings(self.policy.shapes, self.optimizer, self.mesh, critic=self.critic)
+
+    def restore(self, checkpointer: Checkpointer) -> Restored | None:
+        """The newest checkpoint of a run on this mesh; None if there is none."""
+        return checkpointer.restore(jax.eval_shape(self._new, self.policy.shapes), self.shardings)
+
+    def begin(self, folder: Path) -> TrainState:
+        """The state before the first update, its parameters from a Hugging Face folder straight onto the mesh."""
+        params = huggingface.load_params(folder, self.policy.config, self.mesh)
+        return jax.jit(self._new, out_shardings=self.shardings)(params)
+
+    def _new(self, params: nnx.State) -> TrainState:
+        return new_state(params, self.optimizer, critic=self.critic)
 
 
-def shardings(policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Where every leaf of the state lives."""
-    return state_shardings(policy.shapes, optimizer, mesh)
+def make_learners(config: ConfigDict, policy: Policy, mesh: Mesh) -> Learners:
+    """Policy and critic with their optimizers.
+
+    Raises:
+      UserError: the objective needs routes, and the policy is dense.
+    """
+    if make_objective(config).router_shift and not policy.config.num_experts:
+        raise UserError(f"{config.objective.name} damps tokens by the shift of their router, but the model is dense")
+    optimizer, schedule = make_update_rule(config)
+    return Learners(policy, optimizer, schedule, make_critic(config, policy), mesh)
 
 
-def scoring(config: ConfigDict) -> dict[str, Any]:
+def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> nnx.State | None:
+    """The policy that the run begins from, in the compute dtype and the trainer's layout; None where no KL is asked."""
+    if not config.reference.kl_weight:
+        return None
+    return huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype))
+
+
+def scoring(config: ConfigDict) -> Scoring:
     """How the trainer scores responses: at the temperature that they are sampled with."""
-    return {
-        "temperature": make_sampling(config).scoring_temperature,
-        "logprob_chunk": config.training.logprob_chunk,
-        "remat": config.model.remat,
-    }
-
-
-def first_state(folder: Path, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first update, its parameters from a Hugging Face folder straight onto the mesh."""
-    params = huggingface.load_params(folder, policy.config, mesh)
-    shardings = state_shardings(policy.shapes, optimizer, mesh)
-    return jax.jit(functools.partial(new_state, optimizer=optimizer), out_shardings=shardings)(params)
+    return Scoring(
+        temperature=make_sampling(config).scoring_temperature,
+        logprob_chunk=config.training.logprob_chunk,
+        remat=config.model.remat,
+    )
 
 
 def init_key(config: ConfigDict) -> jax.Array:
@@ -274,11 +372,12 @@ def eval_key(key: jax.Array) -> jax.Array:
 
 def newest_params(config: ConfigDict, workdir: Path, policy: Policy, mesh: Mesh) -> tuple[nnx.State, str]:
     """The parameters of a run's newest checkpoint, or those it would begin from, and what they are called."""
-    wanted = {"params": policy.shapes}, {"params": mesh_lib.param_shardings(policy.shapes, mesh)}
-    restored = load_newest(workdir / "checkpoints", *wanted)
+    wanted = {"policy": {"params": policy.shapes}}
+    places = {"policy": {"params": mesh_lib.param_shardings(policy.shapes, mesh)}}
+    restored = load_newest(workdir / "checkpoints", wanted, places)
     if restored is None:
         return huggingface.load_params(initial_folder(config, workdir), policy.config, mesh), "the first policy"
-    return restored.state["params"], f"iteration {restored.step}"
+    return restored.state["policy"]["params"], f"iteration {restored.step}"
 
 
 def training_prompts(config: ConfigDict, policy: Policy, records: Sequence[Record]) -> Batches[PromptBatch]:

@@ -4,11 +4,13 @@ evaluations, checkpoints. The algorithm itself is in train.py.
 
 import dataclasses
 import json
+import math
+import re
 import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,23 @@ from ml_collections import ConfigDict
 
 from gspo_jax import coldstart, evaluate, experiment
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
-from gspo_jax.data.records import Record
 from gspo_jax.objectives import Objective
-from gspo_jax.rewards.scorer import Scorer, Scores
+from gspo_jax.objectives.guards import clip_range_warning
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rewards.shaping import overlong
+from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
 from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rounds import Rounds, Scored
 from gspo_jax.training.checkpoint import Checkpointer
+from gspo_jax.training.experience import ExperienceFn, Rewards, make_experience
 from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, read_metrics, write_config
 from gspo_jax.training.progress import Progress
+from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.state import TrainState
-from gspo_jax.training.update import Metrics, UpdateFn, make_score, make_update, take_minibatch
-from gspo_jax.types import Rollout, UserError
+from gspo_jax.training.statistics import Metrics
+from gspo_jax.training.update import UpdateFn, make_update, take_minibatch
+from gspo_jax.types import Experience, OldPolicy, Rollout, UserError
 
 SHOWN_CHARACTERS = 400
 """Of a completion, on the terminal; the file under samples/ has all of it."""
@@ -64,7 +73,7 @@ class Clock:
     def _end(self) -> None:
         now = time.perf_counter()
         if self._phase:
-            self.seconds[self._phase] = now - self._phase_begun
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._phase_begun
         self._phase_begun = now
 
 
@@ -82,9 +91,12 @@ class Run:
     held_out: EvalBatches
     sampler: Sampler
     scorer: Scorer
+    step_scorer: StepScorer | None
     objective: Objective
-    old_logprobs: Callable[[nnx.State, Rollout], jax.Array]
-    """(params, rollout) -> log π_old [B, T], the sampler's or the trainer's."""
+    reference: nnx.State | None
+    """The parameters of the reference policy; None without one."""
+    make_old_policy: OldPolicyFn
+    make_experience: ExperienceFn
     update: UpdateFn
     checkpointer: Checkpointer
     writer: MetricsWriter
@@ -92,6 +104,7 @@ class Run:
     progress: Progress
     evaluations: list[dict[str, float]]
     """By their names in metrics.jsonl, those of earlier starts included."""
+    warned: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def group_size(self) -> int:
@@ -103,21 +116,68 @@ class Run:
         """Updates per iteration."""
         return self.config.training.minibatches
 
+    def rounds(self) -> Rounds:
+        """The rounds of sampling of one iteration."""
+        groups, limit = self.config.data.prompts_per_batch, self.config.sampling.rounds
+        return Rounds(groups=groups, group_size=self.group_size, limit=limit)
+
+    def score(self, prompts: PromptBatch, rollout: Rollout) -> Scored:
+        """The rewards of a rollout's responses."""
+        completions = experiment.completions(self.policy.tokenizer, rollout)
+        texts, records = experiment.per_response(prompts, self.group_size)
+        scores = self.scorer.score(texts, completions, records)
+        scored = Scored(
+            rollout=rollout,
+            texts=np.array(texts, object),
+            completions=np.array(completions, object),
+            records=np.array(records, object),
+            total=scores.total,
+            by_name=scores.by_name,
+            learn=np.isfinite(scores.total),
+        )
+        if self.step_scorer is None:
+            return scored
+        found = self.step_scorer.score(texts, completions, records)
+        tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
+        step_rewards, steps = to_tokens(found.steps, tokens, mask, self.policy.tokenizer.decode)
+        by_name = scored.by_name | found.by_name
+        return dataclasses.replace(scored, by_name=by_name, step_rewards=step_rewards, steps=steps)
+
+    def old_policy(self, state: TrainState, rollout: Rollout) -> OldPolicy:
+        """What the old policy, the critic and the reference say of a rollout, before it is learned from."""
+        critic = None if state.critic is None else state.critic.params
+        return jax.block_until_ready(self.make_old_policy(state.params, critic, self.reference, rollout))
+
+    def experience(self, scored: Scored, old: OldPolicy) -> Experience:
+        """Advantages of a scored batch, after length shaping and filters."""
+        total = without_failures(scored.total, self.group_size) + self.overlong(scored)
+        fields: tuple[Any, ...] = (total, self.learned(scored), scored.step_rewards, scored.steps)
+        rewards = Rewards(*mesh_lib.to_rows(self.mesh, fields))
+        return self.make_experience(scored.rollout, old, rewards)
+
+    def learned(self, scored: Scored) -> np.ndarray:
+        """Which responses are learned from, [B]: not those that could not be scored, fill up, or are filtered out."""
+        cut = np.asarray(scored.rollout.truncated)
+        return scored.learn & ~cut if self.config.overlong.filter else scored.learn
+
+    def overlong(self, scored: Scored) -> np.ndarray:
+        """DAPO's punishment of each response, [B]; 0 where the config has none."""
+        shaping, lengths = self.config.overlong, np.asarray(scored.rollout.mask).sum(axis=1)
+        if not shaping.penalty:
+            return np.zeros(len(lengths), np.float32)
+        limit = self.config.sampling.max_response_length
+        return np.float32(shaping.penalty) * overlong(lengths, limit=limit, cache=shaping.cache)
+
     def log(
-        self,
-        iteration: int,
-        state: TrainState,
-        metrics: list[Metrics],
-        rollout: Rollout,
-        scores: Scores,
-        clock: "Clock",
+        self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: "Clock"
     ) -> None:
         """One line for each update; what is known of the whole iteration goes on the last."""
-        columns = response_columns(rollout, scores)
+        columns = self.columns(scored)
         tokens = float(columns["length"].sum())
         of_iteration = {
             **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
-            "reward/failed": scores.failures,
+            **rounds.metrics(),
+            "reward/failed": int(np.isnan(scored.total).sum()),
             "reshard/bytes": self.sampler.copy_bytes,
             "throughput/tokens_per_s": tokens / clock.seconds["iteration"],
             "throughput/sample_tokens_per_s": tokens / clock.seconds["sample"],
@@ -129,38 +189,77 @@ class Run:
             line |= {name: value for name, value in seen.items() if i == 0 or not name.startswith("mismatch/")}
             line |= of_iteration if i + 1 == self.minibatches else {}
             self.writer.write(int(state.updates) - self.minibatches + 1 + i, line)
+        self.guard(iteration, metrics, scored)
         self.progress.advance(
-            reward=float(np.nanmean(scores.total)),
+            reward=float(np.nanmean(scored.total)),
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
             flip_rate=metrics[-1].get("routing/flip_rate"),
             tokens_per_s=of_iteration["throughput/tokens_per_s"],
             accuracy=self.evaluations[-1]["eval/accuracy"] if self.evaluations else None,
         )
 
-    def keep_samples(
-        self,
-        iteration: int,
-        state: TrainState,
-        texts: list[str],
-        completions: list[str],
-        records: list[Record],
-        scores: Scores,
-    ) -> None:
+    def columns(self, scored: Scored) -> dict[str, np.ndarray]:
+        """What is known of each response on the host, [B] each; what starts with "reward/" is a metric by that name."""
+        columns = {"reward/mean": scored.total} | {f"reward/{name}": x for name, x in scored.by_name.items()}
+        if self.config.overlong.penalty:
+            columns["reward/overlong"] = self.overlong(scored)
+        columns["reward/zero_std"] = np.repeat(~scored.contrast(self.group_size), self.group_size).astype(np.float32)
+        rollout = scored.rollout
+        return columns | {
+            "length": np.asarray(rollout.mask).sum(axis=1),
+            "truncated": np.asarray(rollout.truncated),
+            "learned": self.learned(scored),
+        }
+
+    def guard_config(self) -> None:
+        """Warns of settings with which a run looks like training and is none."""
+        if text := clip_range_warning(self.objective):
+            self.warn(text)
+        if self.group_size == 1 and self.objective.critic is None:
+            self.warn(
+                "sampling.group_size is 1: a response is compared with its group, so every advantage is exactly 0 and "
+                "nothing is learned; use 2 or more, or ppo, which has a critic"
+            )
+
+    def guard(self, iteration: int, metrics: list[Metrics], scored: Scored) -> None:
+        """Warns, once each, of an iteration that looks like training and is none."""
+        if not scored.contrast(self.group_size).any():
+            self.warn(
+                f"in iteration {iteration + 1} the responses of every prompt have equal rewards, so that no advantage "
+                "differs from 0; use easier or harder prompts, larger groups, or sampling.rounds > 1"
+            )
+            return
+        moved = [float(seen["actor/grad_norm"]) * float(seen["actor/lr"]) > 0 for seen in metrics]
+        stuck = [float(seen["ratio/token_log_max"]) == 0 for seen in metrics]
+        if any(moved[i] and stuck[i + 1] for i in range(len(metrics) - 1)):
+            self.warn(
+                f"in iteration {iteration + 1} the importance ratio is exactly 1 for every token although the policy "
+                "has been updated since it sampled; the old log-probs are the new ones, and nothing is ever clipped"
+            )
+
+    def warn(self, text: str) -> None:
+        """Prints a warning, the first time that it is given in its words but for the numbers."""
+        kind = re.sub(r"[0-9]+", "", text)
+        if kind not in self.warned:
+            self.warned.add(kind)
+            self.progress.say(f"warning: {text}")
+
+    def keep_samples(self, iteration: int, state: TrainState, scored: Scored) -> None:
         """Every so many iterations, writes and prints completions from all over the batch."""
         log = self.config.log
         if (iteration + 1) % log.samples_every and iteration + 1 != self.config.iterations:
             return
-        shown = range(0, len(completions), max(1, len(completions) // log.samples))
+        shown = range(0, len(scored.total), max(1, len(scored.total) // log.samples))
         self.samples.write(
             int(state.updates),
-            prompts=[texts[i] for i in shown],
-            completions=[completions[i] for i in shown],
-            rewards=[float(scores.total[i]) for i in shown],
-            answers=[records[i]["answer"] for i in shown],
+            prompts=[scored.texts[i] for i in shown],
+            completions=[scored.completions[i] for i in shown],
+            rewards=[float(scored.total[i]) for i in shown],
+            answers=[scored.records[i]["answer"] for i in shown],
         )
         for i in shown:
-            shortened = textwrap.shorten(completions[i], SHOWN_CHARACTERS, placeholder=" …")
-            self.progress.say(f"  reward {scores.total[i]:g}  {texts[i]!r} -> {shortened!r}")
+            shortened = textwrap.shorten(scored.completions[i], SHOWN_CHARACTERS, placeholder=" …")
+            self.progress.say(f"  reward {scored.total[i]:g}  {scored.texts[i]!r} -> {shortened!r}")
 
     def finish(self, iteration: int, state: TrainState) -> None:
         """Evaluates and saves where the config says so, and always after the last iteration."""
@@ -215,16 +314,16 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
             coldstart.coldstart(config, records["train"], mesh, folder)
             policy = experiment.open_policy(config, folder)
         policy.config.check_mesh(dict(mesh.shape))
-        optimizer, schedule = experiment.make_update_rule(config)
+        learners = experiment.make_learners(config, policy, mesh)
         objective = experiment.make_objective(config)
         prompts = experiment.training_prompts(config, policy, records["train"])
 
         checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
-        restored = experiment.restore(checkpointer, policy, optimizer, mesh)
+        restored = learners.restore(checkpointer)
         if restored is None:
             iteration, after, key = 0, None, experiment.run_key(config)
-            state = experiment.first_state(folder, policy, optimizer, mesh)
+            state = learners.begin(folder)
         else:
             check_same_run(config.to_dict(), restored.run["config"], workdir)
             iteration, state = restored.run["iteration"], restored.state
@@ -236,48 +335,53 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
         if restored is not None:
             progress.say(f"resuming from iteration {iteration} in {workdir}")
         scoring = experiment.scoring(config)
-        yield (
-            Run(
-                config=config,
-                mesh=mesh,
-                policy=policy,
-                iteration=iteration,
-                key=key,
-                prompts=prompts,
-                held_out=experiment.held_out(config, policy, records["test"]),
-                sampler=experiment.make_sampler(config, policy, mesh),
-                scorer=scorer,
-                objective=objective,
-                old_logprobs=make_old_logprobs(policy, config.training.old_logprobs, scoring),
-                update=make_update(
-                    policy.graph,
-                    objective,
-                    optimizer,
-                    schedule,
-                    shardings=experiment.shardings(policy, optimizer, mesh),
-                    minibatches=config.training.minibatches,
-                    microbatches=config.training.microbatches,
-                    group_size=config.sampling.group_size,
-                    **scoring,
-                ),
-                checkpointer=checkpointer,
-                writer=writer,
-                samples=SamplesWriter(workdir, after_step=after),
-                progress=progress,
-                evaluations=[] if restored is None else earlier_evaluations(workdir),
+        run = Run(
+            config=config,
+            mesh=mesh,
+            policy=policy,
+            iteration=iteration,
+            key=key,
+            prompts=prompts,
+            held_out=experiment.held_out(config, policy, records["test"]),
+            sampler=experiment.make_sampler(config, policy, mesh),
+            scorer=scorer,
+            step_scorer=experiment.make_step_scorer(config),
+            objective=objective,
+            reference=experiment.reference_params(config, folder, policy, mesh),
+            make_old_policy=make_old_policy(
+                policy.graph,
+                scoring,
+                recompute=config.training.old_logprobs == "recompute",
+                routes=objective.router_shift,
+                critic=None if learners.critic is None else learners.critic.graph,
             ),
-            state,
+            make_experience=make_experience(
+                objective,
+                group_size=config.sampling.group_size,
+                correction=experiment.make_correction_of(config),
+                kl_in_reward=config.reference.kl_weight if config.reference.place == "reward" else 0.0,
+            ),
+            update=make_update(
+                policy.graph,
+                scoring,
+                objective,
+                learners.optimizer,
+                learners.schedule,
+                critic=learners.critic,
+                penalties=experiment.make_penalties(config),
+                shardings=learners.shardings,
+                minibatches=config.training.minibatches,
+                microbatches=config.training.microbatches,
+                group_size=config.sampling.group_size,
+            ),
+            checkpointer=checkpointer,
+            writer=writer,
+            samples=SamplesWriter(workdir, after_step=after),
+            progress=progress,
+            evaluations=[] if restored is None else earlier_evaluations(workdir),
         )
-
-
-def make_old_logprobs(
-    policy: experiment.Policy, source: str, scoring: dict[str, Any]
-) -> Callable[[nnx.State, Rollout], jax.Array]:
-    """Where log π_old comes from: "sampler", as the tokens were drawn, or "recompute", from the trainer's forward."""
-    if source == "sampler":
-        return lambda params, rollout: rollout.logprobs
-    score = make_score(policy.graph, **scoring)
-    return lambda params, rollout: score(params, rollout).logprobs
+        run.guard_config()
+        yield run, state
 
 
 def earlier_evaluations(workdir: Path) -> list[dict[str, float]]:
@@ -320,20 +424,14 @@ def without_failures(rewards: np.ndarray, group_size: int) -> np.ndarray:
     return np.where(valid, grouped, means).reshape(-1).astype(np.float32)
 
 
-def response_columns(rollout: Rollout, scores: Scores) -> dict[str, np.ndarray]:
-    """What is known of each response on the host, [B] each."""
-    rewards = {f"reward/{name}": values for name, values in scores.by_name.items()}
-    lengths = np.asarray(rollout.mask).sum(axis=1)
-    return {"reward/mean": scores.total, **rewards, "length": lengths, "truncated": np.asarray(rollout.truncated)}
-
-
 def response_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
-    """Means over the responses of an update."""
-    columns = dict(columns)
-    lengths, truncated = columns.pop("length"), columns.pop("truncated")
+    """Means over the responses of an update; of a column with nothing but NaN, NaN."""
+    lengths = columns["length"]
+    rewards = {name: x for name, x in columns.items() if name.startswith("reward/")}
     return {
-        **{name: float(np.nanmean(values)) for name, values in columns.items()},
+        **{name: float(np.nanmean(x)) if np.isfinite(x).any() else math.nan for name, x in rewards.items()},
         "response_length/mean": float(lengths.mean()),
         "response_length/max": int(lengths.max()),
-        "response/truncated": float(truncated.mean()),
+        "response/truncated": float(columns["truncated"].mean()),
+        "response/learned": float(columns["learned"].mean()),
     }

@@ -13,9 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, experiment
-from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.run import Clock, open_run, without_failures
-from gspo_jax.types import Experience
+from gspo_jax.run import Clock, open_run
 
 
 def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -27,36 +25,34 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         for iteration in range(run.iteration, config.iterations):
             clock = Clock(run.progress)
 
-            clock.phase("data")
-            prompts = next(run.prompts)
-
             clock.phase("reshard")
             run.sampler.load(state.params)
 
-            clock.phase("sample")
-            rollout = jax.block_until_ready(run.sampler(prompts.prompts, experiment.sample_key(run.key, iteration)))
+            rounds = run.rounds()
+            while not rounds.full:
+                clock.phase("data")
+                prompts = next(run.prompts)
+                clock.phase("sample")
+                key = experiment.sample_key(run.key, iteration)
+                rollout = jax.block_until_ready(run.sampler(prompts.prompts, key, first=rounds.sampled))
+                clock.phase("reward")
+                rounds.add(run.score(prompts, rollout))
             run.sampler.release()
-
-            clock.phase("reward")
-            completions = experiment.completions(run.policy.tokenizer, rollout)
-            texts, records = experiment.per_response(prompts, run.group_size)
-            scores = run.scorer.score(texts, completions, records)
-            rewards = without_failures(scores.total, run.group_size)
+            scored = rounds.batch(run.mesh)
 
             clock.phase("score")
-            old_logprobs = jax.block_until_ready(run.old_logprobs(state.params, rollout))
+            old = run.old_policy(state, scored.rollout)
 
             clock.phase("update")
-            advantages = run.objective.advantage(rewards, group_size=run.group_size)
-            experience = Experience(rollout, old_logprobs, mesh_lib.to_rows(run.mesh, jax.device_get(advantages)))
+            experience = run.experience(scored, old)  # with advantages
             metrics = []
             for minibatch in range(run.minibatches):
                 state, seen = run.update(state, experience, minibatch)
                 metrics.append(jax.device_get(seen))  # one update in flight: simulated devices share their threads
 
             clock.stop()
-            run.log(iteration, state, metrics, rollout, scores, clock)
-            run.keep_samples(iteration, state, texts, completions, records, scores)
+            run.log(iteration, state, metrics, rounds, scored, clock)
+            run.keep_samples(iteration, state, scored)
             run.finish(iteration, state)
         return run.summary()
 

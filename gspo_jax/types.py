@@ -64,11 +64,40 @@ class Rollout(Responses):
 
 
 @struct.dataclass
+class RouterRecord:
+    """What a router did at every position of prompts and responses, N = S + T of them."""
+
+    experts: Int[Array, "B N L K"]
+    """The experts it chose."""
+    logprobs: Float[Array, "B N L K"]
+    """log softmax of the router at those experts."""
+
+
+@struct.dataclass
+class OldPolicy:
+    """What the policies that do not change during an iteration say of its responses."""
+
+    logprobs: Float[Array, "B T"]
+    """log π_old of the sampled tokens: the sampler's or the trainer's, by config."""
+    reference_logprobs: Float[Array, "B T"] | None = None
+    """log π_ref, under the reference's own routing; None without a reference."""
+    values: Float[Array, "B T"] | None = None
+    """The critic's value before each token; None without a critic."""
+    routes: RouterRecord | None = None
+    """The trainer's own routes under the old policy; None unless the objective asks for router shifts."""
+
+
+@struct.dataclass
 class Experience:
     """A rollout with what the update learns from it."""
 
     rollout: Rollout
-    old_logprobs: Float[Array, "B T"]
-    """log π_old of the sampled tokens: the sampler's or the trainer's, by config."""
+    mask: Bool[Array, "B T"]
+    """True on the tokens to learn from: those of the rollout's mask, less the rows that are filtered out."""
+    old: OldPolicy
     advantages: Float[Array, " B"] | Float[Array, "B T"]
     """Â of each response, or of each token."""
+    returns: Float[Array, "B T"] | None = None
+    """What the critic learns to say before each token; None without a critic."""
+    correction: Float[Array, "B T"] | None = None
+    """Factor on the weight of each token, for what sampler and trainer disagree on; None for none."""

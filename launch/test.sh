@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What CI runs: bash launch/test.sh [pytest arguments …]
-# Style, layers, types, then the tests with every line of gspo_jax/objectives covered. With a selection of tests (a path, -k,
-# -m, --lf …) coverage is not asked for. Makes .venv first where it is missing.
+# Style, layers, types, then the tests with every line and branch of gspo_jax/objectives covered. With a selection of
+# tests (a path, -k, -m, --lf …) coverage is not asked for. Makes .venv first where it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -40,7 +40,7 @@ check "ruff format" $bin/ruff format --check .
 check "layers" $bin/lint-imports
 check "types" $bin/pyright --pythonpath $bin/python
 
-coverage=(--cov=gspo_jax/objectives --cov-report=term-missing:skip-covered --cov-fail-under=100)
+coverage=(--cov=gspo_jax/objectives --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100)
 if selects "$@"; then coverage=(); fi
 code=0
 $bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile ${coverage[@]+"${coverage[@]}"} "$@" || code=$?

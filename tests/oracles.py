@@ -1,34 +1,48 @@
 """Float64 NumPy oracles of the objectives: loops over rows and tokens, from the formulas, no code shared with gspo_jax.
 
-`value` takes the log-probs twice: those to differentiate in, and the same ones frozen where the formula has a
-stop-gradient, so that central differences of it are the gradient. `gradient` is worked out by hand.
+`Oracle.gain` takes the log-probs twice: those to differentiate in, and the same ones frozen where the formula has a
+stop-gradient, so that central differences of it are the gradient. `Oracle.slope` is worked out by hand. h holds the
+hyper-parameters.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+Hyper = dict[str, Any]
+
 
 class Batch(NamedTuple):
-    """One batch: all [B, T], float64 and bool; the log-probs hold 0 outside the mask."""
+    """One batch: all [B, T], float64 and bool; outside the mask log-probs and advantages hold 0, the shift 1."""
 
     logprobs: np.ndarray
     old_logprobs: np.ndarray
     mask: np.ndarray
     advantages: np.ndarray
+    router_shift: np.ndarray
 
 
 class Oracle(NamedTuple):
-    """One objective: its loss, its gradient, and for every token the ratio and the bound that cut it (-1, 0, 1)."""
+    """One objective, token by token."""
 
-    value: Callable[[Batch, np.ndarray, np.ndarray, float, float], float]
-    gradient: Callable[[Batch, float, float], np.ndarray]
-    ratio_and_gate: Callable[[Batch, float, float], tuple[np.ndarray, np.ndarray]]
+    gain: Callable[[np.ndarray, np.ndarray, Batch, int, int, Hyper], float]
+    """gain[i,t] of the log-probs and of the frozen log-probs."""
+    slope: Callable[[Batch, int, int, int, Hyper], float]
+    """∂ gain[i,u] / ∂ log π_θ[i,t], called with (b, i, t, u, h)."""
+    ratio: Callable[[np.ndarray, Batch, int, int], float]
+    gate: Callable[[Batch, int, int, Hyper], int]
+    """-1 or 1 where the lower or the upper bound cut the gradient (or capped the weight), else 0."""
+    margin: Callable[[Batch, int, int, Hyper], float]
+    """How far the token is from where the gate falls shut."""
+    weights: Callable[[np.ndarray, Hyper], np.ndarray]
 
 
-def sequence_mean(mask: np.ndarray) -> np.ndarray:
+# --- weights --------------------------------------------------------------------------------------
+
+
+def sequence_mean(mask: np.ndarray, h: Hyper | None = None) -> np.ndarray:
     """1 / (N_rows · n_i)."""
     rows = sum(1 for row in mask if any(row))
     w = np.zeros(mask.shape)
@@ -37,7 +51,7 @@ def sequence_mean(mask: np.ndarray) -> np.ndarray:
     return w
 
 
-def token_mean(mask: np.ndarray) -> np.ndarray:
+def token_mean(mask: np.ndarray, h: Hyper | None = None) -> np.ndarray:
     """1 / Σ n."""
     w = np.zeros(mask.shape)
     for i, t in np.argwhere(mask):
@@ -45,13 +59,273 @@ def token_mean(mask: np.ndarray) -> np.ndarray:
     return w
 
 
-def constant_length(mask: np.ndarray, length: float) -> np.ndarray:
-    """1 / (N_rows · L)."""
+def constant_length(mask: np.ndarray, h: Hyper) -> np.ndarray:
+    """1 / (N_rows · L), L the width of the batch where no length is given."""
     rows = sum(1 for row in mask if any(row))
+    length = mask.shape[1] if h.get("length") is None else h["length"]
     w = np.zeros(mask.shape)
     for i, t in np.argwhere(mask):
         w[i, t] = 1 / (rows * length)
     return w
+
+
+def row_sum(mask: np.ndarray, h: Hyper) -> np.ndarray:
+    """1 / N_rows."""
+    return constant_length(mask, {"length": 1})
+
+
+# --- the clip of PPO and its kin ------------------------------------------------------------------
+
+
+def tokens(b: Batch, i: int) -> list[int]:
+    return [t for t in range(b.mask.shape[1]) if b.mask[i, t]]
+
+
+def token_ratio(x: np.ndarray, b: Batch, i: int, t: int) -> float:
+    """π_θ / π_old of the token."""
+    return math.exp(x[i, t] - b.old_logprobs[i, t])
+
+
+def sequence_ratio(x: np.ndarray, b: Batch, i: int, t: int) -> float:
+    """The n-th root of the product of a row's token ratios."""
+    row = tokens(b, i)
+    return math.prod(token_ratio(x, b, i, u) for u in row) ** (1 / len(row))
+
+
+def token_ratio_of(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int) -> float:
+    return token_ratio(x, b, i, t)
+
+
+def sequence_ratio_of(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int) -> float:
+    return sequence_ratio(x, b, i, t)
+
+
+def sequence_value_token_slope(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int) -> float:
+    """sg[s_i] · π_θ / sg[π_θ]."""
+    return sequence_ratio(frozen, b, i, t) * math.exp(x[i, t]) / math.exp(frozen[i, t])
+
+
+def own(b: Batch, i: int, t: int, u: int) -> float:
+    """∂ log ratio[i,u] / ∂ log π_θ[i,t] where each token has its own ratio."""
+    return 1.0 if t == u else 0.0
+
+
+def shared(b: Batch, i: int, t: int, u: int) -> float:
+    """∂ log ratio[i,u] / ∂ log π_θ[i,t] where the row has one: a geometric mean gives each token 1/n."""
+    return 1 / np.count_nonzero(b.mask[i])
+
+
+def clipped_family(
+    differentiated: Callable[..., float],
+    ratio: Callable[..., float],
+    slope_of_log: Callable[[Batch, int, int, int], float],
+    weights: Callable[..., np.ndarray],
+) -> Oracle:
+    """min(r·Â, clip(r)·Â), at least c·Â for Â < 0 with a dual clip: told apart by their ratio and weights."""
+
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+        r, a = differentiated(x, frozen, b, i, t), b.advantages[i, t]
+        least = min(r * a, max(min(r, 1 + h["high"]), 1 - h["low"]) * a)
+        return max(least, h["dual_clip"] * a) if h.get("dual_clip") and a < 0 else least
+
+    def gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+        r, a = ratio(b.logprobs, b, i, t), b.advantages[i, t]
+        if a > 0 and r > 1 + h["high"]:
+            return 1
+        if a < 0 and h.get("dual_clip") and r > h["dual_clip"]:
+            return 1
+        return -1 if a < 0 and r < 1 - h["low"] else 0
+
+    def slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
+        if gate(b, i, u, h):
+            return 0.0
+        return b.advantages[i, u] * ratio(b.logprobs, b, i, u) * slope_of_log(b, i, t, u)
+
+    def margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+        r = ratio(b.logprobs, b, i, t)
+        return min(abs(r - bound) for bound in (1 - h["low"], 1 + h["high"], h.get("dual_clip") or math.inf))
+
+    return Oracle(gain, slope, ratio, gate, margin, weights)
+
+
+# --- the policy gradient and CISPO ----------------------------------------------------------------
+
+
+def score_family(coefficient: Callable[..., float], gate: Callable, margin: Callable, weights: Callable) -> Oracle:
+    """sg[coefficient] · Â · log π_θ."""
+
+    def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+        return coefficient(b, i, t, h) * b.advantages[i, t] * x[i, t]
+
+    def slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
+        return coefficient(b, i, t, h) * b.advantages[i, t] if t == u else 0.0
+
+    return Oracle(gain, slope, token_ratio, gate, margin, weights)
+
+
+def one(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return 1.0
+
+
+def never(b: Batch, i: int, t: int, h: Hyper) -> int:
+    return 0
+
+
+def nowhere(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return math.inf
+
+
+def capped_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
+    """clip(r), and 0 where PPO would cut, for those who ask for it."""
+    r, a = token_ratio(b.logprobs, b, i, t), b.advantages[i, t]
+    cut = (a > 0 and r > 1 + h["high"]) or (a < 0 and r < 1 - h["low"])
+    return 0.0 if h.get("mask") == "ppo" and cut else max(min(r, 1 + h["high"]), 1 - h["low"])
+
+
+def capped(b: Batch, i: int, t: int, h: Hyper) -> int:
+    """Which side the weight was capped on, whatever Â."""
+    r = token_ratio(b.logprobs, b, i, t)
+    return 1 if r > 1 + h["high"] else -1 if r < 1 - h["low"] else 0
+
+
+def from_the_cap(b: Batch, i: int, t: int, h: Hyper) -> float:
+    r = token_ratio(b.logprobs, b, i, t)
+    return min(abs(r - 1 - h["high"]), abs(r - 1 + h["low"]))
+
+
+# --- GMPO and RSPO --------------------------------------------------------------------------------
+
+
+def kept(b: Batch, i: int, t: int, h: Hyper) -> float:
+    """log γ', γ' = max(γ_min, γ): 0 where the objective knows no shift."""
+    return math.log(max(h["gamma_min"], b.router_shift[i, t])) if "gamma_min" in h else 0.0
+
+
+def looked_at(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+    """The log-ratio as the clip meets it."""
+    return x[i, t] - b.old_logprobs[i, t] + (kept(b, i, t, h) if h.get("apply") == "before" else 0.0)
+
+
+def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+    """Â times the n-th root of the product of the row's clipped, then damped, ratios."""
+    sign, c = np.sign(b.advantages[i, t]), h["log_clip"]
+    product = 1.0
+    for u in tokens(b, i):
+        d = looked_at(x, b, i, u, h)
+        product *= math.exp(sign * min(sign * d, sign * max(min(d, c), -c)))
+        product *= math.exp(kept(b, i, u, h)) if h.get("apply", "after") == "after" else 1.0
+    return b.advantages[i, t] * product ** (1 / len(tokens(b, i)))
+
+
+def geometric_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+    d, a = looked_at(b.logprobs, b, i, t, h), b.advantages[i, t]
+    return 1 if a > 0 and d > h["log_clip"] else -1 if a < 0 and d < -h["log_clip"] else 0
+
+
+def geometric_slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
+    """A gated token has no term of its own; the others share the row's gain."""
+    if geometric_gate(b, i, t, h):
+        return 0.0
+    return geometric_gain(b.logprobs, b.logprobs, b, i, u, h) / np.count_nonzero(b.mask[i])
+
+
+def geometric_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return abs(abs(looked_at(b.logprobs, b, i, t, h)) - h["log_clip"])
+
+
+# --- SAPO -----------------------------------------------------------------------------------------
+
+
+def sigmoid_of(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> tuple[float, float]:
+    """σ(τ(r − 1)) and τ."""
+    tau = h["tau_pos"] if b.advantages[i, t] > 0 else h["tau_neg"]
+    return 1 / (1 + math.exp(-tau * (token_ratio(x, b, i, t) - 1))), tau
+
+
+def soft_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+    p, tau = sigmoid_of(x, b, i, t, h)
+    return 4 / tau * p * b.advantages[i, t]
+
+
+def kernel(b: Batch, i: int, t: int, h: Hyper) -> float:
+    p, _ = sigmoid_of(b.logprobs, b, i, t, h)
+    return 4 * p * (1 - p)
+
+
+def soft_slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
+    return kernel(b, i, t, h) * token_ratio(b.logprobs, b, i, t) * b.advantages[i, t] if t == u else 0.0
+
+
+def soft_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+    if kernel(b, i, t, h) >= 0.5:
+        return 0
+    return -1 if token_ratio(b.logprobs, b, i, t) < 1 else 1
+
+
+def soft_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return abs(kernel(b, i, t, h) - 0.5)
+
+
+ORACLES = {
+    "reinforce": score_family(one, never, nowhere, token_mean),
+    "rloo": score_family(one, never, nowhere, row_sum),
+    "ppo": clipped_family(token_ratio_of, token_ratio, own, token_mean),
+    "grpo": clipped_family(token_ratio_of, token_ratio, own, sequence_mean),
+    "dr_grpo": clipped_family(token_ratio_of, token_ratio, own, constant_length),
+    "dapo": clipped_family(token_ratio_of, token_ratio, own, token_mean),
+    "gspo": clipped_family(sequence_ratio_of, sequence_ratio, shared, sequence_mean),
+    "gspo_token": clipped_family(sequence_value_token_slope, sequence_ratio, own, sequence_mean),
+    "cispo": score_family(capped_weight, capped, from_the_cap, token_mean),
+    "gmpo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
+    "rspo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
+    "sapo": Oracle(soft_gain, soft_slope, token_ratio, soft_gate, soft_margin, sequence_mean),
+}
+
+
+# --- a whole batch --------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """What an oracle says of a batch; all [B, T], outside the mask 0, the ratio 1 and the margin infinite."""
+
+    gain: np.ndarray
+    weights: np.ndarray
+    gradient: np.ndarray
+    ratio: np.ndarray
+    gate: np.ndarray
+    margin: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """−Σ w·gain."""
+        return -math.fsum((self.weights * self.gain).ravel())
+
+
+def judge(oracle: Oracle, b: Batch, h: Hyper) -> Verdict:
+    """Everything about a batch, the gradient by hand."""
+    gain, gradient, ratio, margin = (np.full(b.mask.shape, fill) for fill in (0.0, 0.0, 1.0, math.inf))
+    gate, w = np.zeros(b.mask.shape, int), oracle.weights(b.mask, h)
+    for i, t in np.argwhere(b.mask):
+        gain[i, t] = oracle.gain(b.logprobs, b.logprobs, b, i, t, h)
+        gradient[i, t] = -sum(w[i, u] * oracle.slope(b, i, t, u, h) for u in tokens(b, i))
+        ratio[i, t] = oracle.ratio(b.logprobs, b, i, t)
+        gate[i, t], margin[i, t] = oracle.gate(b, i, t, h), oracle.margin(b, i, t, h)
+    return Verdict(gain, w, gradient, ratio, gate, margin)
+
+
+def central_differences(oracle: Oracle, b: Batch, h: Hyper, step: float = 1e-6) -> np.ndarray:
+    """The gradient of the loss by differences: the witness against the slopes. Rows do not see each other."""
+    out, w = np.zeros(b.mask.shape), oracle.weights(b.mask, h)
+    for i, t in np.argwhere(b.mask):
+        for sign in (1, -1):
+            x = b.logprobs.copy()
+            x[i, t] += sign * step
+            for u in tokens(b, i):
+                out[i, t] -= sign * w[i, u] * oracle.gain(x, b.logprobs, b, i, u, h) / (2 * step)
+    return out
+
+
+# --- advantages, regularizers, corrections --------------------------------------------------------
 
 
 def gae(
@@ -60,105 +334,39 @@ def gae(
     """Σ_k (γλ)^k δ_{t+k} over the row's sampled tokens alone, δ_t = R_t + γ·V_{t+1} − V_t; whitened over all rows."""
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):
-        tokens = [t for t in range(len(row)) if row[t]]
-        for k, t in enumerate(tokens):
-            for ahead, u in enumerate(tokens[k:]):
-                later = tokens[k + ahead + 1 : k + ahead + 2]
+        found = [t for t in range(len(row)) if row[t]]
+        for k, t in enumerate(found):
+            for ahead, u in enumerate(found[k:]):
+                later = found[k + ahead + 1 : k + ahead + 2]
                 delta = rewards[i, u] + gamma * sum(values[i, v] for v in later) - values[i, u]
                 out[i, t] += (gamma * lam) ** ahead * delta
     if whiten and mask.any():
-        found = out[mask]
-        mean = math.fsum(found) / len(found)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in found) / max(len(found) - 1, 1))
-        out[mask] = [(x - mean) / (std + 1e-6) for x in found]
+        out[mask] = zscore(list(out[mask]))
     return out
 
 
-def min_of_two(ratio: float, advantage: float, low: float, high: float) -> float:
-    """min(r·Â, clip(r)·Â)."""
-    return min(ratio * advantage, max(min(ratio, 1 + high), 1 - low) * advantage)
+def zscore(x: list[float]) -> list[float]:
+    """(x − mean) / (std + 1e-6), the sample deviation."""
+    mean = math.fsum(x) / len(x)
+    std = math.sqrt(math.fsum((each - mean) ** 2 for each in x) / max(len(x) - 1, 1))
+    return [(each - mean) / (std + 1e-6) for each in x]
 
 
-def gate(ratio: float, advantage: float, low: float, high: float) -> int:
-    """-1 or 1 where min(r·Â, clip(r)·Â) has gone flat in r at the lower or the upper bound, else 0."""
-    if advantage > 0 and ratio > 1 + high:
-        return 1
-    return -1 if advantage < 0 and ratio < 1 - low else 0
-
-
-def geometric_mean(logprobs: np.ndarray, old_logprobs: np.ndarray, mask: np.ndarray, i: int) -> float:
-    """The n-th root of the product of a row's token ratios."""
-    tokens = [t for t in range(mask.shape[1]) if mask[i, t]]
-    return math.prod(math.exp(logprobs[i, t] - old_logprobs[i, t]) for t in tokens) ** (1 / len(tokens))
-
-
-def ratio_grpo(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int) -> float:
-    """π_θ / π_old of the token."""
-    return math.exp(x[i, t] - b.old_logprobs[i, t])
-
-
-def ratio_gspo(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int) -> float:
-    """s_i, the same at every token of the row."""
-    return geometric_mean(x, b.old_logprobs, b.mask, i)
-
-
-def ratio_gspo_token(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int) -> float:
-    """sg[s_i] · π_θ / sg[π_θ]."""
-    return geometric_mean(frozen, b.old_logprobs, b.mask, i) * math.exp(x[i, t]) / math.exp(frozen[i, t])
-
-
-def slope_own(b: Batch, i: int, t: int, u: int) -> float:
-    """∂ log ratio[i,u] / ∂ log π_θ[i,t] where each token has its own ratio."""
-    return 1.0 if t == u else 0.0
-
-
-def slope_shared(b: Batch, i: int, t: int, u: int) -> float:
-    """∂ log ratio[i,u] / ∂ log π_θ[i,t] where the row has one: a geometric mean gives each token 1/n."""
-    return 1 / np.count_nonzero(b.mask[i])
-
-
-def clipped_family(ratio: Callable[..., float], slope: Callable[[Batch, int, int, int], float]) -> Oracle:
-    """The objectives of the form Σ w·min(r·Â, clip(r)·Â), w = 1 / (N_rows · n_i), told apart by their ratio."""
-
-    def value(b: Batch, x: np.ndarray, frozen: np.ndarray, low: float, high: float) -> float:
-        w, total = sequence_mean(b.mask), 0.0
-        for i, t in np.argwhere(b.mask):
-            total -= w[i, t] * min_of_two(ratio(x, frozen, b, i, t), b.advantages[i, t], low, high)
-        return total
-
-    def ratio_and_gate(b: Batch, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
-        r, g = np.ones(b.mask.shape), np.zeros(b.mask.shape, int)
-        for i, t in np.argwhere(b.mask):
-            r[i, t] = ratio(b.logprobs, b.logprobs, b, i, t)
-            g[i, t] = gate(r[i, t], b.advantages[i, t], low, high)
-        return r, g
-
-    def gradient(b: Batch, low: float, high: float) -> np.ndarray:
-        w, out = sequence_mean(b.mask), np.zeros(b.mask.shape)
-        r, g = ratio_and_gate(b, low, high)
-        for i, t in np.argwhere(b.mask):
-            for u in np.flatnonzero(b.mask[i] & (g[i] == 0)):
-                out[i, t] -= w[i, u] * b.advantages[i, u] * r[i, u] * slope(b, i, t, u)
-        return out
-
-    return Oracle(value, gradient, ratio_and_gate)
-
-
-ORACLES = {
-    "grpo": clipped_family(ratio_grpo, slope_own),
-    "gspo": clipped_family(ratio_gspo, slope_shared),
-    "gspo_token": clipped_family(ratio_gspo_token, slope_own),
-}
-
-
-def central_differences(oracle: Oracle, b: Batch, low: float, high: float, h: float = 1e-6) -> np.ndarray:
-    """The gradient of `value` by differences: what `gradient` is checked against."""
-    out = np.zeros(b.mask.shape)
-    for i, t in np.argwhere(b.mask):
-        up, down = b.logprobs.copy(), b.logprobs.copy()
-        up[i, t] += h
-        down[i, t] -= h
-        out[i, t] = (oracle.value(b, up, b.logprobs, low, high) - oracle.value(b, down, b.logprobs, low, high)) / (
-            2 * h
-        )
+def group_steps(rewards: np.ndarray, steps: np.ndarray, group_size: int) -> np.ndarray:
+    """Every token sums the z-scores of the steps at it and behind it."""
+    out = np.zeros(steps.shape)
+    for first in range(0, len(steps), group_size):
+        where = [(i, u) for i in range(first, first + group_size) for u in range(steps.shape[1]) if steps[i, u]]
+        z = dict(zip(where, zscore([rewards[at] for at in where]), strict=True)) if where else {}
+        for i in range(first, first + group_size):
+            for t in range(steps.shape[1]):
+                out[i, t] = sum(score for (j, u), score in z.items() if j == i and u >= t)
     return out
+
+
+def value_loss(v: float, old: float, target: float, clip: float) -> tuple[float, bool, float]:
+    """½·max(free, held), whether the held one was the larger, and the derivative in v."""
+    free = (v - target) ** 2
+    held = (old + max(min(v - old, clip), -clip) - target) ** 2
+    cut = abs(v - old) > clip and held > free
+    return max(free, held) / 2, cut, 0.0 if cut else v - target

@@ -13,7 +13,7 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys, to_sampler
 from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.training.update import make_score
+from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts
 from tests.tiny import CONFIG, mesh_id, params, place, prompts
 
@@ -29,9 +29,14 @@ def rollout():
     return jax.device_get(decode(params(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G))))
 
 
+def scored(rollout, *, temperature):
+    """What the trainer's forward says of the same weights' responses."""
+    return jax.jit(partial(score, GRAPH, scoring=Scoring(temperature=temperature, logprob_chunk=64)))(params(), rollout)
+
+
 def test_log_probs_equal_the_trainers(rollout):
     """Within 1e-4 on every sampled token, prompts ragged; no token outside the mask."""
-    scores = make_score(GRAPH, temperature=1.0, logprob_chunk=64)(params(), rollout)
+    scores = scored(rollout, temperature=1.0)
     mask = rollout.mask
     np.testing.assert_allclose(rollout.logprobs[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
     np.testing.assert_array_equal(rollout.logprobs[mask], rollout.behaviour_logprobs[mask])
@@ -41,14 +46,14 @@ def test_log_probs_equal_the_trainers(rollout):
 def test_temperature_is_scored_too():
     sampling = Sampling(temperature=0.6, top_k=20)
     out = decode(params(), prompts(), response_keys(jax.random.key(2), jnp.arange(8 * G)), sampling=sampling)
-    scores = make_score(GRAPH, temperature=0.6, logprob_chunk=64)(params(), out)
+    scores = scored(out, temperature=0.6)
     mask = np.asarray(out.mask)
     np.testing.assert_allclose(np.asarray(out.logprobs)[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
     assert (np.asarray(out.behaviour_logprobs)[mask] >= np.asarray(out.logprobs)[mask] - 1e-6).all()
 
 
 def test_routes_equal_the_trainers_where_known(rollout):
-    scores = make_score(GRAPH, temperature=1.0, logprob_chunk=64)(params(), rollout)
+    scores = scored(rollout, temperature=1.0)
     trainer = np.moveaxis(np.asarray(scores.experts), 0, 2)
     known = (rollout.experts >= 0).all(axis=(2, 3))
     np.testing.assert_array_equal(np.sort(rollout.experts[known]), np.sort(trainer[known]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-REAL_TOOLS = ("bash", "cat", "cksum", "dirname", "env", "flock", "mkdir", "tail", "tee")
+REAL_TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "env", "flock", "mkdir", "mv", "rm", "tail", "tee")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
@@ -184,3 +184,76 @@ def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
         _script(copy / ".venv" / "bin" / tool, "")
     assert _bash(copy, 'bash launch/test.sh "$@"', *arguments).returncode == 0
     assert _calls(copy) == [f"-m pytest -n auto --maxprocesses=4 --dist=loadfile {' '.join(arguments)}"]
+
+
+def _install_trainer(root: Path, *, fails: str = "nothing") -> None:
+    """An interpreter that knows two objectives, makes cold starts, and logs what it is asked to do but what `fails`."""
+    _install(root)
+    inner = f"""
+case "$*" in
+  *catalogue*) echo grpo gspo ;;
+  -c*) ;;
+  *{fails}*) exit 3 ;;
+  *) echo "$*" >>calls; case "$*" in *coldstart*) workdir=${{!#}}; mkdir -p "${{workdir#*=}}" ;; esac ;;
+esac"""
+    _script(root / ".venv" / "bin" / "python", inner)
+
+
+def _objectives(root: Path, *flags: str):
+    return _bash(root, 'bash launch/objectives.sh "$@"', *flags)
+
+
+BUDGET = "--config=configs/tiny.py --config.iterations=50"
+TRAIN = f"-m gspo_jax.train {BUDGET} --config.objective.name={{0}} --config.seed={{1}}"
+TRAIN += " --workdir=runs/objectives/{0}-{1}"
+REPORT = "-m gspo_jax.report runs/objectives/grpo-7 runs/objectives/gspo-7 --out=docs/objectives"
+REPORT += " --table=docs/objectives/results.md"
+
+
+def test_every_objective_begins_from_its_seed_s_cold_start(copy):
+    _install_trainer(copy)
+    done = _objectives(copy, "--seeds=7")
+    assert done.returncode == 0, done.stderr
+    cold = f"-m gspo_jax.coldstart {BUDGET} --config.seed=7 --workdir=runs/objectives/coldstart-7"
+    assert _calls(copy) == [cold, TRAIN.format("grpo", 7), TRAIN.format("gspo", 7), REPORT]
+    assert (copy / "runs/objectives/gspo-7/coldstart").is_dir()
+    assert not (copy / "runs/objectives/gspo-7/coldstart.partial").exists()
+
+
+def test_the_sweep_goes_on_where_it_was_stopped(copy):
+    _install_trainer(copy, fails="gspo-7")
+    assert _objectives(copy, "--seeds=7").returncode == 3
+    assert not any("report" in call for call in _calls(copy))
+    (copy / "calls").unlink()
+    _install_trainer(copy)
+    assert _objectives(copy, "--seeds=7").returncode == 0
+    assert _calls(copy) == [TRAIN.format("gspo", 7), REPORT]  # neither the cold start nor what is finished
+    (copy / "calls").unlink()
+    assert _objectives(copy, "--seeds=7", "--config.iterations=60").returncode == 0  # more is asked of both
+    assert len(_calls(copy)) == 3 and all("--config.iterations=60" in call for call in _calls(copy)[:2])
+
+
+def test_seeds_places_and_other_flags(copy):
+    _install_trainer(copy)
+    flags = ["--seeds=1 2", "--runs=a", "--out=b", "--config=configs/tiny.py:runlocal", "--config.mesh.data=1"]
+    assert _objectives(copy, *flags).returncode == 0
+    *runs, report = _calls(copy)
+    assert report == "-m gspo_jax.report a/grpo-1 a/gspo-1 a/grpo-2 a/gspo-2 --out=b --table=b/results.md"
+    passed = "--config=configs/tiny.py:runlocal --config.iterations=50 --config.mesh.data=1 "
+    assert len(runs) == 6 and all(passed in run for run in runs)
+
+
+def test_a_dry_run_prints_the_commands_and_does_nothing(copy):
+    _install_trainer(copy)
+    done = _objectives(copy, "--dry-run", "--seeds=7")
+    assert done.returncode == 0 and not (copy / "calls").exists() and not (copy / "runs").exists()
+    commands = [line.strip() for line in done.stdout.splitlines()]
+    assert f".venv/bin/python {TRAIN.format('gspo', 7)}" in commands and f".venv/bin/python {REPORT}" in commands
+
+
+@pytest.mark.parametrize("flag", ["--seed=1", "seeds", "--seeds=", "--config.seed=1", "--config.objective.name=gspo"])
+def test_a_flag_that_the_sweep_does_not_take(copy, flag):
+    _install_trainer(copy)
+    done = _objectives(copy, flag)
+    assert done.returncode == 2 and not (copy / "calls").exists()
+    assert flag in done.stderr and "--seeds=" in done.stderr and done.stderr.count("\n") == 1

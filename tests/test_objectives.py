@@ -10,7 +10,7 @@ import pytest
 
 from gspo_jax import objectives
 from gspo_jax.objectives import catalogue
-from gspo_jax.objectives.advantages import group_zscore
+from gspo_jax.objectives.surrogates import Batch
 from gspo_jax.types import UserError
 
 OLD = jnp.log(jnp.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]))
@@ -36,13 +36,39 @@ def test_the_example_of_the_readme():
 
 
 def test_rewards_are_the_advantages_of_the_objective():
+    # Groups (1, 0) and (3, 1): less the mean ±0.5 and ±1, over the deviation ±√½, less the other ±1 and ±2.
     rewards = jnp.array([1.0, 0.0, 3.0, 1.0])
+    zscore, centered, others = [0.7071, -0.7071, 0.7071, 0], [0.5, -0.5, 1, 0], [1, -1, 2, 0]
     for name in catalogue.__all__:
         objective = objectives.make(name)
-        by_rewards = objectives.loss(objective, NEW, old_logprobs=OLD, mask=MASK, rewards=rewards, group_size=2)
-        advantages = group_zscore(rewards, group_size=2)
-        by_advantages = objectives.loss(objective, NEW, old_logprobs=OLD, mask=MASK, advantages=advantages)
-        jax.tree.map(np.testing.assert_array_equal, by_rewards, by_advantages)
+        batch = {"old_logprobs": OLD, "mask": MASK}
+        batch |= {"router_shift": jnp.ones((4, 3))} if objective.router_shift else {}
+        if name == "ppo":
+            continue
+        _, info = objectives.loss(objective, NEW, **batch, rewards=rewards, group_size=2)
+        want = {"dr_grpo": centered, "reinforce": others, "rloo": others}.get(name, zscore)
+        np.testing.assert_allclose(info.advantages[:, 0], want, atol=1e-4)
+
+
+def test_ppo_takes_advantages_from_a_critic_and_never_rewards_alone():
+    batch = {"old_logprobs": OLD, "mask": MASK}
+    with pytest.raises(UserError, match=r"ppo makes no advantages from rewards \[B\], .* pass advantages=gae"):
+        objectives.loss(objectives.ppo(), NEW, **batch, rewards=jnp.ones(4), group_size=2)
+    for advantages in (jnp.ones(4), jnp.ones((4, 3))):
+        loss, _ = objectives.loss(objectives.ppo(), NEW, **batch, advantages=advantages)
+        np.testing.assert_allclose(loss, -(3 * 1.2 + 2 * 0.5 + 1.1) / 6, rtol=1e-6)
+
+
+def test_the_router_shift_is_asked_for_where_it_is_needed_and_nowhere_else():
+    batch = {"old_logprobs": OLD, "mask": MASK, "advantages": jnp.ones(4)}
+    with pytest.raises(UserError, match=r"rspo damps tokens .* pass router_shift \[B, T\]"):
+        objectives.loss(objectives.rspo(), NEW, **batch)
+    with pytest.raises(ValueError, match="gmpo has no use for router_shift; leave it out"):
+        objectives.loss(objectives.gmpo(), NEW, **batch, router_shift=jnp.ones((4, 3)))
+    with pytest.raises(ValueError, match=r"the shape of router_shift is \[4\]; it must be \[B, T\] = \[4, 3\]"):
+        objectives.loss(objectives.rspo(), NEW, **batch, router_shift=jnp.ones(4))
+    with pytest.raises(AssertionError, match=r"rspo needs Batch.router_shift"):
+        objectives.rspo().surrogate(Batch(NEW, OLD, MASK, jnp.ones((4, 3))))
 
 
 def test_given_weights_replace_the_batch_s_own():
@@ -105,41 +131,71 @@ def test_hyper_parameters_reach_the_objective():
     assert not objectives.loss(objectives.make("grpo", high=0.6), NEW, **batch)[1].gated.any()
 
 
+def test_none_is_a_value_of_the_options_that_can_be_off():
+    """As a config has it, whose placeholders are None until they are set."""
+    assert objectives.make("grpo", dual_clip=None) and objectives.make("dr_grpo", length=None)
+    assert objectives.make("cispo", mask=None)
+
+
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
-    "call, message",
+    "name, hyper, message",
     [
+        ("gsop", {}, "no objective 'gsop'; did you mean 'gspo'? there are cispo, dapo, dr_grpo, gmpo, grpo, gspo, "),
+        ("clipped", {}, "no objective 'clipped'; "),
+        ("gspo", {"hihg": 1.0}, "gspo has no hyper-parameter 'hihg'; did you mean 'high'? there are low, high, dual_"),
+        ("rloo", {"low": 1.0}, "rloo has no hyper-parameter 'low'; it has none"),
+        ("gspo", {"low": -0.1}, "low=-0.1 lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8"),
+        ("grpo", {"low": 1.2}, "low=1.2 lies outside [0, 1]; it is an offset from 1"),
+        ("gspo_token", {"high": -1e-9}, "high=-1e-09 lies below 0; it is an offset from 1, so high=0.2 clips at 1.2"),
+        ("dapo", {"high": NAN}, "high=nan lies below 0"),
         (
-            lambda: objectives.make("gsop"),
-            "no objective 'gsop'; did you mean 'gspo'? there are grpo, gspo, gspo_token",
+            "grpo",
+            {"dual_clip": 1.0},
+            "dual_clip=1.0 is not above 1; it caps the ratio where Â < 0, 3 is usual, None",
         ),
-        (lambda: objectives.make("clipped"), "no objective 'clipped'; there are grpo, gspo, "),
-        (
-            lambda: objectives.make("gspo", hihg=1.0),
-            "gspo has no hyper-parameter 'hihg'; did you mean 'high'? there are",
-        ),
-        (lambda: objectives.make("grpo", tau=1.0), "grpo has no hyper-parameter 'tau'; there are low, high"),
-        (lambda: objectives.gspo(low=-0.1), "low=-0.1 lies outside [0, 1]; it is an offset from 1"),
-        (lambda: objectives.grpo(low=1.2), "low=1.2 lies outside [0, 1]; it is an offset from 1"),
-        (lambda: objectives.gspo_token(high=-1e-9), "high=-1e-09 lies below 0; it is an offset from 1"),
-        (lambda: objectives.gspo_token(high=float("nan")), "high=nan lies below 0"),
+        ("gspo", {"dual_clip": 0.5}, "dual_clip=0.5 is not above 1"),
+        ("gspo_token", {"dual_clip": NAN}, "dual_clip=nan is not above 1"),
+        ("dr_grpo", {"length": 0}, "length=0 is not a positive number; it divides every response alike"),
+        ("cispo", {"low": 1.5}, "low=1.5 lies outside [0, 1]"),
+        ("cispo", {"mask": "pop"}, "no mask 'pop'; did you mean 'ppo'? there are ppo"),
+        ("gmpo", {"log_clip": 0.0}, "log_clip=0.0 is not a positive number; it bounds log r, so 0.4 clips at 0.67 and"),
+        ("gmpo", {"log_clip": float("inf")}, "log_clip=inf is not a positive number"),
+        ("rspo", {"log_clip": -1.0}, "log_clip=-1.0 is not a positive number"),
+        ("rspo", {"gamma_min": 0.0}, "gamma_min=0.0 lies outside (0, 1]; it is the least that a token is damped to"),
+        ("rspo", {"gamma_min": 1.1}, "gamma_min=1.1 lies outside (0, 1]; it is the least that a token is damped to"),
+        ("rspo", {"apply": "befor"}, "no apply 'befor'; did you mean 'before'? there are after, before"),
+        ("sapo", {"tau_pos": 0.0}, "tau_pos=0.0 is not a positive number; it is how steep the gate is"),
+        ("sapo", {"tau_neg": -1.0}, "tau_neg=-1.0 is not a positive number"),
+        ("ppo", {"gamma": 1.1}, "gamma=1.1 lies outside [0, 1]; 1 discounts nothing"),
+        ("ppo", {"lam": -0.1}, "lam=-0.1 lies outside [0, 1]; 1 discounts nothing"),
+        ("ppo", {"value_clip": 0.0}, "value_clip=0.0 is not a positive number; it is how far a value may move"),
+        ("ppo", {"value_weight": -1.0}, "value_weight=-1.0 lies below 0; it is the weight of the critic's loss"),
+        ("ppo", {"low": 2.0}, "low=2.0 lies outside [0, 1]"),
     ],
 )
-def test_what_a_config_can_get_wrong(call, message):
+def test_what_a_config_can_get_wrong(name, hyper, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        call()
+        objectives.make(name, **hyper)
 
 
-@pytest.mark.parametrize("factory", [objectives.gspo, objectives.gspo_token, objectives.grpo])
-def test_offsets_at_their_limits_are_allowed_and_beyond_them_refused(factory):
-    assert factory(low=0.0, high=0.0) and factory(low=1.0, high=4.0)
+@pytest.mark.parametrize("name", [name for name in catalogue.__all__ if "low" in objectives.make(name).bounds])
+def test_offsets_at_their_limits_are_allowed(name):
+    assert objectives.make(name, low=0.0, high=0.0) and objectives.make(name, low=1.0, high=4.0)
     for bad in ({"low": 1.001}, {"low": -0.001}, {"high": -0.001}):
         with pytest.raises(UserError, match="offset from 1"):
-            factory(**bad)
+            objectives.make(name, **bad)
 
 
-def test_gspo_refuses_an_advantage_for_each_token():
-    with pytest.raises(UserError, match=r"gspo has one advantage for each row, \[B\], but got \[4, 3\]; .* gspo_token"):
-        objectives.loss(objectives.gspo(), NEW, old_logprobs=OLD, mask=MASK, advantages=jnp.ones((4, 3)))
+def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
+    allowed = {"gspo_token", "grpo", "ppo", "dapo", "cispo", "sapo"}
+    assert {name for name in catalogue.__all__ if objectives.make(name).token_advantages} == allowed
+    for name in set(catalogue.__all__) - allowed:
+        says = rf"{name} has one advantage for each row, \[B\], but got \[4, 3\]; .* gspo_token"
+        with pytest.raises(UserError, match=says):
+            objectives.loss(objectives.make(name), NEW, old_logprobs=OLD, mask=MASK, advantages=jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize(
@@ -147,15 +203,15 @@ def test_gspo_refuses_an_advantage_for_each_token():
     [
         (
             {"old_logprobs": OLD[:, :2]},
-            "logprobs are [4, 3], old_logprobs [4, 2], mask [4, 3]; all three",
+            "the shapes are logprobs [4, 3], old_logprobs [4, 2], mask [4, 3]; all must be the same [B, T]",
         ),
-        ({"mask": MASK[:3]}, "mask [3, 3]; all three must be the same [B, T]"),
+        ({"mask": MASK[:3]}, "mask [3, 3]; all must be the same [B, T]"),
         ({"mask": MASK.astype(jnp.float32)}, "mask is float32, not bool; use mask != 0"),
         ({"advantages": jnp.ones(3)}, "advantages are [3]; they must be [B] or [B, T], here [B, T] = [4, 3]"),
         ({"advantages": jnp.ones((4, 1))}, "advantages are [4, 1]; they must be"),
         ({"advantages": jnp.ones(())}, "advantages are []; they must be"),
-        ({"weights": jnp.ones(4)}, "weights are [4]; they must be [B, T] = [4, 3]"),
-        ({"weights": jnp.ones((4, 1))}, "weights are [4, 1]; they must be [B, T] = [4, 3]"),
+        ({"weights": jnp.ones(4)}, "the shape of weights is [4]; it must be [B, T] = [4, 3]"),
+        ({"weights": jnp.ones((4, 1))}, "the shape of weights is [4, 1]; it must be [B, T] = [4, 3]"),
         ({"advantages": None}, "either rewards with group_size, or advantages"),
         ({"rewards": jnp.ones(4)}, "either rewards with group_size, or advantages"),
         ({"group_size": 2}, "either rewards with group_size, or advantages"),
@@ -172,5 +228,5 @@ def test_what_a_caller_can_get_wrong(change, message):
 
 
 def test_logprobs_of_the_wrong_rank():
-    with pytest.raises(ValueError, match=re.escape("logprobs are [3], old_logprobs [3], mask [3]; all three must be")):
+    with pytest.raises(ValueError, match=re.escape("logprobs [3], old_logprobs [3], mask [3]; all must be the same")):
         objectives.loss(objectives.grpo(), NEW[0], old_logprobs=OLD[0], mask=MASK[0], advantages=jnp.ones(1))

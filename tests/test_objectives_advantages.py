@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_jax.objectives.advantages import gae, group_centered, group_zscore, leave_one_out
+from gspo_jax.objectives.advantages import gae, group_centered, group_steps, group_zscore, leave_one_out
 from gspo_jax.types import UserError
 from tests import oracles
 
@@ -176,9 +176,9 @@ def test_gae_is_at_least_float32_and_float64_where_it_can_be():
 @pytest.mark.parametrize(
     ("rewards", "values", "mask", "says"),
     [
-        ((2, 3), (2, 4), (2, 3), r"rewards are \[2, 3\], values \[2, 4\], mask \[2, 3\]; all three must be the same"),
-        ((2, 3), (2, 3), (3, 2), r"mask \[3, 2\]; all three must be the same \[B, T\]"),
-        ((3,), (3,), (3,), r"rewards are \[3\], values \[3\], mask \[3\]; all three"),
+        ((2, 3), (2, 4), (2, 3), r"rewards \[2, 3\], values \[2, 4\], mask \[2, 3\]; all must be the same"),
+        ((2, 3), (2, 3), (3, 2), r"mask \[3, 2\]; all must be the same \[B, T\]"),
+        ((3,), (3,), (3,), r"the shapes are rewards \[3\], values \[3\], mask \[3\]; all must"),
     ],
 )
 def test_gae_of_shapes_that_do_not_fit(rewards, values, mask, says):
@@ -196,3 +196,63 @@ def test_gae_of_a_mask_that_is_not_boolean():
 def test_gae_of_a_factor_outside_its_range(name, factor):
     with pytest.raises(UserError, match=rf"{name}={factor} lies outside \[0, 1\]; 1 discounts nothing"):
         gae(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3), bool), **{name: factor})
+
+
+# --- group_steps ----------------------------------------------------------------------------------
+
+
+def test_group_steps_by_hand():
+    # One group of two rows with the step rewards 1, 2 and 3: mean 2, sample deviation 1, z = −1, 0, 1. Row 0: the
+    # tokens up to the first step see −1 and what row 0 still has, 1. Row 1 has one step, 0 in z.
+    rewards = jnp.array([[9.0, 1, 9, 3], [9, 9, 2, 9]])
+    steps = jnp.array([[False, True, False, True], [False, False, True, False]])
+    got = group_steps(rewards, steps, group_size=2)
+    np.testing.assert_allclose(got, [[0, 0, 1, 1], [0, 0, 0, 0]], atol=2e-6)
+    # In a group by itself row 0 has z = ±√½ and row 1 one step, so nothing.
+    got = group_steps(rewards, steps, group_size=1)
+    np.testing.assert_allclose(got, [[0, 0, np.sqrt(0.5), np.sqrt(0.5)], [0, 0, 0, 0]], atol=2e-6)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 123.456])
+def test_group_steps_of_no_step_one_step_or_equal_rewards_are_exactly_zero(reward):
+    steps = np.zeros((6, 5), bool)
+    steps[2, 3] = steps[4:, 1:4] = True
+    got = group_steps(jnp.where(steps, reward, 5.0), jnp.array(steps), group_size=2)
+    np.testing.assert_array_equal(got, np.zeros((6, 5)))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(6, 1), (6, 5), (12, 4)]),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    group_size=st.sampled_from([1, 2, 3, 6]),
+    padding=st.sampled_from([0.0, np.nan, np.inf, 1e30]),
+)
+def test_group_steps_equal_the_oracle_whatever_lies_elsewhere(seed, shape, density, group_size, padding):
+    rng = np.random.default_rng(seed)
+    steps = rng.random(shape) < density
+    rewards = rng.choice([0.0, 1.0, 0.25], size=shape).astype(np.float32)
+    want = oracles.group_steps(rewards.astype(float), steps, group_size)
+    got = group_steps(jnp.where(steps, rewards, padding), jnp.array(steps), group_size=group_size)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_group_steps_of_other_types_are_widened():
+    steps = jnp.ones((2, 3), bool)
+    rewards = np.array([[1, 0, 0], [0, 1, 1]])
+    want = group_steps(jnp.asarray(rewards, jnp.float32), steps, group_size=2)
+    for dtype in (jnp.bfloat16, jnp.int32, jnp.bool_):
+        got = group_steps(jnp.asarray(rewards, dtype), steps, group_size=2)
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)
+
+
+def test_group_steps_of_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"rewards \[2, 3\], steps \[2, 4\]; all must be the same \[B, T\]"):
+        group_steps(jnp.zeros((2, 3)), jnp.ones((2, 4), bool), group_size=2)
+    with pytest.raises(ValueError, match="steps is int32, not bool; use steps != 0"):
+        group_steps(jnp.zeros((2, 3)), jnp.ones((2, 3), jnp.int32), group_size=2)
+    with pytest.raises(ValueError, match="4 rewards do not split into groups of 3; give a positive"):
+        group_steps(jnp.zeros((4, 3)), jnp.ones((4, 3), bool), group_size=3)

@@ -5,8 +5,9 @@ The invariants are numbered as in the specification: 1 a float64 oracle, 2 any s
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import objectives
 from gspo_jax.objectives import catalogue
+from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
 from tests import oracles
+from tests.oracles import Hyper
 
 B, T = 8, 6
 
@@ -26,18 +29,75 @@ B, T = 8, 6
 class Row(NamedTuple):
     """What the contract needs to know of an objective."""
 
-    wide: dict[str, float]
+    defaults: Hyper
+    wide: Hyper
     """Hyper-parameters that leave some ratios inside and some beyond."""
-    defaults: dict[str, float]
-    token_advantages: bool
+    more: tuple[Hyper, ...] = ()
+    """Others that the oracle is asked about: options, and bounds of 0, so that a ratio of 1 is exactly on them."""
+    advantage: Callable[..., Any] | None = group_zscore
+    token_advantages: bool = False
+    level: str = "token"
 
 
+WIDE, ON, DUAL = {"low": 0.2, "high": 0.27}, {"low": 0.0, "high": 0.0}, {"low": 0.2, "high": 0.27, "dual_clip": 2.0}
+GSPO = Row(
+    defaults={"low": 3e-4, "high": 4e-4, "dual_clip": None},
+    wide={"low": 0.1, "high": 0.15},
+    more=(ON, {"low": 0.1, "high": 0.15, "dual_clip": 1.5}),
+    level="sequence",
+)
+CRITIC = {"gamma": 1.0, "lam": 1.0, "whiten": True, "value_clip": 0.2, "value_weight": 0.5}
 ROWS = {
-    "grpo": Row(wide={"low": 0.2, "high": 0.27}, defaults={"low": 0.2, "high": 0.2}, token_advantages=True),
-    "gspo": Row(wide={"low": 0.1, "high": 0.15}, defaults={"low": 3e-4, "high": 4e-4}, token_advantages=False),
-    "gspo_token": Row(wide={"low": 0.1, "high": 0.15}, defaults={"low": 3e-4, "high": 4e-4}, token_advantages=True),
+    "reinforce": Row(defaults={}, wide={}, advantage=leave_one_out),
+    "rloo": Row(defaults={}, wide={}, advantage=leave_one_out),
+    "ppo": Row(
+        defaults={"low": 0.2, "high": 0.2, "dual_clip": None} | CRITIC,
+        wide=WIDE,
+        more=(ON, DUAL),
+        advantage=None,
+        token_advantages=True,
+    ),
+    "grpo": Row(
+        defaults={"low": 0.2, "high": 0.2, "dual_clip": None}, wide=WIDE, more=(ON, DUAL), token_advantages=True
+    ),
+    "dr_grpo": Row(
+        defaults={"low": 0.2, "high": 0.2, "dual_clip": None, "length": None},
+        wide=WIDE | {"length": 10.0},
+        more=(ON, DUAL),
+        advantage=group_centered,
+    ),
+    "dapo": Row(
+        defaults={"low": 0.2, "high": 0.28, "dual_clip": None}, wide=WIDE, more=(ON, DUAL), token_advantages=True
+    ),
+    "gspo": GSPO,
+    "gspo_token": GSPO._replace(token_advantages=True),
+    "cispo": Row(
+        defaults={"low": 1.0, "high": 4.0, "mask": None},
+        wide=WIDE,
+        more=(ON, WIDE | {"mask": "ppo"}, ON | {"mask": "ppo"}),
+        token_advantages=True,
+    ),
+    # 0.375 is a log-ratio that the batches hold exactly.
+    "gmpo": Row(defaults={"log_clip": 0.4}, wide={"log_clip": 0.375}),
+    "rspo": Row(
+        defaults={"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"},
+        wide={"log_clip": 0.375, "gamma_min": 0.7},
+        more=({"log_clip": 0.375, "gamma_min": 0.7, "apply": "before"},),
+    ),
+    "sapo": Row(
+        defaults={"tau_pos": 1.0, "tau_neg": 1.05}, wide={"tau_pos": 3.0, "tau_neg": 4.0}, token_advantages=True
+    ),
 }
 NAMES = pytest.mark.parametrize("name", ROWS)
+
+
+def settings_of(*rows: tuple[str, Hyper]) -> Any:
+    ids = ["-".join([name, *(f"{key}={value}" for key, value in hyper.items())]) for name, hyper in rows]
+    return pytest.mark.parametrize("name, hyper", rows, ids=ids)
+
+
+OPTIONS = [(name, hyper) for name, row in ROWS.items() for hyper in (row.wide, *row.more)]
+DEFAULTS = [(name, row.defaults) for name, row in ROWS.items() if row.defaults]
 
 
 def test_every_objective_has_a_row():
@@ -50,13 +110,29 @@ def test_defaults_are_those_of_the_specification(name):
     assert {key: parameter.default for key, parameter in parameters.items()} == ROWS[name].defaults
 
 
+@NAMES
+def test_an_objective_says_what_it_is(name):
+    row, objective = ROWS[name], objectives.make(name, **ROWS[name].wide)
+    assert (objective.level, objective.token_advantages) == (row.level, row.token_advantages)
+    assert objective.advantage is row.advantage and (objective.critic is None) == (row.advantage is not None)
+    assert objective.bounds == {key: row.wide[key] for key in ("low", "high", "log_clip") if key in row.wide}
+    assert objective.router_shift == ("gamma_min" in row.defaults)
+    assert hash(objective) is not None  # it may be a static argument
+
+
+def test_only_ppo_has_a_critic():
+    assert objectives.make("ppo").critic == objectives.Critic(**CRITIC)
+    given = {"gamma": 0.9, "lam": 0.5, "whiten": False, "value_clip": 0.1, "value_weight": 0.0}
+    assert objectives.make("ppo", **given).critic == objectives.Critic(**given)
+
+
 # --- batches --------------------------------------------------------------------------------------
 
 
-def masks(rng: np.random.Generator) -> np.ndarray:
-    """[B, T]: full, empty, one token, ragged, and ragged with holes, in any order."""
-    kinds = rng.permutation(["full", "empty", "one", "ragged", "ragged", "holes", "holes", "any"])
-    mask = np.zeros((B, T), bool)
+def masks(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """[rows, T]: full, empty, one token, ragged, and ragged with holes, in any order."""
+    kinds = rng.permutation(["full", "empty", "one", "ragged", "ragged", "holes", "holes", "any"] * (rows // 8))
+    mask = np.zeros((rows, T), bool)
     for i, kind in enumerate(kinds):
         n = {"full": T, "empty": 0, "one": 1}.get(kind, int(rng.integers(2, T + 1)))
         mask[i, :n] = True
@@ -65,25 +141,37 @@ def masks(rng: np.random.Generator) -> np.ndarray:
     return mask
 
 
-def log_ratios(rng: np.random.Generator, mask: np.ndarray, hyper: dict[str, float]) -> np.ndarray:
-    """[B, T]: row means inside the bounds, beyond them and far off, tokens scattered about the mean or all on it."""
-    lower, upper = np.log1p(-hyper["low"]), np.log1p(hyper["high"])
-    centres = rng.choice([0.0, lower / 2, upper / 2, lower * 1.7, upper * 1.7, -1.5, 1.5], size=B)
-    noise = rng.normal(size=(B, T)) * rng.choice([0.0, 0.1, 0.5], size=(B, 1))
-    noise -= (noise * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
-    return centres[:, None] + noise
+def centres(hyper: Hyper) -> list[float]:
+    """Log-ratios inside the bounds, beyond them and far off; exactly on them where a float can be."""
+    lower, upper = -hyper.get("log_clip", 0.5), hyper.get("log_clip", 0.5)
+    on = [lower, upper, 0.0] if "log_clip" in hyper else [0.0, 0.0]
+    if "low" in hyper:
+        lower = -1.5 if hyper["low"] == 1 else np.log1p(-hyper["low"])
+        upper = np.log1p(hyper["high"])
+    dual = [f * np.log(hyper["dual_clip"]) for f in (0.9, 1.2)] if hyper.get("dual_clip") else []
+    return [*on, lower / 2, upper / 2, lower * 1.7, upper * 1.7, -1.5, 1.5, *dual]
 
 
-def draw_batch(seed: int, name: str, hyper: dict[str, float], row_constant: bool = False) -> oracles.Batch:
-    """A batch whose numbers float32 holds exactly, as float64, with 0 outside the mask."""
+def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, rows: int = B) -> oracles.Batch:
+    """A batch whose numbers float32 holds exactly, as float64.
+
+    The log-ratios of a row are scattered about a centre that is their mean, or all on it.
+    """
     rng = np.random.default_rng(seed)
-    mask = masks(rng)
+    mask = masks(rng, rows)
     columns = T if ROWS[name].token_advantages and not row_constant and rng.random() < 0.7 else 1
-    advantages = rng.choice([-2.0, -0.5, 0.0, 0.7, 1.5], size=(B, columns)) * np.ones((B, T))
-    old = -rng.exponential(size=(B, T))
-    new = old + log_ratios(rng, mask, hyper)
-    rounded = [np.where(mask, x.astype(np.float32).astype(np.float64), 0.0) for x in (new, old, advantages)]
-    return oracles.Batch(rounded[0], rounded[1], mask, rounded[2])
+    advantages = rng.choice([-2.0, -0.5, 0.0, 0.7, 1.5], size=(rows, columns)) * np.ones((rows, T))
+    old = -rng.integers(0, 256, size=(rows, T)) / 64
+    noise = rng.normal(size=(rows, T)) * rng.choice([0.0, 0.1, 0.5], size=(rows, 1))
+    noise -= (noise * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
+    centre = rng.choice(centres(hyper), size=(rows, 1))
+    if hyper.get("low") == 0:  # a mean of noise is 0 but for rounding, and could be on either side of the bound
+        noise = np.where(centre == 0, 0.0, noise)
+    new = old + centre + noise
+    shift = np.where(rng.random((rows, T)) < 0.3, 1.0, rng.uniform(0.5, 1.0, size=(rows, T)))
+    new, old, advantages, shift = (x.astype(np.float32).astype(np.float64) for x in (new, old, advantages, shift))
+    new, old, advantages = (np.where(mask, x, 0.0) for x in (new, old, advantages))
+    return oracles.Batch(new, old, mask, advantages, np.where(mask, shift, 1.0))
 
 
 def row_advantages(batch: oracles.Batch) -> np.ndarray:
@@ -91,163 +179,201 @@ def row_advantages(batch: oracles.Batch) -> np.ndarray:
     return batch.advantages.sum(axis=1) / np.maximum(batch.mask.sum(axis=1), 1)
 
 
-def given_advantages(objective: objectives.Objective, batch: oracles.Batch) -> np.ndarray:
-    """[B, T] where the objective takes them, else [B]."""
-    return batch.advantages if objective.token_advantages else row_advantages(batch)
+def arguments(name: str, batch: oracles.Batch) -> dict[str, np.ndarray]:
+    """What `forward` is given of a batch, float64 and bool: token advantages where allowed, a shift where needed."""
+    advantages = batch.advantages if ROWS[name].token_advantages else row_advantages(batch)
+    shift = {"router_shift": batch.router_shift} if "gamma_min" in ROWS[name].defaults else {}
+    return {
+        "logprobs": batch.logprobs,
+        "old_logprobs": batch.old_logprobs,
+        "mask": batch.mask,
+        "advantages": advantages,
+        **shift,
+    }
 
 
-def forward(objective, logprobs, old_logprobs, mask, advantages, weights=None):
+def cast(arrays: dict[str, np.ndarray], dtype: Any = np.float32) -> dict[str, jax.Array]:
+    return {key: jnp.asarray(x, bool if x.dtype == bool else dtype) for key, x in arrays.items()}
+
+
+def forward(objective: objectives.Objective, logprobs: jax.Array, **rest: Any):
     """((loss, info), gradient in the log-probs)."""
-
-    def of(x):
-        return objectives.loss(
-            objective, x, old_logprobs=old_logprobs, mask=mask, advantages=advantages, weights=weights
-        )
-
-    return jax.value_and_grad(of, has_aux=True)(logprobs)
+    return jax.value_and_grad(lambda x: objectives.loss(objective, x, **rest), has_aux=True)(logprobs)
 
 
 @cache
-def compiled(name: str, **hyper: float):
+def compiled(name: str, **hyper: Any):
     """`forward` of one objective, traced once for each type and shape."""
     objective = objectives.make(name, **hyper)
-    return jax.jit(lambda *arrays, **more: forward(objective, *arrays, **more))
+    return jax.jit(lambda logprobs, **rest: forward(objective, logprobs, **rest))
 
 
-def run(objective: objectives.Objective, batch: oracles.Batch, dtype: type = np.float32):
-    """`forward` of a whole batch, without jit."""
-    arrays = (batch.logprobs, batch.old_logprobs, batch.mask, given_advantages(objective, batch))
-    return forward(objective, *(jnp.asarray(x, bool if x.dtype == bool else dtype) for x in arrays))
+def run(name: str, hyper: Hyper, batch: oracles.Batch):
+    """`forward` of a whole batch in float32."""
+    return compiled(name, **hyper)(**cast(arguments(name, batch)))
 
 
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
-@NAMES
-def test_the_oracle_agrees_with_itself(name):
-    """Its gradient, worked out by hand, is the central difference of its value."""
-    oracle, hyper = oracles.ORACLES[name], ROWS[name].wide
-    for seed in range(3):
-        batch = draw_batch(seed, name, hyper)
-        want = oracles.central_differences(oracle, batch, **hyper)
-        np.testing.assert_allclose(oracle.gradient(batch, **hyper), want, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-9), (np.float32, 1e-5)])
-@pytest.mark.parametrize("bounds", ["wide", "defaults"])
-@NAMES
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings_of(*OPTIONS, *DEFAULTS)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_value_and_gradient_equal_the_oracle(name, bounds, dtype, tolerance, seed):
-    hyper = getattr(ROWS[name], bounds)
+def test_value_and_gradient_equal_the_oracle(name, hyper, seed):
     oracle, batch = oracles.ORACLES[name], draw_batch(seed, name, hyper)
-    ratio, gate = oracle.ratio_and_gate(batch, **hyper)
-    # A ratio that rounding can carry over the bound has two right gradients; on the bound itself: the surrogates' test.
-    assume(np.all(np.abs(ratio - (1 - hyper["low"])) > 2e-6) and np.all(np.abs(ratio - (1 + hyper["high"])) > 2e-6))
-    with jax.enable_x64(dtype is np.float64):
-        arrays = (batch.logprobs, batch.old_logprobs, batch.advantages)
-        new, old, advantages = (jnp.asarray(x, dtype) for x in arrays)
-        if not ROWS[name].token_advantages:
-            advantages = jnp.asarray(row_advantages(batch), dtype)
-        (loss, info), gradient = compiled(name, **hyper)(new, old, jnp.asarray(batch.mask), advantages)
-        assert loss.dtype == gradient.dtype == info.ratio.dtype == dtype
-        size = np.sum(oracles.sequence_mean(batch.mask) * np.abs(batch.advantages) * ratio)
-        want = oracle.value(batch, batch.logprobs, batch.logprobs, **hyper)
-        np.testing.assert_allclose(loss, want, rtol=tolerance, atol=tolerance * size)
-        np.testing.assert_allclose(gradient, oracle.gradient(batch, **hyper), rtol=tolerance, atol=tolerance * 1e-3)
-        np.testing.assert_allclose(info.ratio, ratio, rtol=tolerance)
-        np.testing.assert_array_equal(info.gated_low, gate == -1)
-        np.testing.assert_array_equal(info.gated_high, gate == 1)
-        np.testing.assert_array_equal(info.gated, gate != 0)
-        np.testing.assert_allclose(info.weights, oracles.sequence_mean(batch.mask), rtol=tolerance)
+    want = oracles.judge(oracle, batch, hyper)
+    # On a bound, exactly, there is one right answer; where rounding can carry a ratio over it there are two.
+    assume(np.all((want.margin == 0) | (want.margin > 1e-5)))
+    smooth = (want.margin > 0).all(axis=1)
+    witness = oracles.central_differences(oracle, batch, hyper)
+    np.testing.assert_allclose(want.gradient[smooth], witness[smooth], rtol=1e-7, atol=1e-9)
+    for dtype, tolerance in ((np.float64, 1e-9), (np.float32, 1e-5)):
+        with jax.enable_x64(dtype is np.float64):
+            (loss, info), gradient = compiled(name, **hyper)(**cast(arguments(name, batch), dtype))
+            assert loss.dtype == gradient.dtype == info.ratio.dtype == dtype
+        size = np.sum(want.weights * np.abs(want.gain))
+        np.testing.assert_allclose(loss, want.loss, rtol=tolerance, atol=tolerance * size)
+        np.testing.assert_allclose(gradient, want.gradient, rtol=tolerance, atol=tolerance * 1e-3)
+        np.testing.assert_allclose(info.ratio, want.ratio, rtol=tolerance)
+        np.testing.assert_array_equal(info.gated_low, want.gate == -1)
+        np.testing.assert_array_equal(info.gated_high, want.gate == 1)
+        np.testing.assert_array_equal(info.gated, want.gate != 0)
+        np.testing.assert_allclose(info.weights, want.weights, rtol=tolerance)
         np.testing.assert_allclose(info.advantages, batch.advantages, rtol=tolerance)
 
 
-def test_the_batches_reach_every_corner():
-    """What the strategy above promises: each sign of Â inside and beyond each bound, holes, empty rows, one token."""
-    for name, row in ROWS.items():
-        seen = set()
-        for seed in range(20):
-            batch = draw_batch(seed, name, row.wide)
-            ratio, _ = oracles.ORACLES[name].ratio_and_gate(batch, **row.wide)
-            side = np.where(ratio > 1 + row.wide["high"], 1, np.where(ratio < 1 - row.wide["low"], -1, 0))
-            seen |= {
-                (int(np.sign(a)), int(s)) for a, s in zip(batch.advantages[batch.mask], side[batch.mask], strict=True)
-            }
-            assert {0, 1, T} <= set(batch.mask.sum(axis=1))
-        assert len(seen) == 9
+@settings_of(*OPTIONS)
+def test_the_batches_reach_every_corner(name, hyper):
+    """What the test above promises: each sign of Â, both gates shut, ratios on bounds, every kind of row."""
+    signs, gates, lengths, on_bounds = set(), set(), set(), 0
+    for seed in range(12):
+        batch = draw_batch(seed, name, hyper)
+        verdict = oracles.judge(oracles.ORACLES[name], batch, hyper)
+        signs |= set(np.sign(batch.advantages[batch.mask]))
+        gates |= set(verdict.gate[batch.mask])
+        lengths |= set(batch.mask.sum(axis=1))
+        on_bounds += np.sum(verdict.margin == 0)
+        assert np.any(batch.mask[:, 1:] & ~batch.mask[:, :-1])  # a hole
+    assert signs == {-1, 0, 1} and {0, 1, T} <= lengths
+    assert gates == ({-1, 0, 1} if hyper else {0})
+    assert on_bounds > 0 or not (hyper.get("low") == 0 or "log_clip" in hyper)
+
+
+BOUNDED = [(name, key) for name, row in ROWS.items() for key in ("low", "high", "dual_clip") if key in row.defaults]
+BOUNDED += [(name, key) for name in ("gmpo", "rspo") for key in ("log_clip below", "log_clip above")]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name, bound", BOUNDED)
+def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, bound, dtype):
+    d = {"low": -0.25, "high": 0.25, "dual_clip": 0.75, "log_clip below": -0.25, "log_clip above": 0.25}[bound]
+    sign = -1.0 if bound in ("low", "dual_clip", "log_clip below") else 1.0
+    with jax.enable_x64(dtype is np.float64):
+        new, old, mask = jnp.full((1, 1), d - 1, dtype), jnp.full((1, 1), -1, dtype), jnp.ones((1, 1), bool)
+        ratio = np.asarray(jnp.exp(new - old))[0, 0]
+        edge = dtype(abs(d)) if "log_clip" in bound else ratio
+        for at, gated in ((edge, False), (np.nextafter(edge, dtype(0 if "log_clip" in bound else 1)), True)):
+            # The differences are exact, so the bound comes back from its offset bit by bit.
+            value = {"low": 1 - float(at), "high": float(at) - 1}.get(bound, float(at))
+            wide = {} if "log_clip" in bound else {"low": 1.0, "high": 9.0}
+            objective = objectives.make(name, **wide | {bound.split()[0]: value})
+            shift = {"router_shift": jnp.ones((1, 1))} if name == "rspo" else {}
+            advantages = jnp.full(1, 2 * sign, dtype)
+            (_, info), gradient = forward(objective, new, old_logprobs=old, mask=mask, advantages=advantages, **shift)
+            assert bool(info.gated[0, 0]) is gated
+            cut = gated and name != "cispo"  # whose weight is capped, and its gradient passes
+            np.testing.assert_allclose(gradient, [[0.0 if cut else -2 * sign * ratio]], rtol=1e-6)
 
 
 # --- 2: any split ---------------------------------------------------------------------------------
 
-CUTS = [[B], [4, 4], [2, 2, 2, 2], [3, 5], [1] * B]
-
-
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-@NAMES
-def test_micro_batches_add_up(name, cuts):
-    objective = objectives.make(name, **ROWS[name].wide)
-    batch = draw_batch(1, name, ROWS[name].wide)
-    (loss, info), gradient = run(objective, batch)
-    arrays = (batch.logprobs, batch.old_logprobs, batch.mask, given_advantages(objective, batch))
-    arrays = (*arrays, np.asarray(objective.weights(jnp.asarray(batch.mask))))
-    total, gradients, sums, start = 0.0, [], None, 0
-    for rows in cuts:
-        part = [jnp.asarray(x[start : start + rows], bool if x.dtype == bool else np.float32) for x in arrays]
-        (part_loss, part_info), part_gradient = forward(objective, *part)
-        total, start = total + part_loss, start + rows
-        gradients.append(part_gradient)
-        part_sums = objectives.clip_sums(part_info, part[2])
-        sums = part_sums if sums is None else jax.tree.map(jnp.add, sums, part_sums)
-    np.testing.assert_allclose(total, loss, rtol=1e-6)
-    np.testing.assert_allclose(np.concatenate(gradients), gradient, rtol=1e-6, atol=1e-9)
-    whole = objectives.clip_fractions(objectives.clip_sums(info, jnp.asarray(batch.mask)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), objectives.clip_fractions(sums), whole)
-
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @NAMES
-def test_devices_add_up(name, devices):
-    objective = objectives.make(name, **ROWS[name].wide)
-    batch = draw_batch(1, name, ROWS[name].wide)
-    want = run(objective, batch)
+def test_devices_and_micro_batches_add_up(name, devices):
+    """A mini-batch spread over devices, each micro-batch taking some rows of every device."""
+    hyper = ROWS[name].wide
+    objective, batch = objectives.make(name, **hyper), draw_batch(1, name, hyper, rows=32)
+    arrays = cast(arguments(name, batch))
+    (loss, info), gradient = compiled(name, **hyper)(**arrays)
+    assert np.count_nonzero(gradient) > 30
+    whole = objectives.clip_fractions(objectives.clip_sums(info, arrays["mask"]))
+
+    def share(part):
+        (loss, info), gradient = forward(objective, **part)
+        return loss, objectives.clip_sums(info, part["mask"]), gradient
+
+    @jax.jit
+    def split(arrays):
+        found, arrays = [], arrays | {"weights": objective.weights(arrays["mask"])}
+        for count in (1, 2, 4):
+            micro = {key: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for key, x in arrays.items()}
+            losses, sums, gradients = jax.vmap(share)(micro)
+            sums = jax.tree.map(jnp.sum, sums)
+            found.append((jnp.sum(losses), objectives.clip_fractions(sums), gradients.swapaxes(0, 1).reshape(-1, T)))
+        return found
+
     rows = NamedSharding(Mesh(np.array(jax.devices()[:devices]), "data"), PartitionSpec("data"))
-    arrays = (batch.logprobs, batch.old_logprobs, batch.mask, given_advantages(objective, batch))
-    sharded = [jax.device_put(x if x.dtype == bool else x.astype(np.float32), rows) for x in arrays]
-    got = compiled(name, **ROWS[name].wide)(*sharded)
-    assert len(got[1].sharding.device_set) == devices
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), got, want)
+    found = split(jax.device_put(arrays, rows))
+    assert len(found[0][2].sharding.device_set) == devices
+    for got_loss, got_fractions, got_gradient in found:
+        np.testing.assert_allclose(got_loss, loss, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(got_gradient, gradient, rtol=1e-6, atol=1e-12)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got_fractions, whole)
+
+
+@pytest.mark.parametrize("cuts", [[3, 5], [1] * B], ids=str)
+@NAMES
+def test_uneven_micro_batches_add_up(name, cuts):
+    hyper = ROWS[name].wide
+    batch = draw_batch(1, name, hyper)
+    (loss, _), gradient = run(name, hyper, batch)
+    arrays = cast(arguments(name, batch))
+    arrays["weights"] = objectives.make(name, **hyper).weights(arrays["mask"])
+    ends = np.cumsum(cuts)
+    parts = [
+        compiled(name, **hyper)(**{key: x[end - n : end] for key, x in arrays.items()})
+        for end, n in zip(ends, cuts, strict=True)
+    ]
+    np.testing.assert_allclose(sum(part[0][0] for part in parts), loss, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), gradient, rtol=1e-6, atol=1e-12)
 
 
 # --- 3: ratio one ---------------------------------------------------------------------------------
 
 
+def on_policy(batch: oracles.Batch) -> oracles.Batch:
+    """The same batch, before the policy and its router have moved."""
+    return batch._replace(logprobs=batch.old_logprobs, router_shift=np.ones_like(batch.router_shift))
+
+
 @NAMES
 def test_at_ratio_one_the_gradient_is_reinforce(name):
-    objective = objectives.make(name)
-    batch = draw_batch(2, name, ROWS[name].defaults)
-    batch = batch._replace(logprobs=batch.old_logprobs)
-    (loss, info), gradient = run(objective, batch)
-    reinforce = -oracles.sequence_mean(batch.mask) * batch.advantages
-    np.testing.assert_allclose(gradient, reinforce, rtol=1e-6)
-    np.testing.assert_allclose(loss, reinforce.sum(), rtol=1e-5)
+    hyper = ROWS[name].defaults
+    batch = on_policy(draw_batch(2, name, hyper))
+    (_, info), gradient = run(name, hyper, batch)
+    np.testing.assert_allclose(
+        gradient, -oracles.ORACLES[name].weights(batch.mask, hyper) * batch.advantages, rtol=1e-6
+    )
     np.testing.assert_array_equal(info.ratio, np.ones((B, T)))
-    assert not info.gated.any()
+    assert not info.gated.any() and np.any(gradient)
 
 
 @NAMES
-def test_old_logprobs_and_advantages_are_constants(name):
-    """On policy the caller may hand over the same array twice; a penalty in the advantages has no gradient either."""
+def test_all_but_the_logprobs_are_constants(name):
+    """On policy the caller may hand over the same array twice; what else is made from it has no gradient either."""
     objective = objectives.make(name)
-    batch = draw_batch(2, name, ROWS[name].defaults, row_constant=True)
-    new, mask = jnp.asarray(batch.logprobs, jnp.float32), jnp.asarray(batch.mask)
-    base = jnp.asarray(row_advantages(batch), jnp.float32)
+    batch = on_policy(draw_batch(2, name, ROWS[name].defaults, row_constant=True))
+    arrays = cast(arguments(name, batch) | {"advantages": row_advantages(batch)})
+    mask = arrays["mask"]
 
     def of(x):
-        penalty = 0.1 * jnp.sum(x, axis=1, where=mask)
-        return objectives.loss(objective, x, old_logprobs=x, mask=mask, advantages=base - penalty)
+        made = {"old_logprobs": x, "advantages": arrays["advantages"] - 0.1 * jnp.sum(x, axis=1, where=mask)}
+        if objective.router_shift:
+            made["router_shift"] = jnp.exp(x - jax.lax.stop_gradient(x))
+        return objectives.loss(objective, **arrays | made | {"logprobs": x})
 
-    gradient, info = jax.grad(of, has_aux=True)(new)
+    gradient, info = jax.grad(of, has_aux=True)(arrays["logprobs"])
     np.testing.assert_allclose(gradient, -info.weights * info.advantages, rtol=1e-6)
 
 
@@ -255,40 +381,35 @@ def test_old_logprobs_and_advantages_are_constants(name):
 def test_info_carries_no_gradient(name):
     objective = objectives.make(name, **ROWS[name].wide)
     batch = draw_batch(3, name, ROWS[name].wide, row_constant=True)
-    old, mask = jnp.asarray(batch.old_logprobs, jnp.float32), jnp.asarray(batch.mask)
+    arrays = cast(arguments(name, batch))
 
     def of(x):
-        advantages = jnp.sum(x, axis=1, where=mask)
-        info = objectives.loss(objective, x, old_logprobs=old, mask=mask, advantages=advantages)[1]
+        advantages = jnp.sum(x, axis=1, where=arrays["mask"])
+        info = objectives.loss(objective, **arrays | {"logprobs": x, "advantages": advantages})[1]
         return jnp.sum(info.ratio) + jnp.sum(info.advantages) + jnp.sum(info.weights)
 
-    np.testing.assert_array_equal(jax.grad(of)(jnp.asarray(batch.logprobs, jnp.float32)), np.zeros((B, T)))
+    np.testing.assert_array_equal(jax.grad(of)(arrays["logprobs"]), np.zeros((B, T)))
 
 
-# --- 4: padding -----------------------------------------------------------------------------------
+# --- 4: padding, overflow, emptiness --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [np.nan, 1e30, -1e30, np.inf, -np.inf])
-@NAMES
-def test_padding_changes_nothing(name, poison):
-    objective = objectives.make(name, **ROWS[name].wide)
-    batch = draw_batch(4, name, ROWS[name].wide)
-    weights = oracles.sequence_mean(batch.mask)
-    clean = [batch.logprobs, batch.old_logprobs, given_advantages(objective, batch), weights]
+@settings_of(*OPTIONS)
+def test_padding_changes_nothing(name, hyper, poison):
+    batch = draw_batch(4, name, hyper)
+    clean = arguments(name, batch) | {"weights": oracles.ORACLES[name].weights(batch.mask, hyper)}
     empty = ~batch.mask.any(axis=1)
 
     def poisoned(x):
         return np.where(empty, poison, x) if x.ndim == 1 else np.where(batch.mask, x, poison)
 
-    def outcome(new, old, advantages, weights):
-        arrays = [jnp.asarray(x, jnp.float32) for x in (new, old, advantages, weights)]
-        return forward(objective, arrays[0], arrays[1], jnp.asarray(batch.mask), arrays[2], arrays[3])
-
-    want = outcome(*clean)
+    want = compiled(name, **hyper)(**cast(clean))
     np.testing.assert_array_equal(want[1][~batch.mask], 0)
     assert np.all(np.isfinite(want[1])) and np.any(want[1])
-    for poisons in ([0], [1], [2], [3], [0, 1, 2, 3]):
-        got = outcome(*(poisoned(x) if i in poisons else x for i, x in enumerate(clean)))
+    keys = [key for key in clean if key != "mask"]
+    for spoilt in (*([key] for key in keys), keys):
+        got = compiled(name, **hyper)(**cast({key: poisoned(x) if key in spoilt else x for key, x in clean.items()}))
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -296,22 +417,37 @@ def test_padding_changes_nothing(name, poison):
 def test_a_batch_without_tokens_has_no_loss(name):
     batch = draw_batch(5, name, ROWS[name].wide)
     batch = batch._replace(mask=np.zeros((B, T), bool))
-    (loss, info), gradient = run(objectives.make(name), batch)
+    (loss, info), gradient = run(name, ROWS[name].wide, batch)
     assert loss == 0
     np.testing.assert_array_equal(gradient, np.zeros((B, T)))
     fractions = objectives.clip_fractions(objectives.clip_sums(info, jnp.asarray(batch.mask)))
     assert all(value == 0 for value in fractions.values())
 
 
+@settings_of(*OPTIONS)
+def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, hyper):
+    """e^200 is inf in float32. Upwards it is bounded for Â > 0 and nothing for Â = 0, downwards for every Â."""
+    old = np.full((4, T), -1.0)
+    new = old + np.array([[200.0], [200.0], [-200.0], [-200.0]])
+    batch = oracles.Batch(
+        new, old, np.ones((4, T), bool), np.array([[1.0], [0.0], [1.0], [-1.0]]) * np.ones((4, T)), np.ones((4, T))
+    )
+    (loss, info), gradient = compiled(name, **hyper)(**cast(arguments(name, batch)))
+    assert np.isfinite(loss) and np.all(np.isfinite(gradient))
+    np.testing.assert_array_equal(gradient[1], np.zeros(T))
+    assert np.all(np.isposinf(info.ratio[:2])) or name == "sapo"
+
+
 # --- 5: kinship -----------------------------------------------------------------------------------
 
+KIN = [ROWS["gspo"].wide, *ROWS["gspo"].more, ROWS["gspo"].defaults]
 
-@pytest.mark.parametrize("bounds", ["wide", "defaults"])
-def test_gspo_token_is_gspo_where_advantages_are_constant_in_a_row(bounds):
-    hyper = getattr(ROWS["gspo"], bounds)
+
+@pytest.mark.parametrize("hyper", KIN, ids=str)
+def test_gspo_token_is_gspo_where_advantages_are_constant_in_a_row(hyper):
     for seed in range(5):
-        batch = draw_batch(seed, "gspo", hyper)
-        whole, token = (run(make(**hyper), batch) for make in (objectives.gspo, objectives.gspo_token))
+        arrays = cast(arguments("gspo", draw_batch(seed, "gspo", hyper)))
+        whole, token = (compiled(name, **hyper)(**arrays) for name in ("gspo", "gspo_token"))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), whole, token)
 
 
@@ -321,7 +457,7 @@ def test_a_clipped_gspo_row_has_no_gradient_and_the_others_keep_theirs():
     # Row means +0.2 and -0.2, beyond the bounds; only where Â pushes further out is a row cut.
     new = old + jnp.array([[0.6, 0.0, 0.0], [0.6, 0.0, 0.0], [-0.6, 0.0, 0.0], [-0.6, 0.0, 0.0]])
     advantages = jnp.array([1.0, -1.0, 1.0, -1.0])
-    (_, info), gradient = forward(objectives.gspo(), new, old, mask, advantages)
+    (_, info), gradient = forward(objectives.gspo(), new, old_logprobs=old, mask=mask, advantages=advantages)
     np.testing.assert_array_equal(gradient[jnp.array([0, 3])], np.zeros((2, 3)))
     # 1/N_rows · 1/n · s = 1/12 · e^±0.2, along the row the same.
     np.testing.assert_allclose(gradient[1], np.full(3, np.exp(0.2) / 12), rtol=1e-6)
@@ -330,17 +466,115 @@ def test_a_clipped_gspo_row_has_no_gradient_and_the_others_keep_theirs():
     np.testing.assert_array_equal(info.gated_low.all(axis=1), [False, False, False, True])
 
 
+# Log-ratios 0.9, 0.1, −0.7 of a row of three, and the same mirrored for Â < 0.
+THREE = {
+    "old_logprobs": jnp.full((2, 3), -1.0),
+    "logprobs": jnp.array([[-0.1, -0.9, -1.7], [-1.9, -1.1, -0.3]]),
+    "mask": jnp.ones((2, 3), bool),
+    "advantages": jnp.array([2.0, -2.0]),
+}
+
+
+def test_a_gated_token_of_gmpo_loses_only_its_own_term():
+    # l = 0.4, 0.1, −0.7, mean −1/15, and mirrored +1/15. 1/(N_rows · n) = 1/6.
+    (loss, info), gradient = forward(objectives.gmpo(), **THREE)
+    up, down = 2 * np.exp(-1 / 15) / 6, 2 * np.exp(1 / 15) / 6
+    np.testing.assert_allclose(gradient, [[0, -up, -up], [0, down, down]], rtol=1e-6)
+    np.testing.assert_allclose(loss, 3 * (down - up), rtol=1e-5)
+    np.testing.assert_array_equal(info.gated_high, [[True, False, False], [False] * 3])
+    np.testing.assert_array_equal(info.gated_low, [[False] * 3, [True, False, False]])
+
+
+def test_rspo_damps_both_signs():
+    # γ = 0.9, then 0.5, raised to γ_min = 0.8, then 1: what gmpo says, times (0.9 · 0.8)^(1/3).
+    shift = jnp.array([[0.9, 0.5, 1.0]] * 2)
+    (loss, info), gradient = forward(objectives.rspo(), **THREE, router_shift=shift)
+    (undamped_loss, undamped_info), undamped = forward(objectives.gmpo(), **THREE)
+    np.testing.assert_allclose(gradient, undamped * 0.72 ** (1 / 3), rtol=1e-6)
+    np.testing.assert_allclose(loss, undamped_loss * 0.72 ** (1 / 3), rtol=1e-5)
+    np.testing.assert_array_equal(info.ratio, undamped_info.ratio)
+
+
+def test_rspo_before_the_clip_damps_no_token_that_is_cut():
+    # Log-ratio 0.45, above the bound of 0.4: γ = 0.9 carries it under, and 0.9 or 1 is what the clip then looks at.
+    batch = THREE | {"logprobs": jnp.full((2, 3), -0.55), "router_shift": jnp.array([[0.9, 0.8, 1.0]] * 2)}
+    (_, after), gradient_after = forward(objectives.rspo(), **batch)
+    (loss, before), gradient = forward(objectives.rspo(apply="before"), **batch)
+    np.testing.assert_array_equal(after.gated_high, [[True] * 3, [False] * 3])
+    np.testing.assert_array_equal(gradient_after[0], np.zeros(3))
+    np.testing.assert_array_equal(before.gated_high, [[False, False, True], [False] * 3])
+    up = 2 * np.exp((0.45 + np.log(0.9) + 0.45 + np.log(0.8) + 0.4) / 3) / 6
+    down = 2 * np.exp(0.45 + np.log(0.72) / 3) / 6
+    np.testing.assert_allclose(gradient, [[-up, -up, 0], [down] * 3], rtol=1e-6)
+    np.testing.assert_allclose(loss, 3 * (down - up), rtol=1e-5)
+
+
+def test_cispo_caps_the_weight_and_passes_the_gradient():
+    one = {"old_logprobs": jnp.zeros((1, 2)), "mask": jnp.ones((1, 2), bool), "advantages": jnp.ones(1)}
+    new = jnp.log(jnp.array([[8.0, 0.125]]))
+    (_, info), gradient = forward(objectives.cispo(), new, **one)
+    np.testing.assert_allclose(gradient, [[-5 / 2, -0.125 / 2]], rtol=1e-6)  # 1 + 4 is the cap, 1 − 1 no floor
+    np.testing.assert_array_equal(info.gated, [[True, False]])
+    (_, info), gradient = forward(objectives.cispo(mask="ppo"), new, **one)
+    np.testing.assert_allclose(gradient, [[0, -0.125 / 2]], rtol=1e-6)
+    np.testing.assert_array_equal(info.gated, [[True, False]])
+
+
+def test_sapo_at_ratio_one_and_far_out():
+    one = {"old_logprobs": jnp.zeros((2, 2)), "mask": jnp.ones((2, 2), bool), "advantages": jnp.array([1.0, -1.0])}
+    (loss, _), gradient = forward(objectives.sapo(tau_pos=0.5, tau_neg=2.0), jnp.zeros((2, 2)), **one)
+    np.testing.assert_allclose(loss, -(2 / 0.5 - 2 / 2.0) / 2, rtol=1e-6)  # 2Â/τ, the mean of two rows
+    np.testing.assert_allclose(gradient, [[-0.25] * 2, [0.25] * 2], rtol=1e-6)
+    # Far above, the sigmoid is 1: 4Â/τ. Far below it is σ(−τ).
+    far = jnp.array([[200.0, 200.0], [-200.0, -200.0]])
+    (loss, info), gradient = forward(objectives.sapo(tau_pos=0.5, tau_neg=2.0), far, **one)
+    np.testing.assert_allclose(loss, -(4 / 0.5 - 4 / 2.0 / (1 + np.exp(2.0))) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(gradient, np.zeros((2, 2)))
+    np.testing.assert_array_equal(info.gated_high, [[True] * 2, [False] * 2])
+    np.testing.assert_array_equal(info.gated_low, [[False] * 2, [True] * 2])
+
+
+def test_rloo_adds_up_the_logprobs_of_a_response():
+    logprobs = jnp.log(jnp.array([[0.5, 0.25, 0.5], [0.1, 0.2, 0.3]]))
+    mask = jnp.array([[True, True, True], [True, True, False]])
+    loss, info = objectives.loss(
+        objectives.rloo(), logprobs, old_logprobs=logprobs, mask=mask, advantages=jnp.array([1.0, -3.0])
+    )
+    np.testing.assert_allclose(loss, -(np.log(1 / 16) - 3 * np.log(0.02)) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(info.weights, [[0.5] * 3, [0.5, 0.5, 0]])
+
+
+def test_a_dual_clip_bounds_what_a_bad_token_can_cost():
+    one = {"old_logprobs": jnp.zeros((2, 1)), "mask": jnp.ones((2, 1), bool), "advantages": jnp.array([-1.0, 1.0])}
+    new = jnp.full((2, 1), np.log(8.0))
+    (loss, info), gradient = forward(objectives.grpo(), new, **one)
+    np.testing.assert_allclose([loss, *gradient[:, 0]], [(8 - 1.2) / 2, 4, 0], rtol=1e-6)
+    (loss, info), gradient = forward(objectives.grpo(dual_clip=3.0), new, **one)
+    np.testing.assert_allclose([loss, *gradient[:, 0]], [(3 - 1.2) / 2, 0, 0], rtol=1e-6)
+    np.testing.assert_array_equal(info.gated_high, [[True], [True]])
+
+
 # --- 6: float32 before subtraction ----------------------------------------------------------------
 
 
-@NAMES
-def test_logprobs_are_widened_before_they_are_subtracted(name):
+def test_logprobs_are_float32_before_they_are_subtracted():
     # −8 − (−1/256) = −7.99609375 in float32; bf16 has a step of 1/32 there and would say −8. Row of one: s = r.
     new, old = jnp.full((1, 1), -8.0, jnp.bfloat16), jnp.full((1, 1), -1 / 256, jnp.bfloat16)
-    mask = jnp.ones((1, 1), bool)
-    (loss, info), gradient = forward(objectives.make(name), new, old, mask, jnp.ones(1, jnp.bfloat16))
-    want = np.exp(-7.99609375)
-    np.testing.assert_allclose(info.ratio, [[want]], rtol=1e-6)
-    np.testing.assert_allclose(loss, -want, rtol=1e-6)
+    for name in ("grpo", "gspo", "gspo_token"):
+        (loss, info), _ = forward(
+            objectives.make(name), new, old_logprobs=old, mask=jnp.ones((1, 1), bool), advantages=jnp.ones(1)
+        )
+        np.testing.assert_allclose([loss, info.ratio[0, 0]], [-np.exp(-7.99609375), np.exp(-7.99609375)], rtol=1e-6)
+
+
+@NAMES
+def test_bf16_in_is_the_same_as_its_numbers_in_float32(name):
+    arrays = cast(arguments(name, draw_batch(6, name, ROWS[name].wide)), jnp.bfloat16)
+    wide = {key: x if x.dtype == bool else x.astype(jnp.float32) for key, x in arrays.items()}
+    of = compiled(name, **ROWS[name].wide)
+    (loss, info), gradient = of(**arrays)
+    (want_loss, want_info), want_gradient = of(**wide)
     assert loss.dtype == info.ratio.dtype == info.advantages.dtype == info.weights.dtype == jnp.float32
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (loss, info), (want_loss, want_info))
     assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_allclose(gradient.astype(jnp.float32), want_gradient, rtol=2**-8)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from gspo_jax import report
-from gspo_jax.training import runs
+from gspo_jax.config import base
+from gspo_jax.objectives import catalogue
+from gspo_jax.training import drawing, pages, runs
 from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, write_config
 from gspo_jax.types import UserError
 
@@ -26,6 +28,7 @@ def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 
             iteration, minibatch = divmod(step - 1, 2)
             row = {"iteration": iteration, "minibatch": minibatch, "reward/mean": iteration + minibatch / 2 + seed}
             row |= {"clip_fraction/token": 0.15, "response_length/mean": 20.0, "actor/entropy": 1 / step}
+            row |= {"clip_fraction/sequence": 0.1 * minibatch}
             if routing:
                 row |= {"routing/flip_rate": 0.01 * minibatch, "routing/flip_rate_per_layer": [0.0, 0.02 * minibatch]}
             if minibatch == 1:
@@ -161,12 +164,88 @@ def test_the_glossary_knows_what_is_drawn():
     glossary = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
     drawn = [*runs.SUMMARY, *(name for name, _, _ in report.PANELS), "routing/flip_rate_per_layer"]
     assert [name for name in drawn if f"`{name}`" not in glossary] == []
+    assert set(pages.FAMILY) < set(runs.SUMMARY)
+
+
+def _family(folder: Path) -> list[Path]:
+    """Every objective of the catalogue with three seeds, as the trainer would leave them."""
+    folders = []
+    for rank, name in enumerate(catalogue.__all__):
+        for seed in range(3):
+            config = base()
+            config.seed, config.objective.name = seed, name
+            folders.append(folder / f"{name}-{seed}")
+            write_config(folders[-1], config.to_dict(), command=f"train {name} {seed}")
+            with MetricsWriter(folders[-1]) as writer:
+                writer.write(0, {"eval/accuracy": 0.1})
+                for step in (1, 2, 3):
+                    row = {"iteration": step, "minibatch": 0, "reward/mean": 0.1, "actor/entropy": 0.5, "loss": 0.0}
+                    writer.write(step, row | {"eval/accuracy": 0.3 + 0.001 * rank + seed / 100})
+    return folders
+
+
+def test_twelve_objectives_can_be_told_apart(tmp_path):
+    folders = _family(tmp_path)
+    groups = runs.group_runs([runs.load_run(folder) for folder in folders])
+    assert [group.label for group in groups] == catalogue.__all__  # nothing else differs
+    assert len({group.color for group in groups}) == len(groups) == 12
+    table = tmp_path / "docs" / "results.md"
+    made = report.report(folders, out=tmp_path / "docs", table=table)
+    assert Path(made["png"]).stat().st_size > 10_000
+    first, rule, *rows = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert first.startswith("| runs | held-out accuracy |") and set(rule) == set("|-: ")
+    best = sorted(catalogue.__all__, key=catalogue.__all__.index, reverse=True)  # accuracy rises with the rank
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == best
+    assert rows[0].split(" | ")[1:5] == ["0.321 [0.311, 0.331]", "–", "–", "–"]  # 0.3 + 0.011 + 0, 0.01, 0.02
+
+
+def test_the_table_worked_by_hand(tmp_path, capsys):
+    folders = [_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name) for name in ("gspo", "grpo") for seed in (0, 1)]
+    lines = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
+    lines[-1] |= {"eval/accuracy": 0.5, "timing/iteration_s": 100.0}  # it was held up: the median does not mind
+    (folders[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = tmp_path / "new" / "table.md"
+    arguments = [*map(str, folders), f"--out={tmp_path / 'both'}", f"--table={table}"]
+    assert report.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(table)
+    text = table.read_text(encoding="utf-8")
+    header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    # Accuracy ends at 0.60 and 0.61; for gspo at 0.50 and 0.61. The last of four iterations: 0.15 of the tokens,
+    # (0 + 0.1)/2 by response, (0 + 0.01)/2 flipped, entropy (1/7 + 1/8)/2. Seconds: 11, 12, 13 of each.
+    tail = ["15.00%", "5.00%", "0.50%", "0.134", "12.00"]
+    assert header[-1] == "s per iteration"
+    assert rows == [["grpo", "0.605 [0.600, 0.610]", *tail], ["gspo", "0.555 [0.500, 0.610]", *tail]]
+    assert "2 runs to a row, 8 updates to a run." in text
+    command = text.split("```bash\n")[1].split("\n```")[0].replace("\\\n", "")
+    assert command.split() == ["python", "-m", "gspo_jax.report", *arguments]
+    assert "python -m gspo_jax.train --config.seed=0 <&>" in text
+
+
+def test_a_table_says_where_runs_are_of_different_length(tmp_path):
+    folders = [_fake(tmp_path / "a", iterations=2), _fake(tmp_path / "b", seed=1), _fake(tmp_path / "c", name="grpo")]
+    found = runs.facts(runs.group_runs([runs.load_run(folder) for folder in folders]))
+    assert "1 to 2 runs to a row, 4 to 8 updates to a run." in pages.family_table(found, command=["x"])
 
 
 def test_labels_are_moved_apart_and_stay_inside():
-    assert report._apart([0.1, 0.5]) == [0.1, 0.5]
-    close = report._apart([0.93, 0.95, 0.97])
-    assert max(close) <= 1.0 and min(np.diff(close)) > 0.079
+    assert drawing.apart([0.1, 0.5], gap=0.08) == [0.1, 0.5]
+    assert drawing.apart([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # around the middle of both
+    for ends in ([0.93, 0.95, 0.97], [0.0, 0.01, 0.02], [0.5] * 12):
+        close = drawing.apart(ends, gap=0.08)
+        assert min(close) >= 0 and max(close) <= 1.0 and min(np.diff(close)) > 0.079
+
+
+@pytest.mark.parametrize("count", [2, 12, 30])
+def test_labels_at_the_ends_of_lines_do_not_overlap(tmp_path, count):
+    with drawing.picture(tmp_path / "x.png", width=4, height=3) as figure:
+        axes = figure.add_axes((0.1, 0.2, 0.6, 0.7))
+        axes.set_ylim(0, 10)
+        drawing.label_ends(axes, [(5 + i / 100, f"gspo_token{i}", "#000000") for i in range(count)], size=10.5)
+        boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == count and len(axes.lines) == count  # each had to move, and is joined to its line
+    glyphs = axes.texts[0].get_fontsize() * figure.dpi / 72
+    assert min(np.diff([box.y0 for box in boxes])) > 1.1 * glyphs
+    assert boxes[0].y1 > axes.bbox.y0 and boxes[-1].y0 < axes.bbox.y1
 
 
 @pytest.mark.parametrize(
@@ -174,6 +253,8 @@ def test_labels_are_moved_apart_and_stay_inside():
     [
         (["{}/rnu"], r"there is no folder .*did you mean .*run\?"),
         (["{}/run", "--jsn=x"], r"did you mean --json\?"),
+        (["{}/run", "--tabel=x"], r"did you mean --table\?"),
+        (["{}/run", "--table={}/run/metrics.jsonl/x"], "metrics.jsonl"),
         (["{}/empty"], "metrics.jsonl has no whole line yet"),
         (["{}"], "metrics.jsonl is missing"),
         (["{}/run", "--out={}/run/metrics.jsonl/x"], "cannot be written to .*choose another --out"),

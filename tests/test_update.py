@@ -13,19 +13,23 @@ import pytest
 from flax import nnx
 
 from gspo_jax import objectives
+from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.training.state import TrainState, make_optimizer, new_state, state_shardings
-from gspo_jax.training.update import make_score, make_update, take_minibatch
-from gspo_jax.types import Experience, Rollout
+from gspo_jax.training.scoring import Scoring, make_old_policy, score
+from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
+from gspo_jax.training.update import Penalties, make_update, take_minibatch
+from gspo_jax.types import Experience, OldPolicy, Rollout
 from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, params, prompts
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 G, P, T = 4, 16, 10
-SCORING = {"temperature": 1.0, "logprob_chunk": 64}
-OBJECTIVES = {"gspo": objectives.gspo(), "gspo_token": objectives.gspo_token(), "grpo": objectives.grpo()}
+SCORING = Scoring(logprob_chunk=64)
+SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
+OLD_POLICY = make_old_policy(GRAPH, SCORING, recompute=True, routes=True, critic=None)
+CRITIC_GRAPH, CRITIC_SHAPES = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
 
 
 def optimizer(**changes):
@@ -48,55 +52,102 @@ def experience() -> Experience:
     rollout = jax.device_get(rollout)
     rng = np.random.default_rng(0)
     old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
-    return Experience(rollout, old, rng.standard_normal(P * G).astype(np.float32))
+    return Experience(rollout, rollout.mask, OldPolicy(old), rng.standard_normal(P * G).astype(np.float32))
 
 
-def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1):
-    """(gradient, metrics) of mini-batch 1 of 2; without a mesh if no sizes are given."""
+def all_there(experience: Experience) -> Experience:
+    """With values, returns, reference, routes and corrections too, whether an objective uses them or not."""
+    rng, r = np.random.default_rng(1), experience.rollout
+    routes = OLD_POLICY(params(), None, None, r).routes
+    noise = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32)
+    old = dataclasses.replace(
+        experience.old,
+        reference_logprobs=r.logprobs + rng.normal(scale=0.1, size=r.mask.shape).astype(np.float32),
+        values=rng.normal(size=r.mask.shape).astype(np.float32),
+        routes=dataclasses.replace(routes, logprobs=routes.logprobs + noise),
+    )
+    returns, correction = (rng.uniform(size=r.mask.shape).astype(np.float32) for _ in range(2))
+    return jax.device_get(dataclasses.replace(experience, old=old, returns=returns, correction=correction))
+
+
+def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, **penalties):
+    """(gradients, metrics) of mini-batch 1 of 2; without a mesh if no sizes are given."""
     record, schedule = recorder()
-    settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, **SCORING}
+    objective = objectives.make(name)
+    critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
+    if not objective.router_shift:
+        experience = dataclasses.replace(experience, old=dataclasses.replace(experience.old, routes=None))
+    settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "critic": critic}
+    settings["penalties"] = Penalties(**penalties)
     if sizes is None:
-        update = make_update(GRAPH, OBJECTIVES[name], record, schedule, **settings)
-        after, metrics = update(new_state(params(), record), experience, 1)
-        return jax.device_get(after.opt_state.trace), jax.device_get(metrics)
-    mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
-    with jax.set_mesh(mesh):
-        shardings = state_shardings(SHAPES, record, mesh)
-        update = make_update(GRAPH, OBJECTIVES[name], record, schedule, shardings=shardings, **settings)
-        state = jax.device_put(new_state(params(), record), shardings)
-        after, metrics = update(state, mesh_lib.to_rows(mesh, experience), 1)
-    for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the state stays where it was"
-    return jax.device_get(after.opt_state.trace), jax.device_get(metrics)
+        update = make_update(GRAPH, SCORING, objective, record, schedule, **settings)
+        after, metrics = update(new_state(params(), record, critic=critic), experience, 1)
+    else:
+        mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+        with jax.set_mesh(mesh):
+            shardings = state_shardings(SHAPES, record, mesh, critic=critic)
+            update = make_update(GRAPH, SCORING, objective, record, schedule, shardings=shardings, **settings)
+            state = jax.device_put(new_state(params(), record, critic=critic), shardings)
+            after, metrics = update(state, mesh_lib.to_rows(mesh, experience), 1)
+        for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the state stays where it was"
+    learners = [after.policy] if after.critic is None else [after.policy, after.critic]
+    return jax.device_get([learner.opt_state.trace for learner in learners]), jax.device_get(metrics)
+
+
+def distance(expected, found) -> float:
+    """Between two gradients, in units of the norm of the first."""
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
+    difference = sum(((np.asarray(a, np.float64) - b) ** 2).sum() for a, b in pairs)
+    return math.sqrt(difference / sum((np.asarray(x, np.float64) ** 2).sum() for x in jax.tree.leaves(expected)))
 
 
 @pytest.fixture(scope="module")
 def reference(experience):
-    return {name: gradient_and_loss(experience, name=name) for name in OBJECTIVES}
+    return gradient_and_loss(experience)
 
 
 @pytest.mark.parametrize(
     ("sizes", "microbatches"),
-    [({"data": 1}, 1), ({"data": 2, "fsdp": 2, "expert": 2}, 2), *((sizes, 1) for sizes in MESHES)],
+    [
+        ({"data": 1}, 1),
+        ({"data": 2}, 4),
+        ({"data": 2, "expert": 2}, 4),
+        ({"data": 2, "fsdp": 2, "expert": 2}, 2),
+        *((sizes, 1) for sizes in MESHES),
+    ],
     ids=lambda x: mesh_id(x) if isinstance(x, dict) else f"micro{x}",
 )
 def test_one_device_and_eight_agree(sizes, microbatches, experience, reference):
     grads, metrics = gradient_and_loss(experience, sizes=sizes, microbatches=microbatches)
-    expected, expected_metrics = reference["gspo"]
+    expected, expected_metrics = reference
     assert leaf_errors(expected, grads) < 1e-5
+    assert distance(expected, grads) < 1e-6
     np.testing.assert_allclose(metrics["actor/loss"], expected_metrics["actor/loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+METRICS = ("actor/loss", "actor/entropy", "clip_fraction/token", "routing/flip_rate", "mismatch/max")
+
+
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_micro_batches_add_up(name, microbatches, experience, reference):
-    grads, metrics = gradient_and_loss(experience, name=name, microbatches=microbatches)
-    expected, expected_metrics = reference[name]
-    norm = np.sqrt(sum((np.asarray(x) ** 2).sum() for x in jax.tree.leaves(expected)))
-    difference = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), expected, grads)
-    assert np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(difference))) < 1e-6 * norm
-    for metric in ("actor/loss", "actor/entropy", "clip_fraction/token", "routing/flip_rate", "mismatch/max"):
+def test_micro_batches_add_up(microbatches, experience, reference):
+    grads, metrics = gradient_and_loss(experience, microbatches=microbatches)
+    expected, expected_metrics = reference
+    assert distance(expected, grads) < 1e-6
+    for metric in METRICS:
         np.testing.assert_allclose(metrics[metric], expected_metrics[metric], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", objectives.catalogue.__all__)
+def test_every_objective_is_the_same_on_eight_devices_and_in_micro_batches(name, experience):
+    """With critic, reference, entropy bonus and mismatch correction in the loss."""
+    whole = all_there(experience)
+    expected, expected_metrics = gradient_and_loss(whole, name=name, kl=0.1, entropy=0.01)
+    sizes = {"data": 2, "fsdp": 2, "expert": 2}
+    grads, metrics = gradient_and_loss(whole, name=name, kl=0.1, entropy=0.01, sizes=sizes, microbatches=2)
+    assert distance(expected, grads) < 1e-6
+    for metric, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=1e-6, err_msg=metric)
 
 
 def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference):
@@ -113,22 +164,22 @@ def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference
         for b, n in enumerate(r.prompt_lengths):
             logits.append(jnp.concatenate([out[b, n - 1][None], out[b, S : S + T - 1]]))
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(jnp.stack(logits)), r.tokens[..., None], -1)[..., 0]
-        d = jnp.where(r.mask, logprobs - batch.old_logprobs, 0)
+        d = jnp.where(r.mask, logprobs - batch.old.logprobs, 0)
         s = jnp.exp(d.sum(1) / r.mask.sum(1))
         return -jnp.minimum(s * batch.advantages, jnp.clip(s, 1 - 3e-4, 1 + 4e-4) * batch.advantages).mean()
 
     value, grads = jax.jit(jax.value_and_grad(loss))(params())
-    expected, metrics = reference["gspo"]
-    assert leaf_errors(expected, grads) < 2e-4
+    expected, metrics = reference
+    assert leaf_errors(expected, [grads]) < 2e-4
     np.testing.assert_allclose(metrics["actor/loss"], value, rtol=1e-4)
 
 
 def test_metrics_are_those_of_the_minibatch(experience, reference):
-    _, metrics = reference["gspo"]
+    _, metrics = reference
     batch = take_minibatch(experience, 1, count=2, group_size=G)
-    scores = make_score(GRAPH, **SCORING)(params(), batch.rollout)
+    scores = SCORE(params(), batch.rollout)
     mask = np.asarray(batch.rollout.mask)
-    d = np.asarray(scores.logprobs)[mask].astype(np.float64) - batch.old_logprobs[mask]
+    d = np.asarray(scores.logprobs)[mask].astype(np.float64) - batch.old.logprobs[mask]
     np.testing.assert_allclose(metrics["actor/kl"], (np.exp(d) - 1 - d).mean(), rtol=0.05)
     np.testing.assert_allclose(metrics["actor/entropy"], np.asarray(scores.entropy)[mask].mean(), rtol=1e-5)
     x, y = np.asarray(scores.logprobs)[mask], batch.rollout.logprobs[mask]
@@ -150,16 +201,14 @@ def test_minibatches_are_whole_groups_and_a_partition():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, experience):
     opt, schedule = optimizer()
-    update = make_update(
-        GRAPH, OBJECTIVES["gspo"], opt, schedule, minibatches=2, microbatches=2, group_size=G, **SCORING
-    )
+    update = make_update(GRAPH, SCORING, objectives.gspo(), opt, schedule, minibatches=2, microbatches=2, group_size=G)
     advantages = experience.advantages.copy()
     advantages[:] = bad
     state, before = new_state(params(), opt), new_state(params(), opt)
     state, metrics = update(state, dataclasses.replace(experience, advantages=advantages), 0)
     assert metrics["update/skipped"] == state.skipped == 1
     assert state.updates == 1
-    chex.assert_trees_all_equal((state.params, state.opt_state), (before.params, before.opt_state))
+    chex.assert_trees_all_equal(state.policy, before.policy)
     state, metrics = update(state, experience, 0)
     assert metrics["update/skipped"] == 0
     assert state.skipped == 1
@@ -168,14 +217,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, exper
 
 def test_an_update_makes_good_responses_likelier(experience):
     opt, schedule = optimizer(learning_rate=1e-4)
-    update = make_update(
-        GRAPH, OBJECTIVES["gspo"], opt, schedule, minibatches=1, microbatches=1, group_size=G, **SCORING
-    )
-    score = make_score(GRAPH, **SCORING)
-    exact = dataclasses.replace(experience, old_logprobs=experience.rollout.logprobs)
+    update = make_update(GRAPH, SCORING, objectives.gspo(), opt, schedule, minibatches=1, microbatches=1, group_size=G)
+    exact = dataclasses.replace(experience, old=OldPolicy(experience.rollout.logprobs))
     state, _ = update(new_state(params(), opt), exact, 0)
     mask = experience.rollout.mask
-    gain = np.where(mask, np.asarray(score(state.params, experience.rollout).logprobs) - exact.old_logprobs, 0)
+    gain = np.where(mask, np.asarray(SCORE(state.params, experience.rollout).logprobs) - exact.old.logprobs, 0)
     gain = gain.sum(axis=1) / mask.sum(axis=1)
     assert gain[experience.advantages > 0.5].mean() > gain[experience.advantages < -0.5].mean()
 
@@ -193,17 +239,7 @@ def test_no_buffer_holds_the_whole_logits():
     config = dataclasses.replace(CONFIG, vocab_size=V, num_layers=1)
     graph, shapes = transformer.abstract(config)
     opt, schedule = optimizer()
-    update = make_update(
-        graph,
-        OBJECTIVES["gspo"],
-        opt,
-        schedule,
-        minibatches=1,
-        microbatches=1,
-        group_size=4,
-        temperature=1.0,
-        logprob_chunk=64,
-    )
+    update = make_update(graph, SCORING, objectives.gspo(), opt, schedule, minibatches=1, microbatches=1, group_size=4)
 
     def of(shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -219,7 +255,9 @@ def test_no_buffer_holds_the_whole_logits():
         experts=of((B, length, 1, 2), jnp.int8),
     )
     state: TrainState = jax.eval_shape(partial(new_state, optimizer=opt), shapes)
-    compiled = update.lower(state, Experience(rollout, of((B, length)), of((B,))), 0).compile()
+    compiled = update.lower(
+        state, Experience(rollout, of((B, length), bool), OldPolicy(of((B, length))), of((B,))), 0
+    ).compile()
     memory = compiled.memory_analysis()
     logits = 4 * B * length * V
     gradients = 4 * 2 * V * config.hidden_size

@@ -26,6 +26,8 @@ class Routes(NamedTuple):
     """The K experts of each token, most probable first."""
     logprobs: Float[Array, "B T K"]
     """log softmax of the router at those experts, float32, before renormalisation."""
+    watched: Float[Array, "B T K"] | None = None
+    """log softmax of the router at the experts that the caller asked about, a constant; None if it did not ask."""
 
 
 def route(logits: Float[Array, "B T E"], *, k: int, renormalise: bool) -> tuple[Routes, Float[Array, "B T K"]]:
@@ -102,10 +104,18 @@ class MoE(nnx.Module):
         self.up = parameter(rngs, (L, E, D, F), ("layers", "expert", "embed", "mlp"))
         self.down = parameter(rngs, (L, E, F, D), ("layers", "expert", "mlp", "embed"))
 
-    def __call__(self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], Routes]:
-        """Padding (`valid` False) reaches no expert: it comes out zero and costs no rows."""
+    def __call__(
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], watch: Int[Array, "B T K"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Routes]:
+        """Padding (`valid` False) reaches no expert: it comes out zero and costs no rows.
+
+        `watch` names experts whose router log-probs are wanted as well, whoever is chosen.
+        """
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.router[...])
         routes, weights = route(logits, k=self.config.experts_per_token, renormalise=self.config.norm_topk_prob)
+        if watch is not None:
+            every = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
+            routes = routes._replace(watched=jnp.take_along_axis(every, watch.astype(jnp.int32), axis=-1))
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = (w.astype(x.dtype) for w in (self.gate, self.up, self.down))
         return expert_parallel(x, ids, weights, *kernels), routes
@@ -120,8 +130,11 @@ class MLP(nnx.Module):
         self.up = parameter(rngs, (L, D, F), ("layers", "embed", "mlp"))
         self.down = parameter(rngs, (L, F, D), ("layers", "mlp", "embed"))
 
-    def __call__(self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]) -> tuple[Float[Array, "B T D"], Routes]:
+    def __call__(
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], watch: Int[Array, "B T K"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Routes]:
         """Returns no routes (K = 0), so that dense and sparse blocks are called alike."""
+        del watch  # there is no router to watch
         gate, up, down = (w.astype(x.dtype) for w in (self.gate, self.up, self.down))
         none = jnp.zeros((*valid.shape, 0))
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down, Routes(none.astype(jnp.int32), none)

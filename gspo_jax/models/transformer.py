@@ -25,7 +25,7 @@ class Output:
     hidden: Float[Array, "B T D"]
     """After the final norm, in the compute dtype."""
     routes: Routes
-    """Stacked over layers: `experts` and `logprobs` are [L, B, T, K]; K = 0 for a dense model."""
+    """Stacked over layers: its arrays are [L, B, T, K]; K = 0 for a dense model."""
     head: Float[Array, "D V"]
     """The unembedding, in the compute dtype."""
 
@@ -47,13 +47,18 @@ class Block(nnx.Module):
         self.mlp = MoE(config, rngs=rngs) if config.num_experts else MLP(config, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], valid: Bool[Array, "B T"], attend: Attend
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        attend: Attend,
+        watch: Int[Array, "B T K"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes, Any]:
         """Returns the residual stream, this layer's routes, and what `attend` kept."""
         eps = self.config.rms_norm_eps
         y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
         x = constrain(x + y, "batch", None, None)
-        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid)
+        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, watch)
         return constrain(x + y, "batch", None, None), routes, kept
 
 
@@ -77,6 +82,7 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         valid: Bool[Array, "B T"] | None = None,
         *,
+        watch: Int[Array, "L B T K"] | None = None,
         remat: bool = False,
     ) -> Output:
         """The training forward: token t sees the valid tokens at or before it.
@@ -84,9 +90,10 @@ class Transformer(nnx.Module):
         Args:
           tokens: [B, T]; holes are allowed anywhere and marked by `valid`.
           valid: False on padding, which no token sees and no position counts; all True if not given.
+          watch: experts whose router log-probs are wanted as well, as `routes.watched`.
           remat: keep only each layer's input for the backward pass and compute the rest again.
         """
-        out, _ = self._causal(tokens, valid, keep_cache=False, remat=remat)
+        out, _ = self._causal(tokens, valid, watch=watch, keep_cache=False, remat=remat)
         return out
 
     def prefill(
@@ -94,7 +101,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Output, tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]]]:
         """Runs right-padded prompts and keeps each layer's keys and values."""
         valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        return self._causal(tokens, valid, keep_cache=True, remat=False)
+        return self._causal(tokens, valid, watch=None, keep_cache=True, remat=False)
 
     def decode(self, tokens: Int[Array, " B"], active: Bool[Array, " B"], cache: Cache) -> tuple[Output, Cache]:
         """Feeds one token per row at response slot `cache.step`; rows not `active` reach no expert."""
@@ -125,7 +132,9 @@ class Transformer(nnx.Module):
         )
         return self._output(x, routes), dataclasses.replace(cache, k=k, v=v, step=cache.step + 1)
 
-    def _causal(self, tokens: Array, valid: Array | None, *, keep_cache: bool, remat: bool) -> tuple[Output, Any]:
+    def _causal(
+        self, tokens: Array, valid: Array | None, *, watch: Array | None, keep_cache: bool, remat: bool
+    ) -> tuple[Output, Any]:
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None] & valid[:, None]
@@ -134,11 +143,13 @@ class Transformer(nnx.Module):
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             return attention(q, k, v, mask), (k, v) if keep_cache else None
 
-        def layer(x: Array, params: nnx.State) -> tuple[Array, tuple[Routes, Any]]:
-            x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend)
+        def layer(x: Array, xs: tuple[nnx.State, Array | None]) -> tuple[Array, tuple[Routes, Any]]:
+            params, watch = xs
+            x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, watch)
             return x, (routes, kept)
 
-        x, (routes, kept) = jax.lax.scan(jax.checkpoint(layer) if remat else layer, self._embed(tokens), stacked)
+        layer = jax.checkpoint(layer) if remat else layer
+        x, (routes, kept) = jax.lax.scan(layer, self._embed(tokens), (stacked, watch))
         return self._output(x, routes), kept
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

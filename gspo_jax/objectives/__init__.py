@@ -6,7 +6,6 @@
 Holds no model, mesh or config. B rows are P prompts × G responses, the rows of a group adjacent; T response tokens.
 """
 
-import inspect
 from typing import NamedTuple
 
 import jax
@@ -15,11 +14,12 @@ from jaxtyping import Array, Bool, Float
 
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is listed in catalogue.__all__ and only there)
-from gspo_jax.objectives.catalogue import Objective
+from gspo_jax.objectives.checks import build, check_tokens
+from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import Batch, widen
-from gspo_jax.types import UserError, choices
+from gspo_jax.types import UserError
 
-__all__ = ["ClipSums", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
+__all__ = ["ClipSums", "Critic", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
 __all__ += catalogue.__all__
 
 
@@ -65,14 +65,7 @@ def make(name: str, **hyper_parameters: float | str | None) -> Objective:
 
     Raises UserError for a name or a hyper-parameter that does not exist, listing those that do.
     """
-    if name not in catalogue.__all__:
-        raise UserError(f"no objective {name!r}; {choices(name, catalogue.__all__)}")
-    factory = getattr(catalogue, name)
-    known = list(inspect.signature(factory).parameters)
-    for given in hyper_parameters:
-        if given not in known:
-            raise UserError(f"{name} has no hyper-parameter {given!r}; {choices(given, known)}")
-    return factory(**hyper_parameters)
+    return build("objective", {each: getattr(catalogue, each) for each in catalogue.__all__}, name, hyper_parameters)
 
 
 def loss(
@@ -85,34 +78,27 @@ def loss(
     group_size: int | None = None,
     advantages: Float[Array, " B"] | Float[Array, "B T"] | None = None,
     weights: Float[Array, "B T"] | None = None,
+    router_shift: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Info]:
     """Loss of a batch, to be minimised, and what stood behind it: loss = −Σ w·gain.
 
     `mask` is True on the tokens that the policy sampled, EOS included; what stands elsewhere changes nothing, NaN
     included. Give `rewards` with `group_size`, or `advantages`. `weights` are `objective.weights(mask)` unless given:
     compute them for a whole mini-batch and cut them up with it, and the losses of its micro-batches add up to its loss.
+    `router_shift` is for the objectives that need it, such as `rspo`.
 
-    Raises ValueError for shapes that do not fit, UserError for `[B, T]` advantages where the objective has none.
+    Raises ValueError for shapes that do not fit, UserError for what the objective's definition does not allow.
     """
-    _check_batch(logprobs, old_logprobs, mask)
-    if (rewards is None) == (advantages is None) or (rewards is None) != (group_size is None):
-        raise ValueError("loss needs either rewards with group_size, or advantages, and not both")
+    check_tokens(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     if advantages is None:
-        advantages = objective.advantage(rewards, group_size=group_size)
+        advantages = _from_rewards(objective, rewards, group_size)
+    elif rewards is not None or group_size is not None:
+        raise ValueError(_EITHER)
     advantages = _per_token(objective, advantages, mask)
-    if weights is None:
-        weights = objective.weights(mask)
-    if weights.shape != mask.shape:
-        raise ValueError(f"weights are {list(weights.shape)}; they must be [B, T] = {list(mask.shape)}")
-    weights = jnp.where(mask, weights, 0.0)
-    said = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages))
-    info = Info(
-        ratio=jnp.where(mask, said.ratio, 1.0),
-        gated_low=said.gated_low,
-        gated_high=said.gated_high,
-        advantages=advantages,
-        weights=weights,
-    )
+    weights = _inside("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
+    shift = _router_shift(objective, router_shift, mask)
+    said = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
+    info = Info(jnp.where(mask, said.ratio, 1.0), said.gated_low, said.gated_high, advantages, weights)
     return -jnp.sum(weights * said.gain), info
 
 
@@ -147,13 +133,40 @@ def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
     }
 
 
-def _check_batch(logprobs: Array, old_logprobs: Array, mask: Array) -> None:
-    """The three are [B, T] alike, and the mask is boolean."""
-    shapes = [list(jnp.shape(x)) for x in (logprobs, old_logprobs, mask)]
-    if len(shapes[0]) != 2 or shapes != [shapes[0]] * 3:
-        raise ValueError("logprobs are {}, old_logprobs {}, mask {}; all three must be the same [B, T]".format(*shapes))
-    if mask.dtype != bool:
-        raise ValueError(f"mask is {mask.dtype}, not bool; use mask != 0")
+_EITHER = "loss needs either rewards with group_size, or advantages, and not both"
+
+
+def _from_rewards(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:
+    """The objective's own advantages."""
+    if rewards is None or group_size is None:
+        raise ValueError(_EITHER)
+    if objective.advantage is None:
+        raise UserError(
+            f"{objective.name} makes no advantages from rewards [B], they come from a critic; pass "
+            "advantages=gae(rewards, values, mask) with its rewards and values [B, T]"
+        )
+    return objective.advantage(rewards, group_size=group_size)
+
+
+def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "B T"]) -> Float[Array, "B T"] | None:
+    """The router shift of every token, a constant, 1 outside the mask; None where the objective has no use for it."""
+    if shift is None:
+        if objective.router_shift:
+            raise UserError(
+                f"{objective.name} damps tokens by how far their routing moved; pass router_shift [B, T], "
+                "exp(−mean |log ρ_θ − log ρ_old|) over layers and the old experts, 1 everywhere for a dense model"
+            )
+        return None
+    if not objective.router_shift:
+        raise ValueError(f"{objective.name} has no use for router_shift; leave it out")
+    return jax.lax.stop_gradient(_inside("router_shift", widen(shift), mask, 1.0))
+
+
+def _inside(name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float) -> Float[Array, "B T"]:
+    """x, and `outside` outside the mask."""
+    if x.shape != mask.shape:
+        raise ValueError(f"the shape of {name} is {list(x.shape)}; it must be [B, T] = {list(mask.shape)}")
+    return jnp.where(mask, x, outside)
 
 
 def _per_token(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
+from gspo_jax.objectives.checks import check_fraction, check_tokens
 from gspo_jax.objectives.surrogates import widen
-from gspo_jax.types import UserError
 
 
 def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
@@ -73,10 +73,8 @@ def gae(
 
     Raises ValueError for shapes that do not fit, UserError for `gamma` or `lam` outside [0, 1].
     """
-    _check_tokens(rewards, values, mask)
-    for name, factor in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= factor <= 1:
-            raise UserError(f"{name}={factor} lies outside [0, 1]; 1 discounts nothing, 0 looks one token ahead")
+    check_tokens(rewards=rewards, values=values, mask=mask)
+    check_fraction("1 discounts nothing, 0 looks one token ahead", gamma=gamma, lam=lam)
     values = widen(values)  # which widens all that is added to them
 
     def step_back(after: _Following, column: tuple[Array, Array, Array]) -> tuple[_Following, Array]:
@@ -85,13 +83,29 @@ def gae(
         here = _Following(jnp.where(sampled, advantage, after.advantage), jnp.where(sampled, value, after.value))
         return here, jnp.where(sampled, advantage, 0.0)
 
-    rows = mask.shape[0]
-    end = _Following(jnp.zeros(rows, jnp.result_type(rewards, values)), jnp.zeros(rows, values.dtype))
+    rows = mask.shape[:1]
+    end = _Following(jax.lax.full(rows, 0, jnp.result_type(rewards, values)), jax.lax.full(rows, 0, values.dtype))
     _, columns = jax.lax.scan(step_back, end, (rewards.T, values.T, mask.T), reverse=True)
-    return _whitened(columns.T, mask) if whiten else columns.T
+    return whitened(columns.T, mask) if whiten else columns.T
 
 
-def _whitened(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, group_size: int) -> Float[Array, "B T"]:
+    """Process supervision of GRPO: a token's advantage is what the steps from it onwards brought.
+
+    Â_t = Σ_{u ≥ t, u a step} z_u, z = (R − mean R) / (std R + 1e-6) over all steps of all responses of the group, std
+    the sample deviation. https://arxiv.org/abs/2402.03300 (4.1.3)
+
+    `steps` is True on the token that ends a step, `rewards` its reward; what stands elsewhere changes nothing. Exactly
+    0 in a group without a step, with one, or with equal rewards. Raises ValueError for shapes that do not fit.
+    """
+    check_tokens(rewards=rewards, steps=steps)
+    _check_groups(steps.shape[0], group_size)
+    groups = (-1, group_size * steps.shape[1])
+    z = jax.vmap(whitened)(widen(rewards).reshape(groups), steps.reshape(groups)).reshape(steps.shape)
+    return jax.lax.cumsum(z, axis=1, reverse=True)
+
+
+def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
     """(x − mean) / (std + 1e-6) over the mask, std the sample deviation; exactly 0 for one token or equal ones."""
     count = jnp.sum(mask)
     x = jnp.where(mask, x - jnp.min(x, initial=jnp.inf, where=mask), 0.0)
@@ -99,13 +113,13 @@ def _whitened(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, 
     return x / (jnp.sqrt(jnp.sum(x**2) / jnp.maximum(count - 1, 1)) + 1e-6)
 
 
-def _check_tokens(rewards: Array, values: Array, mask: Array) -> None:
-    """The three are [B, T] alike, and the mask is boolean."""
-    shapes = [list(jnp.shape(x)) for x in (rewards, values, mask)]
-    if len(shapes[0]) != 2 or shapes != [shapes[0]] * 3:
-        raise ValueError("rewards are {}, values {}, mask {}; all three must be the same [B, T]".format(*shapes))
-    if mask.dtype != bool:
-        raise ValueError(f"mask is {mask.dtype}, not bool; use mask != 0")
+def _check_groups(rows: int, group_size: int) -> None:
+    """The rows split into groups."""
+    if group_size < 1 or rows % group_size:
+        raise ValueError(
+            f"{rows} rewards do not split into groups of {group_size}; "
+            "give a positive group_size that divides their number"
+        )
 
 
 def _centered(rewards: Shaped[Array, " B"], group_size: int) -> Float[Array, "P G"]:
@@ -113,11 +127,7 @@ def _centered(rewards: Shaped[Array, " B"], group_size: int) -> Float[Array, "P 
     rewards = widen(rewards)
     if rewards.ndim != 1:
         raise ValueError(f"rewards are {list(rewards.shape)}; they must be [B], one number for each response")
-    if group_size < 1 or rewards.shape[0] % group_size:
-        raise ValueError(
-            f"{rewards.shape[0]} rewards do not split into groups of {group_size}; "
-            "give a positive group_size that divides their number"
-        )
+    _check_groups(rewards.shape[0], group_size)
     groups = rewards.reshape(-1, group_size)
     groups = groups - groups[:, :1]
     return groups - jnp.mean(groups, axis=1, keepdims=True)

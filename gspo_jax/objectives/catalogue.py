@@ -1,99 +1,372 @@
 """One short factory per paper, each a composition of primitives, so that two papers can be compared line by line.
 
 A new objective is a function here and its name in `__all__`: that is all a config or `objectives.make` needs.
+Â is [B], one for each response, or where a docstring says so [B, T], one for each token. m is the mask.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from gspo_jax.objectives.advantages import group_zscore
-from gspo_jax.objectives.surrogates import Batch, Surrogate, clipped, log_ratio, row_mean, sequence_mean
+from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
+from gspo_jax.objectives.checks import check_at_least, check_choice, check_fraction, check_offsets, check_positive
+from gspo_jax.objectives.objective import Critic, Objective
+from gspo_jax.objectives.surrogates import (
+    Batch,
+    Surrogate,
+    clipped,
+    constant_length,
+    geometric,
+    held_in_log,
+    log_ratio,
+    policy_gradient,
+    row_mean,
+    sequence_mean,
+    soft_gated,
+    token_mean,
+)
 from gspo_jax.types import UserError
 
-__all__ = ["grpo", "gspo", "gspo_token"]
+__all__ = [
+    "cispo",
+    "dapo",
+    "dr_grpo",
+    "gmpo",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "ppo",
+    "reinforce",
+    "rloo",
+    "rspo",
+    "sapo",
+]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """An objective with its hyper-parameters bound; loss = −Σ weights(mask) · surrogate(batch).gain."""
+def reinforce() -> Objective:
+    """REINFORCE with the others of the group as a baseline, every token counting the same.
 
-    name: str
-    """Name of the factory in `__all__`."""
-    surrogate: Callable[[Batch], Surrogate]
-    """What the objective says of every token."""
-    weights: Callable[[Bool[Array, "B T"]], Float[Array, "B T"]]
-    """mask -> w[B, T], 0 outside it. Computed once for a whole mini-batch, then cut up with it."""
-    advantage: Callable[..., Float[Array, " B"]]
-    """(rewards [B], group_size=G) -> Â [B], used where the caller brings rewards and not advantages."""
-    token_advantages: bool
-    """Whether the definition allows an advantage for each token, [B, T], besides one for each row."""
+    gain[i,t] = Â·log π_θ. https://arxiv.org/abs/2402.14740
+
+    Â [B], from rewards the `leave_one_out`; the ratio is reported and never bounded. Weights: token mean.
+    """
+    return Objective(
+        name="reinforce",
+        surrogate=policy_gradient,
+        weights=token_mean,
+        advantage=leave_one_out,
+        token_advantages=False,
+        level="token",
+        bounds={},
+    )
 
 
-def grpo(*, low: float = 0.2, high: float = 0.2) -> Objective:
+def rloo() -> Objective:
+    """REINFORCE leave-one-out: the response is one action, its log-prob the sum over its tokens.
+
+    gain[i,t] = Â·log π_θ. https://arxiv.org/abs/2402.14740
+
+    Â [B], from rewards the `leave_one_out`; the ratio is reported and never bounded. Weights: m / N_rows, which adds up
+    the log-probs of a row and takes the mean over rows.
+    """
+    return Objective(
+        name="rloo",
+        surrogate=policy_gradient,
+        weights=partial(constant_length, length=1.0),
+        advantage=leave_one_out,
+        token_advantages=False,
+        level="token",
+        bounds={},
+    )
+
+
+def ppo(
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual_clip: float | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+    value_clip: float = 0.2,
+    value_weight: float = 0.5,
+) -> Objective:
+    """Proximal Policy Optimization: the clip on every token, advantages from a critic.
+
+    gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/1707.06347
+
+    Â [B] or [B, T], from `gae` with `gamma`, `lam` and `whiten`, never from rewards alone; `value_clip` and
+    `value_weight` are for `value_loss`. `low` and `high` are offsets from 1, `dual_clip` is that of `clipped`. Weights:
+    token mean. Raises UserError for hyper-parameters out of range.
+    """
+    check_fraction("1 discounts nothing, 0 looks one token ahead", gamma=gamma, lam=lam)
+    check_positive("it is how far a value may move, 0.2 is usual", value_clip=value_clip)
+    check_at_least(0, "it is the weight of the critic's loss, 0.5 is usual", value_weight=value_weight)
+    return Objective(
+        name="ppo",
+        surrogate=_clip_tokens(low, high, dual_clip),
+        weights=token_mean,
+        advantage=None,
+        token_advantages=True,
+        level="token",
+        bounds={"low": low, "high": high},
+        critic=Critic(gamma=gamma, lam=lam, whiten=whiten, value_clip=value_clip, value_weight=value_weight),
+    )
+
+
+def grpo(*, low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) -> Objective:
     """Group Relative Policy Optimization: the clip of PPO on every token, without a critic.
 
     gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/2402.03300
 
-    Â [B] or [B, T]; `low` and `high` are offsets from 1 (the tuned baseline in the GSPO paper: 0.2 and 0.27). Raises
-    UserError for `low` outside [0, 1] or `high` below 0.
+    Â [B] or [B, T], from rewards the `group_zscore`; `low` and `high` are offsets from 1 (the tuned baseline in the
+    GSPO paper: 0.2 and 0.27), `dual_clip` is that of `clipped`. Weights: sequence mean. Raises UserError for `low`
+    outside [0, 1], `high` below 0, `dual_clip` not above 1.
     """
-    _check_offsets(low, high)
-
-    def surrogate(b: Batch) -> Surrogate:
-        return clipped(log_ratio(b.logprobs, b.old_logprobs, b.mask), b.advantages, low=low, high=high)
-
     return Objective(
-        name="grpo", surrogate=surrogate, weights=sequence_mean, advantage=group_zscore, token_advantages=True
+        name="grpo",
+        surrogate=_clip_tokens(low, high, dual_clip),
+        weights=sequence_mean,
+        advantage=group_zscore,
+        token_advantages=True,
+        level="token",
+        bounds={"low": low, "high": high},
     )
 
 
-def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Objective:
+def dr_grpo(
+    *, low: float = 0.2, high: float = 0.2, dual_clip: float | None = None, length: float | None = None
+) -> Objective:
+    """Dr. GRPO: GRPO without its two biases, the division by the spread and the one by the length.
+
+    gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/2503.20783
+
+    Â [B], from rewards the `group_centered`; `low`, `high` and `dual_clip` as in `grpo`. Weights: m / (N_rows ·
+    `length`), the same for every response; `length` None is the width T of the batch. Raises UserError for `low`
+    outside [0, 1], `high` below 0, `dual_clip` not above 1, `length` not above 0.
+    """
+    if length is not None:
+        check_positive("it divides every response alike, so give the longest one's tokens", length=length)
+    return Objective(
+        name="dr_grpo",
+        surrogate=_clip_tokens(low, high, dual_clip),
+        weights=partial(constant_length, length=length),
+        advantage=group_centered,
+        token_advantages=False,
+        level="token",
+        bounds={"low": low, "high": high},
+    )
+
+
+def dapo(*, low: float = 0.2, high: float = 0.28, dual_clip: float | None = None) -> Objective:
+    """Decoupled clip of DAPO: GRPO with more room above than below, every token counting the same.
+
+    gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/2503.14476
+
+    Â [B] or [B, T], from rewards the `group_zscore`; `low`, `high` and `dual_clip` as in `grpo`. Weights: token mean.
+    Dynamic sampling and overlong shaping are the loop's. Raises UserError as `grpo` does.
+    """
+    return Objective(
+        name="dapo",
+        surrogate=_clip_tokens(low, high, dual_clip),
+        weights=token_mean,
+        advantage=group_zscore,
+        token_advantages=True,
+        level="token",
+        bounds={"low": low, "high": high},
+    )
+
+
+def gspo(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None = None) -> Objective:
     """Group Sequence Policy Optimization: one ratio for a response, clipped as a whole.
 
     gain[i,t] = min(s_i·Â, clip(s_i, 1 − low, 1 + high)·Â), s_i = exp((1/n_i) Σ_t m·(log π_θ − log π_old)), gradient
     through s_i. https://arxiv.org/abs/2507.18071
 
-    Â [B]; `low` and `high` are offsets from 1. Raises UserError for `low` outside [0, 1] or `high` below 0.
+    Â [B], from rewards the `group_zscore`; `low` and `high` are offsets from 1, `dual_clip` is that of `clipped`.
+    Weights: sequence mean. Raises UserError for `low` outside [0, 1], `high` below 0, `dual_clip` not above 1.
     """
-    _check_offsets(low, high)
+    check_offsets(low, high, dual_clip)
 
     def surrogate(b: Batch) -> Surrogate:
         log_s = row_mean(log_ratio(b.logprobs, b.old_logprobs, b.mask), b.mask)
-        return clipped(jnp.broadcast_to(log_s[:, None], b.mask.shape), b.advantages, low=low, high=high)
+        log_s = jnp.broadcast_to(log_s[:, None], b.mask.shape)
+        return clipped(log_s, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
     return Objective(
-        name="gspo", surrogate=surrogate, weights=sequence_mean, advantage=group_zscore, token_advantages=False
+        name="gspo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        advantage=group_zscore,
+        token_advantages=False,
+        level="sequence",
+        bounds={"low": low, "high": high},
     )
 
 
-def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Objective:
+def gspo_token(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None = None) -> Objective:
     """GSPO with an advantage for each token: the value of the sequence ratio, the gradient of the token's own.
 
     gain[i,t] = min(s·Â, clip(s, 1 − low, 1 + high)·Â), s[i,t] = sg[s_i]·π_θ / sg[π_θ], s_i as in `gspo`; with Â
     constant in a row it is `gspo` in value, clip and gradient. https://arxiv.org/abs/2507.18071
 
-    Â [B] or [B, T]; `low` and `high` are offsets from 1. Raises UserError for `low` outside [0, 1] or `high` below 0.
+    Â [B] or [B, T], from rewards the `group_zscore`; `low`, `high` and `dual_clip` as in `gspo`. Weights: sequence
+    mean. Raises UserError as `gspo` does.
     """
-    _check_offsets(low, high)
+    check_offsets(low, high, dual_clip)
 
     def surrogate(b: Batch) -> Surrogate:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
         log_s = jax.lax.stop_gradient(row_mean(d, b.mask))
         # d − sg[d] is 0 in value and log π_θ in gradient.
-        return clipped(log_s[:, None] + (d - jax.lax.stop_gradient(d)), b.advantages, low=low, high=high)
+        log_s = log_s[:, None] + (d - jax.lax.stop_gradient(d))
+        return clipped(log_s, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
     return Objective(
-        name="gspo_token", surrogate=surrogate, weights=sequence_mean, advantage=group_zscore, token_advantages=True
+        name="gspo_token",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        advantage=group_zscore,
+        token_advantages=True,
+        level="sequence",
+        bounds={"low": low, "high": high},
     )
 
 
-def _check_offsets(low: float, high: float) -> None:
-    """The bounds are offsets: `low=0.2` clips at 0.8."""
-    if not 0 <= low <= 1:
-        raise UserError(f"low={low} lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8")
-    if not high >= 0:
-        raise UserError(f"high={high} lies below 0; it is an offset from 1, so high=0.2 clips at 1.2")
+def cispo(*, low: float = 1.0, high: float = 4.0, mask: Literal["ppo"] | None = None) -> Objective:
+    """Clipped importance sampling (MiniMax-M1): the weight of a token is capped, its gradient never cut.
+
+    gain[i,t] = sg[clip(r, 1 − low, 1 + high)]·Â·log π_θ, r = exp(log π_θ − log π_old); with `mask` "ppo" times the
+    unified mask M, 0 where PPO would cut: Â > 0 and r > 1 + high, or Â < 0 and r < 1 − low.
+    https://arxiv.org/abs/2506.13585
+
+    Â [B] or [B, T], from rewards the `group_zscore`; `low` and `high` are offsets from 1, so the defaults cap at 5 and
+    have no floor: a system with an absolute cap of 5 says 5 for our 4. A token whose weight was capped is reported as
+    gated. Weights: token mean. Raises UserError for `low` outside [0, 1], `high` below 0, an unknown `mask`.
+    """
+    check_offsets(low, high)
+    if mask is not None:
+        check_choice(("ppo",), mask=mask)
+
+    def surrogate(b: Batch) -> Surrogate:
+        plain = policy_gradient(b)
+        under, over = plain.ratio < 1 - low, plain.ratio > 1 + high
+        weight = jnp.clip(plain.ratio, 1 - low, 1 + high)
+        if mask == "ppo":
+            weight = jnp.where(under & (b.advantages < 0) | over & (b.advantages > 0), 0.0, weight)
+        return Surrogate(weight * plain.gain, plain.ratio, under, over)
+
+    return Objective(
+        name="cispo",
+        surrogate=surrogate,
+        weights=token_mean,
+        advantage=group_zscore,
+        token_advantages=True,
+        level="token",
+        bounds={"low": low, "high": high},
+    )
+
+
+def gmpo(*, log_clip: float = 0.4) -> Objective:
+    """Geometric-Mean Policy Optimization: the geometric mean of a response's clipped token ratios.
+
+    gain[i,t] = Â·exp((1/n_i) Σ_t m·l), l = σ·min(σ·d, σ·clip(d, −c, c)), d = log π_θ − log π_old, c = `log_clip`,
+    σ = sgn Â. https://arxiv.org/abs/2507.20673
+
+    Â [B], from rewards the `group_zscore`; the bound is on log r, so 0.4 clips at 0.67 and 1.49. Weights: sequence
+    mean, so every response counts the same. Raises UserError for `log_clip` not above 0.
+    """
+    check_positive(_LOG_CLIP, log_clip=log_clip)
+
+    def surrogate(b: Batch) -> Surrogate:
+        d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
+        return geometric(b, held_in_log(d, b.advantages, log_clip=log_clip))
+
+    return Objective(
+        name="gmpo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        advantage=group_zscore,
+        token_advantages=False,
+        level="token",
+        bounds={"log_clip": log_clip},
+    )
+
+
+def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after", "before"] = "after") -> Objective:
+    """Router-Shift Policy Optimization: GMPO, with every token damped by how far its routing has moved.
+
+    gain[i,t] = Â·exp((1/n_i) Σ_t m·(l + log γ')), γ' = sg[max(gamma_min, γ)], l as in `gmpo`; with `apply` "before",
+    the paper's later version, log γ' is added to d before the clip instead. https://arxiv.org/abs/2510.23027
+
+    Â [B], from rewards the `group_zscore`; γ [B, T] is the caller's `router_shift`, exp(−mean over layers and the old
+    experts of |log ρ_θ − log ρ_old|), ρ the router's probabilities. Weights: sequence mean. Raises UserError for
+    `log_clip` not above 0, `gamma_min` outside (0, 1], an unknown `apply`.
+    """
+    check_positive(_LOG_CLIP, log_clip=log_clip)
+    if not 0 < gamma_min <= 1:
+        raise UserError(f"gamma_min={gamma_min} lies outside (0, 1]; it is the least that a token is damped to")
+    check_choice(("after", "before"), apply=apply)
+
+    def surrogate(b: Batch) -> Surrogate:
+        assert b.router_shift is not None, "rspo needs Batch.router_shift; objectives.loss checks for it"
+        damping = jnp.log(jnp.maximum(gamma_min, b.router_shift))
+        d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
+        if apply == "before":
+            return geometric(b, held_in_log(d + damping, b.advantages, log_clip=log_clip))
+        held = held_in_log(d, b.advantages, log_clip=log_clip)
+        return geometric(b, held._replace(log_ratios=held.log_ratios + damping))
+
+    return Objective(
+        name="rspo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        advantage=group_zscore,
+        token_advantages=False,
+        level="token",
+        bounds={"log_clip": log_clip},
+        router_shift=True,
+    )
+
+
+def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
+    """Soft Adaptive Policy Optimization: a smooth gate instead of a clip, steeper for what is to be unlearned.
+
+    gain[i,t] = (4/τ)·σ(τ(r − 1))·Â, τ = `tau_pos` if Â > 0 else `tau_neg`, r = exp(log π_θ − log π_old); at r = 1 the
+    gradient is Â·∇log π_θ. https://arxiv.org/abs/2511.20347
+
+    Â [B] or [B, T], from rewards the `group_zscore`; a token whose gate is under 1/2 is reported as gated. Weights:
+    sequence mean. Raises UserError for a temperature not above 0.
+    """
+    check_positive("it is how steep the gate is, about 1", tau_pos=tau_pos, tau_neg=tau_neg)
+
+    def surrogate(b: Batch) -> Surrogate:
+        d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
+        return soft_gated(d, b.advantages, tau_pos=tau_pos, tau_neg=tau_neg)
+
+    return Objective(
+        name="sapo",
+        surrogate=surrogate,
+        weights=sequence_mean,
+        advantage=group_zscore,
+        token_advantages=True,
+        level="token",
+        bounds={},
+    )
+
+
+_LOG_CLIP = "it bounds log r, so 0.4 clips at 0.67 and 1.49"
+
+
+def _clip_tokens(low: float, high: float, dual_clip: float | None) -> Callable[[Batch], Surrogate]:
+    """The surrogate of PPO, which its descendants share: the clip of every token's own ratio."""
+    check_offsets(low, high, dual_clip)
+
+    def surrogate(b: Batch) -> Surrogate:
+        d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
+        return clipped(d, b.advantages, low=low, high=high, dual_clip=dual_clip)
+
+    return surrogate

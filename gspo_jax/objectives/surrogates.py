@@ -1,4 +1,4 @@
-"""What the objectives are made of: log-ratios, their mean over a response, the clip, the weights of tokens.
+"""What the objectives are made of: log-ratios, their mean over a response, the gates, the weights of tokens.
 
 Arrays in, arrays out; no mesh, no model. All of it may be sharded over rows and holds under jit and grad.
 """
@@ -21,6 +21,8 @@ class Batch(NamedTuple):
     """True on the tokens that the policy sampled; the log-probs hold anything elsewhere."""
     advantages: Float[Array, "B T"]
     """Â, a constant, at least float32, 0 outside the mask."""
+    router_shift: Float[Array, "B T"] | None = None
+    """γ, how much of the old routing is left (1: all of it), a constant, at least float32, 1 outside the mask."""
 
 
 class Surrogate(NamedTuple):
@@ -29,16 +31,24 @@ class Surrogate(NamedTuple):
     gain: Float[Array, "B T"]
     """The quantity to maximise; the one field that carries a gradient."""
     ratio: Float[Array, "B T"]
-    """Importance ratio that the gate looked at, a constant."""
+    """Importance ratio that the objective weighs or gates by, a constant."""
     gated_low: Bool[Array, "B T"]
     """True where the lower bound cut the gradient to zero."""
     gated_high: Bool[Array, "B T"]
     """True where the upper bound cut the gradient to zero."""
 
 
+class Held(NamedTuple):
+    """Log-ratios with the gated ones held at their bound."""
+
+    log_ratios: Float[Array, "B T"]
+    gated_low: Bool[Array, "B T"]
+    gated_high: Bool[Array, "B T"]
+
+
 def widen(x: Shaped[Array, "..."]) -> Float[Array, "..."]:
     """x in float32, or in float64 where it already is: bf16 spacing near 1 (2^-8) would swamp a clip range of 3e-4."""
-    x = jnp.asarray(x)
+    x = jnp.asarray(x)  # pyright: ignore[reportUnknownMemberType] (jax leaves a default of its stub untyped)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -49,7 +59,8 @@ def log_ratio(
 
     What stands outside the mask, NaN included, reaches neither value nor gradient. `old_logprobs` are constants.
     """
-    return jnp.where(mask, widen(logprobs) - jax.lax.stop_gradient(widen(old_logprobs)), 0.0)
+    # Widening one of the two widens the difference.
+    return jnp.where(mask, widen(logprobs) - jax.lax.stop_gradient(old_logprobs), 0.0)
 
 
 def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " B"]:
@@ -57,20 +68,72 @@ def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "
     return jnp.sum(x, axis=1, where=mask) / jnp.maximum(jnp.sum(mask, axis=1), 1)
 
 
-def clipped(log_ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], *, low: float, high: float) -> Surrogate:
+def policy_gradient(b: Batch) -> Surrogate:
+    """The policy gradient without a gate: gain = Â·log π_θ, whose gradient is Â whatever the ratio is."""
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask)))
+    never = jnp.broadcast_to(False, b.mask.shape)
+    return Surrogate(b.advantages * jnp.where(b.mask, b.logprobs, 0.0), ratio, never, never)
+
+
+def clipped(
+    log_ratios: Float[Array, "B T"],
+    advantages: Float[Array, "B T"],
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> Surrogate:
     """The clipped surrogate of PPO: gain = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log_ratios).
 
-    https://arxiv.org/abs/1707.06347. A ratio exactly on a bound is not gated. Where the gate is shut, or Â is 0, the
-    gradient is 0 even if r overflows.
+    https://arxiv.org/abs/1707.06347. With `dual_clip` = c the gain is at least c·Â where Â < 0: without it a ratio
+    that has grown there is pushed down without limit. https://arxiv.org/abs/1912.09729
+
+    A ratio exactly on a bound is not gated. Where the gate is shut, or Â is 0, the gradient is 0 even if r overflows.
     """
+    ceiling = jnp.where(advantages > 0, 1 + high, jnp.inf if dual_clip is None else dual_clip)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratios))
     gated_low = (advantages < 0) & (ratio < 1 - low)
-    gated_high = (advantages > 0) & (ratio > 1 + high)
+    gated_high = (advantages != 0) & (ratio > ceiling)
     # Emptied before exp and not after it: behind an overflow the gradient of exp is 0 * inf.
-    idle = gated_low | gated_high | (advantages == 0)
-    passed = jnp.exp(jnp.where(idle, 0.0, log_ratios))
-    kept = jnp.where(gated_low, 1 - low, jnp.where(gated_high, 1 + high, passed))
+    passed = jnp.exp(jnp.where(gated_high | (advantages == 0), 0.0, log_ratios))
+    kept = jnp.where(gated_low, 1 - low, jnp.where(gated_high, ceiling, passed))
     return Surrogate(kept * advantages, ratio, gated_low, gated_high)
+
+
+def held_in_log(log_ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], *, log_clip: float) -> Held:
+    """The clip of GMPO, in log space: l = σ·min(σ·d, σ·clip(d, −c, c)), d = log_ratios, c = log_clip, σ = sgn Â.
+
+    https://arxiv.org/abs/2507.20673. A ratio exactly on a bound is not gated. Where Â is 0, l is 0 even if d is not.
+    """
+    gated_low = (advantages < 0) & (log_ratios < -log_clip)
+    gated_high = (advantages > 0) & (log_ratios > log_clip)
+    passed = jnp.where(advantages == 0, 0.0, log_ratios)
+    kept = jnp.where(gated_low, -log_clip, jnp.where(gated_high, log_clip, passed))
+    return Held(kept, gated_low, gated_high)
+
+
+def geometric(b: Batch, held: Held) -> Surrogate:
+    """One gain for a response: gain = Â·exp((1/n) Σ m·l), l the held log-ratios; a gated token loses its own term."""
+    log_mean = row_mean(held.log_ratios, b.mask)[:, None]
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask)))
+    return Surrogate(b.advantages * jnp.exp(log_mean), ratio, held.gated_low, held.gated_high)
+
+
+def soft_gated(
+    log_ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], *, tau_pos: float, tau_neg: float
+) -> Surrogate:
+    """The gate of SAPO: gain = (4/τ)·σ(τ(r − 1))·Â, τ = tau_pos if Â > 0 else tau_neg, r = exp(log_ratios).
+
+    https://arxiv.org/abs/2511.20347. Gated is where the kernel 4p(1 − p), p the sigmoid, is under 1/2.
+    """
+    tau = jnp.where(advantages > 0, tau_pos, tau_neg)
+    # Long before e^80 the sigmoid is flat; further out exp overflows, and its gradient would be 0 * inf.
+    ratio = jnp.exp(jnp.minimum(log_ratios, 80.0))
+    # Not sigmoid: near 1 its gradient p·(1 − p) cancels.
+    p = jnp.exp(jax.nn.log_sigmoid(tau * (ratio - 1)))
+    shut = 4 * p * (1 - p) < 0.5
+    ratio = jax.lax.stop_gradient(ratio)
+    return Surrogate(4 / tau * p * advantages, ratio, shut & (ratio < 1), shut & (ratio > 1))
 
 
 def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
@@ -85,10 +148,10 @@ def token_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.where(mask, 1.0 / jnp.sum(mask), 0.0)
 
 
-def constant_length(mask: Bool[Array, "B T"], *, length: float) -> Float[Array, "B T"]:
-    """No normalisation by length: w = m / (N_rows · length), `length` the same number in every batch."""
+def constant_length(mask: Bool[Array, "B T"], *, length: float | None) -> Float[Array, "B T"]:
+    """No normalisation by length: w = m / (N_rows · length), the same number in every batch (None: the width T)."""
     _, rows = _lengths_and_rows(mask)
-    return jnp.where(mask, 1.0 / rows / length, 0.0)
+    return jnp.where(mask, 1.0 / rows / (mask.shape[1] if length is None else length), 0.0)
 
 
 def _lengths_and_rows(mask: Bool[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, ""]]:

@@ -15,8 +15,8 @@ __all__ = ["countdown", "exact_answer", "format"]
 
 Record = dict[str, str]
 
-_LONGEST = 200
-"""Characters of a final answer; longer ones are wrong, which keeps every function linear in the completion."""
+LONGEST = 200
+"""Characters of a final answer, or of a number in a step; longer ones are wrong, which keeps every function linear."""
 _MARK = re.compile(r"(?<!#)####(?!#)")
 _BOX = "\\boxed{"
 _NUMBER = re.compile(  # 65 | 1,234.50 | 1{,}234 | -$7 | .5 | 65% | 65 apples
@@ -54,7 +54,7 @@ def format(prompt: str, completion: str, record: Record) -> float:
     if marks != 1:
         return 0.0
     last = completion[completion.rfind("####") + 4 :].strip()
-    if len(last) > _LONGEST:
+    if len(last) > LONGEST:
         return 0.0
     return float(_FORM.fullmatch(last) is not None)
 
@@ -69,7 +69,7 @@ def countdown(prompt: str, completion: str, record: Record) -> float:
     answer = final_answer(completion)
     if answer is None:
         return 0.0
-    text = answer.partition("=")[0].replace("×", "*").replace("÷", "/").replace("\\times", "*").strip()
+    text = ascii_operators(answer.partition("=")[0]).strip()
     if _EXPRESSION.fullmatch(text) is None:
         return 0.0
     used: list[int] = []
@@ -87,7 +87,7 @@ def final_answer(completion: str) -> str | None:
     if answer is None and mark >= 0:
         end = completion.find("\n", mark)
         answer = completion[mark + 4 : end if end >= 0 else None]
-    if answer is None or len(answer) > _LONGEST:
+    if answer is None or len(answer) > LONGEST:
         return None
     return answer.strip(" \t*`")
 
@@ -97,7 +97,7 @@ def number(text: str) -> Decimal | None:
     text = text.strip()
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()  # LaTeX's $65$
-    match = _NUMBER.fullmatch(text) if len(text) <= _LONGEST else None
+    match = _NUMBER.fullmatch(text) if len(text) <= LONGEST else None
     if match is None:
         return None
     digits = re.sub(r"[,{}]", "", match["whole"]) + (match["part"] or "")
@@ -106,10 +106,15 @@ def number(text: str) -> Decimal | None:
     return Decimal(("-" if match["sign"] in ("-", "−") else "") + digits)
 
 
+def ascii_operators(text: str) -> str:
+    r"""`text` with × and \times as *, ÷ as /."""
+    return text.replace("×", "*").replace("÷", "/").replace("\\times", "*")
+
+
 def _boxed(text: str, start: int) -> str | None:
     """The content of a box that opens before `start`, its braces balanced; None if it never closes."""
     depth = 1
-    for i in range(start, min(len(text), start + _LONGEST + 1)):
+    for i in range(start, min(len(text), start + LONGEST + 1)):
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
             return text[start:i]

@@ -15,28 +15,31 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 _START_S = 60.0
 """How long a worker may take to import its functions."""
 _TRIES = 2
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one call: a score, or NaN and why there is none."""
+Value = TypeVar("Value", covariant=True)
 
-    score: float
+
+@dataclass(frozen=True)
+class Outcome(Generic[Value]):
+    """What came of one call: a value, or None and why there is none."""
+
+    value: Value | None
     error: str | None = None
     raised: bool = False
     """True where the function itself raised; `error` is then its traceback."""
 
-    @classmethod
-    def of(cls, score: float | None) -> "Outcome":
-        """The outcome of a function that returned: None, NaN and infinities are no scores."""
-        if score is None or not math.isfinite(score):
-            return cls(math.nan, f"returned {score}")
-        return cls(float(score))
+
+def scored(score: float | None) -> Outcome[float]:
+    """The outcome of a reward function that returned: None, NaN and infinities are no scores."""
+    if score is None or not math.isfinite(score):
+        return Outcome(None, f"returned {score}")
+    return Outcome(float(score))
 
 
 class WorkerDied(RuntimeError):
@@ -60,7 +63,7 @@ class Pool:
         """Process ids of the workers."""
         return sorted(worker.process.pid for worker in self._all)
 
-    def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome]:
+    def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
         """Queues `module.name(prompt, completion, record)`; the future never raises for what the function does.
 
         A call that is too slow has its worker killed. A worker that dies by itself is replaced and the call tried once
@@ -76,7 +79,7 @@ class Pool:
         for worker in list(self._all):
             self._stop(worker)
 
-    def _call(self, request: bytes) -> Outcome:
+    def _call(self, request: bytes) -> Outcome[float]:
         worker = self._idle.get()  # there is one per thread
         error = ""
         try:
@@ -85,11 +88,11 @@ class Pool:
                     return worker.call(request, self._timeout_s)
                 except TimeoutError:
                     worker = self._replace(worker)
-                    return Outcome(math.nan, f"killed after {self._timeout_s:g} s")
+                    return Outcome(None, f"killed after {self._timeout_s:g} s")
                 except WorkerDied as death:
                     worker = self._replace(worker)
                     error = f"{death}, {_TRIES} times"
-            return Outcome(math.nan, error)
+            return Outcome(None, error)
         finally:
             self._idle.put(worker)
 
@@ -126,7 +129,7 @@ class _Worker:
         self._ready = False
         self._expired = False
 
-    def call(self, request: bytes, timeout_s: float) -> Outcome:
+    def call(self, request: bytes, timeout_s: float) -> Outcome[float]:
         """Sends one request and waits for the answer; raises TimeoutError (the worker is dead then) or WorkerDied."""
         if not self._ready:
             with self._deadline(_START_S):
@@ -141,8 +144,8 @@ class _Worker:
                 pass  # it is dead; reading says how
             reply = self._read()
         if "error" in reply:
-            return Outcome(math.nan, reply["error"], raised=True)
-        return Outcome.of(reply["score"])
+            return Outcome(None, reply["error"], raised=True)
+        return scored(reply["score"])
 
     def kill(self) -> None:
         """Ends the process at once and collects it."""

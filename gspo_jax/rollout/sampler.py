@@ -49,11 +49,11 @@ class Sampler:
         """Lets go of the weights, so that an update has their memory."""
         self._params = None
 
-    def __call__(self, prompts: Prompts, key: jax.Array) -> Rollout:
-        """Samples; response i draws with `fold_in(key, i)`. `prompts` are this process's rows, on the host."""
+    def __call__(self, prompts: Prompts, key: jax.Array, *, first: int = 0) -> Rollout:
+        """Samples; response i draws with `fold_in(key, first + i)`. `prompts` are this process's rows, on the host."""
         if self._params is None:
             raise ValueError("the sampler has no weights; call load first")
-        numbers = np.arange(len(prompts.lengths) * self._group_size)
+        numbers = first + np.arange(len(prompts.lengths) * self._group_size)
         placed, numbers = mesh_lib.to_rows(self._mesh, (prompts, numbers))
         keys = decoder.response_keys(key, jnp.asarray(numbers))
         return decoder.generate(self._graph, self._params, placed, keys, group_size=self._group_size, **self._settings)

@@ -46,6 +46,18 @@ def compare(old: Int[Array, "B T L K"], new: Int[Array, "L B T K"], mask: Bool[A
     )
 
 
+def router_shift(old: Float[Array, "B N L K"], new: Float[Array, "L B N K"]) -> Float[Array, "B N"]:
+    """RSPO's γ of every position: exp(−mean over layers and the old experts of |log ρ_new − log ρ_old|).
+
+    https://arxiv.org/abs/2510.23027
+
+    Args:
+      old: log-probs of the old router at the experts that it chose.
+      new: those of a later router at the same experts.
+    """
+    return jnp.exp(-jnp.abs(jnp.moveaxis(new, 0, 2) - old).mean(axis=(2, 3)))
+
+
 def metrics(drift: Drift) -> dict[str, jax.Array]:
     """Rates per compared token: flip rate (mean, and per layer), share of tokens changed, layers changed per token."""
     n = jnp.maximum(drift.tokens, 1)

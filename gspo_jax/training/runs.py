@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.training.drawing import PALETTE
 from gspo_jax.training.metrics import METRICS_FILE, read_config, read_metrics
 from gspo_jax.types import UserError
 
@@ -24,10 +25,10 @@ SUMMARY = {
     "response_length/mean": ("Response length", "tokens", 1),
     "actor/entropy": ("Entropy", "nats per token", 3),
     "clip_fraction/token": ("Clip fraction", "share of tokens", 4),
+    "clip_fraction/sequence": ("Clip fraction", "share per response", 4),
     "routing/flip_rate": ("Routing flip rate", "share of experts", 4),
 }
 """What `facts` tells of a group: metric, its title, its unit, decimals worth showing."""
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns initial and final value and change (mean, min, max over runs) of each SUMMARY metric of each group.
 
     Evaluations: the first and the last. All else: the mean of the first and of the last tenth of the iterations.
+    `seconds_per_iteration` is the median over all iterations but each run's first, which holds the compilation.
     """
     found = []
     for group in groups:
@@ -146,9 +148,21 @@ def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 initial, final = np.array(ends).T
                 values = {"initial": initial, "final": final, "change": final - initial}
                 metrics[name] = {key: _spread(value) for key, value in values.items()}
-        runs = [_run_facts(run) for run in group.runs]
-        found.append({"label": group.label, "runs": runs, "metrics": metrics})
+        seconds = [s for run in group.runs for s in _iteration_seconds(run)[1:]]
+        found.append(
+            {
+                "label": group.label,
+                "runs": [_run_facts(run) for run in group.runs],
+                "metrics": metrics,
+                "seconds_per_iteration": float(np.median(seconds)) if seconds else None,
+            }
+        )
     return found
+
+
+def _iteration_seconds(run: Run) -> list[float]:
+    """In order."""
+    return [seconds for _, seconds in sorted(_per_iteration(run.rows, "timing/iteration_s", None).items())]
 
 
 def _run_facts(run: Run) -> dict[str, Any]:

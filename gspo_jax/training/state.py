@@ -1,5 +1,6 @@
 """What training carries from update to update, the optimizer, and where it all lives on the mesh."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,22 +10,46 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from gspo_jax.models.critic import Critic, first_params
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
+
+
+@struct.dataclass
+class Learner:
+    """Parameters and what their optimizer remembers."""
+
+    params: nnx.State
+    """Float32, in the trainer's layout."""
+    opt_state: optax.OptState
+    """AdamW's moments, laid out like the parameters."""
 
 
 @struct.dataclass
 class TrainState:
     """Everything an update changes."""
 
-    params: nnx.State
-    """Float32 parameters in the trainer's layout."""
-    opt_state: optax.OptState
-    """AdamW's moments, laid out like the parameters."""
+    policy: Learner
     updates: Int[Array, ""]
     """Optimizer updates tried so far, skipped ones included."""
     skipped: Int[Array, ""]
     """Updates skipped because a gradient was not finite."""
+    critic: Learner | None = None
+    """None where the objective needs none."""
+
+    @property
+    def params(self) -> nnx.State:
+        """The policy's parameters."""
+        return self.policy.params
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticRule:
+    """What is fixed about a critic while its parameters change."""
+
+    graph: nnx.GraphDef[Critic]
+    shapes: nnx.State
+    optimizer: optax.GradientTransformation
 
 
 def make_optimizer(
@@ -55,20 +80,44 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw), rate
 
 
-def new_state(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
-    """A state before the first update."""
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+def new_learner(params: nnx.State, optimizer: optax.GradientTransformation) -> Learner:
+    """Parameters before their first update."""
+    return Learner(params, optimizer.init(params))
 
 
-def state_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The NamedSharding of every leaf of a TrainState: moments like their parameters, scalars everywhere."""
+def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nnx.State) -> Learner:
+    """One optimizer step."""
+    changes, opt_state = optimizer.update(gradient, learner.opt_state, learner.params)
+    params: Any = optax.apply_updates(learner.params, changes)
+    return Learner(params, opt_state)
+
+
+def new_state(
+    params: nnx.State, optimizer: optax.GradientTransformation, *, critic: CriticRule | None = None
+) -> TrainState:
+    """A state before the first update; a critic begins as `critic.first_params` says."""
+    critics = None if critic is None else new_learner(first_params(critic.shapes, params), critic.optimizer)
+    # Two zeros: a donated buffer must not be there twice.
+    return TrainState(new_learner(params, optimizer), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), critics)
+
+
+def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Learner:
+    """The NamedSharding of every leaf of a Learner: moments like their parameters, scalars everywhere."""
     params = mesh_lib.param_shardings(shapes, mesh)
-    everywhere: Any = mesh_lib.replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
         jax.eval_shape(optimizer.init, shapes),
         params,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: mesh_lib.replicated(mesh),
     )
-    return TrainState(params, opt_state, everywhere, everywhere)
+    return Learner(params, opt_state)
+
+
+def state_shardings(
+    shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, critic: CriticRule | None = None
+) -> TrainState:
+    """The NamedSharding of every leaf of a TrainState."""
+    critics = None if critic is None else learner_shardings(critic.shapes, critic.optimizer, mesh)
+    everywhere: Any = mesh_lib.replicated(mesh)
+    return TrainState(learner_shardings(shapes, optimizer, mesh), everywhere, everywhere, critics)

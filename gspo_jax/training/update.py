@@ -1,72 +1,41 @@
-"""Scoring responses with the trainer's model, and one optimizer update on a mini-batch of them."""
+"""One optimizer update on a mini-batch of experience."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx, struct
-from jaxtyping import Array, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float
 
 from gspo_jax import objectives
-from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
+from gspo_jax.objectives.regularizers import kl, value_loss
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.routing import drift as drift_lib
-from gspo_jax.training.state import TrainState
-from gspo_jax.types import Experience, Responses
-
-Metrics = dict[str, Any]
-
+from gspo_jax.routing.drift import router_shift
+from gspo_jax.training import statistics
+from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, score, values
+from gspo_jax.training.state import CriticRule, TrainState, step
+from gspo_jax.training.statistics import Metrics
+from gspo_jax.types import Experience
 
 UpdateFn = Callable[[TrainState, Experience, Array | int], tuple[TrainState, Metrics]]
 
 
-@struct.dataclass
-class ModelScores:
-    """What the trainer's model says of responses."""
+@dataclass(frozen=True, kw_only=True)
+class Penalties:
+    """What is added to the loss of any objective, each token weighed as the objective weighs it."""
 
-    logprobs: Float[Array, "B T"]
-    """log π_θ of each token at the sampling temperature, float32; anything outside the mask."""
-    entropy: Float[Array, "B T"]
-    """Entropy of the distribution the token was drawn from, in nats."""
-    experts: Int[Array, "L B T K"]
-    """Routes of the response tokens as inputs."""
-
-
-ScoreFn = Callable[[nnx.State, Responses], ModelScores]
-
-
-def score(
-    graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
-    responses: Responses,
-    *,
-    temperature: float,
-    logprob_chunk: int,
-    remat: bool = False,
-) -> ModelScores:
-    """One forward over prompt and response; logits only for response tokens, and only a chunk at a time."""
-    S, T = responses.prompts.shape[1], responses.tokens.shape[1]
-    in_prompt = jnp.arange(S)[None] < responses.prompt_lengths[:, None]
-    out = nnx.merge(graph, params)(
-        jnp.concatenate([responses.prompts, responses.tokens], axis=1),
-        jnp.concatenate([in_prompt, responses.mask], axis=1),
-        remat=remat,
-    )
-    # Token t is predicted one position earlier; the first by its prompt's last real token, before the padding.
-    first = jnp.take_along_axis(out.hidden, responses.prompt_lengths[:, None, None] - 1, axis=1)
-    hidden = jnp.concatenate([first, out.hidden[:, S : S + T - 1]], axis=1)
-    logprobs, entropy = token_logprobs(hidden, out.head, responses.tokens, temperature=temperature, chunk=logprob_chunk)
-    return ModelScores(logprobs, entropy, out.routes.experts[:, :, S:])
-
-
-def make_score(graph: nnx.GraphDef[Transformer], **scoring: Any) -> ScoreFn:
-    """A jitted `score(params, responses)`."""
-    return jax.jit(partial(score, graph, **scoring))
+    kl: float = 0.0
+    """β of the KL to the reference policy."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """As in `objectives.regularizers.kl`."""
+    entropy: float = 0.0
+    """c_e: a positive number rewards entropy."""
 
 
 def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
@@ -95,125 +64,111 @@ def _microbatches(batch: Any, count: int) -> Any:
 
 
 def _loss(
-    params: nnx.State,
+    trained: tuple[nnx.State, nnx.State | None],
     batch: Experience,
     weights: Float[Array, "B T"],
     *,
     graph: nnx.GraphDef[Transformer],
+    scoring: Scoring,
     objective: Objective,
-    **scoring: Any,
+    penalties: Penalties,
+    critic: CriticRule | None,
 ) -> tuple[Array, tuple[Metrics, Metrics]]:
     """A micro-batch's share of the loss; sums that add up, and maxima, over the micro-batches."""
-    rollout, mask = batch.rollout, batch.rollout.mask
-    scores = score(graph, params, rollout, **scoring)
+    params, critic_params = trained
+    rollout, mask, old = batch.rollout, batch.mask, batch.old
+    watch = None if old.routes is None else jnp.moveaxis(old.routes.experts, 2, 0)
+    scores = score(graph, params, rollout, scoring, watch=watch)
+    shift = _router_shift(scores, batch)
     loss, info = objectives.loss(
         objective,
         scores.logprobs,
-        old_logprobs=batch.old_logprobs,
+        old_logprobs=old.logprobs,
         mask=mask,
         advantages=batch.advantages,
-        weights=weights,
+        weights=weights if batch.correction is None else weights * batch.correction,
+        router_shift=shift,
     )
-    d = jnp.where(mask, scores.logprobs - batch.old_logprobs, 0)
-    x = jnp.where(mask, scores.logprobs - rollout.logprobs, 0)
-    sums = {
-        "loss": loss,
-        "entropy": jnp.where(mask, scores.entropy, 0).sum(),
-        "kl": (jnp.exp(d) - 1 - d).sum(),
-        "mismatch_k1": -x.sum(),
-        "mismatch_k3": (jnp.exp(x) - 1 - x).sum(),
-        "mismatch_abs": jnp.abs(x).sum(),
-        "moments": _moments(scores.logprobs, rollout.logprobs, mask),
-        "clip": objectives.clip_sums(info, mask),
-    }
-    if rollout.experts.shape[-1]:  # a dense model routes nothing
-        sums["drift"] = drift_lib.compare(rollout.experts, scores.experts, mask)
-    maxima = {
-        "token": jnp.abs(d).max(),
-        "sequence": jnp.abs(d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).max(),
-        "mismatch": jnp.abs(x).max(),
-    }
-    return loss, (sums, maxima)
+    sums = statistics.policy_sums(scores, batch, info)
+    if shift is not None:
+        sums["shift"] = jnp.where(mask, shift, 0).sum()
+    if old.reference_logprobs is not None:
+        divergence = kl(scores.logprobs, old.reference_logprobs, mask, estimator=penalties.kl_estimator)
+        sums["reference_kl"] = divergence.sum()
+        loss += penalties.kl * (weights * divergence).sum()
+    if penalties.entropy:
+        loss -= penalties.entropy * (weights * jnp.where(mask, scores.entropy, 0)).sum()
+    if critic is not None:
+        assert objective.critic is not None and critic_params is not None
+        assert old.values is not None and batch.returns is not None
+        now = values(critic.graph, critic_params, rollout, scoring, policy_hidden=scores.hidden)
+        losses, clipped = value_loss(now, old.values, batch.returns, mask, clip=objective.critic.value_clip)
+        sums["critic"] = statistics.critic_sums(now, batch.returns, losses, clipped, mask)
+        loss += objective.critic.value_weight * (weights * losses).sum()
+    return loss, ({"loss": loss, **sums}, statistics.policy_maxima(scores, batch))
 
 
-def _moments(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Array) -> Float[Array, " 5"]:
-    """Sums of x, y, x², y², xy over the mask: what a correlation is made of."""
-    x, y = jnp.where(mask, x, 0), jnp.where(mask, y, 0)
-    return jnp.stack([x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()])
-
-
-def _pearson(moments: Float[Array, " 5"], n: Array) -> Array:
-    """Pearson's correlation; 1 where either side is constant, as two equal constants agree."""
-    x, y, xx, yy, xy = moments / n
-    spread = jnp.sqrt(jnp.maximum((xx - x * x) * (yy - y * y), 0))
-    return jnp.where(spread > 0, (xy - x * y) / jnp.where(spread > 0, spread, 1), 1.0)
-
-
-def _metrics(sums: Metrics, maxima: Metrics) -> Metrics:
-    """Means per response token, rates and maxima, by their names in metrics.jsonl."""
-    tokens = jnp.maximum(sums["clip"].tokens, 1)
-    return {
-        "actor/loss": sums["loss"],
-        "actor/entropy": sums["entropy"] / tokens,
-        "actor/kl": sums["kl"] / tokens,
-        "ratio/token_log_max": maxima["token"],
-        "ratio/sequence_log_max": maxima["sequence"],
-        "mismatch/kl": sums["mismatch_k3"] / tokens,
-        "mismatch/kl_k1": sums["mismatch_k1"] / tokens,
-        "mismatch/mean": sums["mismatch_abs"] / tokens,
-        "mismatch/max": maxima["mismatch"],
-        "mismatch/pearson": _pearson(sums["moments"], tokens),
-        **objectives.clip_fractions(sums["clip"]),
-        **(drift_lib.metrics(sums["drift"]) if "drift" in sums else {}),
-    }
+def _router_shift(scores: ModelScores, batch: Experience) -> Float[Array, "B T"] | None:
+    """γ of every response token, at the position that it is predicted from; None where no routes were recorded."""
+    if batch.old.routes is None:
+        return None
+    assert scores.routes.watched is not None
+    return at_predictions(router_shift(batch.old.routes.logprobs, scores.routes.watched), batch.rollout)
 
 
 def make_update(
     graph: nnx.GraphDef[Transformer],
+    scoring: Scoring,
     objective: Objective,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
+    critic: CriticRule | None = None,
+    penalties: Penalties = Penalties(),
     shardings: TrainState | None = None,
     minibatches: int,
     microbatches: int,
     group_size: int,
-    **scoring: Any,
 ) -> UpdateFn:
     """A jitted `update(state, experience, index)`: one optimizer step on mini-batch `index` of the experience.
 
     The weights come from the whole mini-batch's mask, so the gradients of its micro-batches add up to its gradient
     however it is cut. A gradient or loss that is not finite leaves parameters and optimizer as they were, and is
-    counted. `shardings` pins where the new state lives: where the old one did. `scoring` goes to `score`. The old
-    state's buffers are given up (donated).
+    counted. `critic` learns beside the policy where the objective has one. `shardings` pins where the new state lives:
+    where the old one did. The old state's buffers are given up (donated).
     """
-    gradient = jax.value_and_grad(partial(_loss, graph=graph, objective=objective, **scoring), has_aux=True)
+    loss = partial(_loss, graph=graph, scoring=scoring, objective=objective, penalties=penalties, critic=critic)
+    gradient = jax.value_and_grad(loss, has_aux=True)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def update(state: TrainState, experience: Experience, index: Array | int) -> tuple[TrainState, Metrics]:
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
-        weights = objective.weights(batch.rollout.mask)
+        weights = objective.weights(batch.mask)
+        trained = (state.params, None if state.critic is None else state.critic.params)
 
-        def add(grads: nnx.State, micro: tuple[Experience, Array]) -> tuple[nnx.State, tuple[Metrics, Metrics]]:
-            (_, seen), more = gradient(state.params, *micro)
+        def add(grads: Any, micro: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
+            (_, seen), more = gradient(trained, *micro)
             return jax.tree.map(jnp.add, grads, more), seen
 
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        zeros = jax.tree.map(jnp.zeros_like, trained)
         grads, (sums, maxima) = jax.lax.scan(add, zeros, _microbatches((batch, weights), microbatches))
-        metrics = _metrics(jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima))
-
-        norm = optax.global_norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["actor/loss"])
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        metrics = statistics.metrics(
+            jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)
         )
+        finite = jnp.isfinite(optax.global_norm(grads)) & jnp.isfinite(metrics["actor/loss"])
         metrics |= {
-            "actor/grad_norm": norm,
+            "actor/grad_norm": optax.global_norm(grads[0]),
             "actor/lr": schedule(state.updates - state.skipped),
             "update/skipped": (~finite).astype(jnp.int32),
         }
-        return TrainState(params, opt_state, state.updates + 1, state.skipped + ~finite), metrics
+        policy, critics = step(state.policy, optimizer, grads[0]), None
+        if state.critic is not None:
+            assert critic is not None
+            critics = step(state.critic, critic.optimizer, grads[1])
+            metrics["critic/grad_norm"] = optax.global_norm(grads[1])
+        policy, critics = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (policy, critics), (state.policy, state.critic)
+        )
+        return TrainState(policy, state.updates + 1, state.skipped + ~finite, critics), metrics
 
     return update

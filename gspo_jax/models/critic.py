@@ -1,0 +1,48 @@
+"""A value head for PPO, on a trunk of its own or on the policy's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from gspo_jax.models.config import ModelConfig, parameter
+from gspo_jax.models.transformer import Transformer
+
+
+class Critic(nnx.Module):
+    """V = h · w on the hidden state that a token is predicted from: the value of the text before that token.
+
+    The head begins at zero, so that the first values are 0 whatever the trunk.
+    """
+
+    def __init__(self, config: ModelConfig, *, own_trunk: bool, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        # Tied embeddings: a trunk that predicts no tokens needs no head for them.
+        trunk = dataclasses.replace(config, tie_word_embeddings=True)
+        self.trunk = Transformer(trunk, rngs=rngs, dtype=dtype) if own_trunk else None
+        self.head = parameter(rngs, (config.hidden_size,), ("embed",), jax.nn.initializers.zeros, float32=True)
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """Values, float32, from hidden states of the trunk or of the policy."""
+        return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.head[...])
+
+
+def abstract(config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike) -> tuple[nnx.GraphDef[Critic], nnx.State]:
+    """The critic's graph and the shapes of its parameters; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: Critic(config, own_trunk=own_trunk, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def first_params(shapes: nnx.State, policy: nnx.State) -> nnx.State:
+    """The parameters a critic of these shapes begins with: its trunk a copy of the policy's, its head zero.
+
+    A true copy: both are donated to the update.
+    """
+    trunk = dict(jax.tree_util.tree_leaves_with_path(policy))
+
+    def begin(path: jax.tree_util.KeyPath, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        of_trunk = path[0] == jax.tree_util.DictKey("trunk")
+        return jnp.copy(trunk[path[1:]]) if of_trunk else jnp.zeros(shape.shape, shape.dtype)
+
+    return jax.tree_util.tree_map_with_path(begin, shapes)

@@ -1,0 +1,73 @@
+"""What hyper-parameters and shapes may be, and the lookup of a factory by name: the errors that a caller can cause."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from jaxtyping import Array
+
+from gspo_jax.types import UserError, choices
+
+Made = TypeVar("Made")
+
+
+def build(
+    kind: str, factories: Mapping[str, Callable[..., Made]], name: str, hyper: Mapping[str, float | str | None]
+) -> Made:
+    """`factories[name](**hyper)`; raises UserError for a name or hyper-parameter that does not exist, listing all."""
+    if name not in factories:
+        raise UserError(f"no {kind} {name!r}; {choices(name, factories)}")
+    known = list(inspect.signature(factories[name]).parameters)
+    for given in hyper:
+        if given not in known:
+            says = choices(given, known) if known else "it has none"
+            raise UserError(f"{name} has no hyper-parameter {given!r}; {says}")
+    return factories[name](**hyper)
+
+
+def check_offsets(low: float, high: float, dual_clip: float | None = None) -> None:
+    """The bounds are offsets, `low=0.2` clips at 0.8; `dual_clip` is a ratio above 1, None for off."""
+    if not 0 <= low <= 1:
+        raise UserError(f"low={low} lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8")
+    check_at_least(0, "it is an offset from 1, so high=0.2 clips at 1.2", high=high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise UserError(f"dual_clip={dual_clip} is not above 1; it caps the ratio where Â < 0, 3 is usual, None is off")
+
+
+def check_at_least(limit: float, remedy: str, **given: float) -> None:
+    """The given numbers are not below `limit`."""
+    for name, value in given.items():
+        if not value >= limit:
+            raise UserError(f"{name}={value} lies below {limit}; {remedy}")
+
+
+def check_positive(remedy: str, **given: float) -> None:
+    """The given numbers are above 0 and finite."""
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise UserError(f"{name}={value} is not a positive number; {remedy}")
+
+
+def check_fraction(remedy: str, **given: float) -> None:
+    """The given numbers lie in [0, 1]."""
+    for name, value in given.items():
+        if not 0 <= value <= 1:
+            raise UserError(f"{name}={value} lies outside [0, 1]; {remedy}")
+
+
+def check_choice(known: tuple[str, ...], **given: str) -> None:
+    """The given words are among `known`."""
+    for name, value in given.items():
+        if value not in known:
+            raise UserError(f"no {name} {value!r}; {choices(value, known)}")
+
+
+def check_tokens(**given: Array) -> None:
+    """The given arrays are [B, T] alike, and the last of them, a mask, is boolean."""
+    name, mask = list(given.items())[-1]
+    if mask.ndim != 2 or any(x.shape != mask.shape for x in given.values()):
+        shapes = ", ".join(f"{each} {list(x.shape)}" for each, x in given.items())
+        raise ValueError(f"the shapes are {shapes}; all must be the same [B, T]")
+    if mask.dtype != bool:
+        raise ValueError(f"{name} is {mask.dtype}, not bool; use {name} != 0")

@@ -1,0 +1,26 @@
+"""What hyper-parameters would do that nobody wants: sentences for the caller to show, nothing is raised."""
+
+from gspo_jax.objectives.objective import Objective
+
+WIDE_FOR_A_SEQUENCE = 0.05
+"""The mean over hundreds of tokens of log-ratios hardly ever leaves a clip range as wide as this."""
+NARROW_FOR_A_TOKEN = 0.01
+"""One step of training moves the ratio of most tokens by more than this."""
+
+
+def clip_range_warning(objective: Objective) -> str | None:
+    """One sentence where a bound is of the wrong size for the ratio it bounds, a token's or a response's, else None."""
+    if objective.level == "sequence":
+        odd = {name: bound for name, bound in objective.bounds.items() if bound >= WIDE_FOR_A_SEQUENCE}
+        whose = "the ratio of a whole response"
+        what = "that mean over tokens hardly ever moves so far and next to nothing will be clipped"
+        usual = "the GSPO paper uses low=3e-4 and high=4e-4"
+    else:
+        odd = {name: bound for name, bound in objective.bounds.items() if bound < NARROW_FOR_A_TOKEN}
+        whose = "the ratio of every token"
+        what = "most tokens leave such a range at once and will lose their gradient"
+        usual = "papers with a ratio for each token use 0.2 and more"
+    if not odd:
+        return None
+    given = " and ".join(f"{name}={bound:g}" for name, bound in odd.items())
+    return f"{objective.name} bounds {whose} by {given}: {what}; {usual}"

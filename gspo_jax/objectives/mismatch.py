@@ -1,0 +1,89 @@
+"""Corrections of the mismatch between sampler and trainer: a factor for every token's weight, by their two log-probs.
+
+ρ = π_train,old / π_sampler. A correction is called with (old_logprobs, sampler_logprobs, mask), all [B, T], and gives
+the factor [B, T]: a constant, at least float32, 0 outside the mask whatever stands there. A new one is a function here
+and its name in `__all__`.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from gspo_jax.objectives.checks import build, check_positive, check_tokens
+from gspo_jax.objectives.surrogates import log_ratio, row_mean
+from gspo_jax.types import UserError
+
+__all__ = ["icepop", "sequence_mask", "tis"]
+
+Correction: TypeAlias = Callable[
+    [Float[Array, "B T"], Float[Array, "B T"], Bool[Array, "B T"]],
+    Float[Array, "B T"],
+]
+
+
+def make_correction(name: str, **hyper_parameters: float) -> Correction:
+    """The correction called `name`, as from a config; raises UserError for a name or hyper-parameter unknown."""
+    return build("mismatch correction", {each: globals()[each] for each in __all__}, name, hyper_parameters)
+
+
+def tis(*, cap: float = 2.0) -> Correction:
+    """Truncated importance sampling: every token weighs by its own ratio, up to a cap.
+
+    factor[i,t] = min(ρ, cap). https://fengyao.notion.site/off-policy-rl
+
+    Raises UserError for `cap` not above 0.
+    """
+    check_positive("it is the largest weight of a token, 2 is usual", cap=cap)
+
+    def correction(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        return jnp.where(mask, jnp.minimum(jnp.exp(_log_rho(old, sampler, mask)), cap), 0.0)
+
+    return correction
+
+
+def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
+    """IcePop: every token weighs by its own ratio where that is credible, and not at all elsewhere.
+
+    factor[i,t] = ρ if low ≤ ρ ≤ high else 0. https://arxiv.org/abs/2510.18855
+
+    Raises UserError unless 0 ≤ `low` ≤ 1 ≤ `high`.
+    """
+    _check_interval(low, high)
+
+    def correction(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        rho = jnp.exp(_log_rho(old, sampler, mask))
+        return jnp.where(mask & (low <= rho) & (rho <= high), rho, 0.0)
+
+    return correction
+
+
+def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
+    """Sequence mask: a response whose ratio, a geometric mean, is not credible is dropped; the others count in full.
+
+    factor[i,t] = 1 if low ≤ exp((1/n_i) Σ_t m·log ρ) ≤ high else 0.
+
+    Raises UserError unless 0 ≤ `low` ≤ 1 ≤ `high`.
+    """
+    _check_interval(low, high)
+
+    def correction(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
+        log_rho = _log_rho(old, sampler, mask)
+        rho = jnp.exp(row_mean(log_rho, mask))[:, None]
+        return (mask & (low <= rho) & (rho <= high)).astype(log_rho.dtype)
+
+    return correction
+
+
+def _log_rho(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """log ρ, a constant, 0 outside the mask."""
+    check_tokens(old_logprobs=old, sampler_logprobs=sampler, mask=mask)
+    return jax.lax.stop_gradient(log_ratio(old, sampler, mask))
+
+
+def _check_interval(low: float, high: float) -> None:
+    """The interval of credible ratios holds 1, where sampler and trainer agree."""
+    if not 0 <= low <= 1 <= high:
+        raise UserError(f"low={low} and high={high} do not enclose 1, where sampler and trainer agree")

@@ -1,0 +1,114 @@
+"""What the commands that draw share: type and colours, the file, labels beside lines, flags with errors in a sentence.
+
+What is drawn, and from what, is report.py's and atlas.py's. matplotlib is imported only where something is drawn.
+"""
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gspo_jax.types import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, GREY = "#222222", "#6b6b6b"
+PALETTE = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444"),
+    *("#562866", "#664F0A", "#B2B24A", "#B0123B", "#2A2AD8"),
+)
+"""Colours of lines: the first seven are told apart by any eye, twelve still where each line has its name beside it."""
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 12.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#bbbbbb",
+    "axes.labelcolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e8e8e8",
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "lines.solid_capstyle": "round",
+}
+POINTS = 72
+"""Per inch."""
+
+
+@contextmanager
+def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Iterator["Figure"]:
+    """A figure in the house style, inches wide and high, written to `path` as a PNG when the block ends.
+
+    Raises:
+      UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: pictures need matplotlib; pip install 'gspo_jax[report]'") from None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        figure.savefig(path, dpi=150)
+
+
+def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float) -> None:
+    """Writes the labels (y, text, colour) beside the right ends of their lines, apart from each other.
+
+    A label that had to move is joined to the end of its line.
+    """
+    low, high = axes.get_ylim()
+    wide, panel = (POINTS / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
+    size = min(size, panel / (1.2 * max(1, len(ends))))
+    near, far, text_at = 1 + 2 / wide, 1 + 7 / wide, 1 + 8 / wide
+    order = sorted(ends)
+    heights = [(y - low) / (high - low) for y, _, _ in order]
+    for (_, text, color), end, y in zip(order, heights, apart(heights, gap=1.2 * size / panel), strict=True):
+        if abs(y - end) > 0.01:
+            line = {"color": color, "linewidth": 0.8, "clip_on": False}
+            axes.plot([near, far], [end, y], transform=axes.transAxes, **line)
+        axes.text(text_at, y, text, transform=axes.transAxes, color=color, va="center", weight="bold", fontsize=size)
+
+
+def apart(heights: Sequence[float], *, gap: float) -> list[float]:
+    """Moves ascending label heights (0 to 1) so far apart that they can be read, and none above the axes.
+
+    Labels that get in each other's way are spread around the middle of their lines' ends.
+    """
+    blocks: list[list[float]] = []  # each: the heights of labels that touch
+    for height in heights:
+        blocks.append([height])
+        while len(blocks) > 1 and _bottom(blocks[-1], gap) < _bottom(blocks[-2], gap) + gap * len(blocks[-2]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return [_bottom(block, gap) + gap * i for block in blocks for i in range(len(block))]
+
+
+def _bottom(block: Sequence[float], gap: float) -> float:
+    """Where the lowest label of a block goes: the block is centred, but stays inside."""
+    span = gap * (len(block) - 1)
+    return max(0.0, min(sum(block) / len(block) - span / 2, 1.0 - span))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with a mistake as a UserError that names the nearest option when one is mistyped."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError; argparse would print its usage and exit."""
+        options = [option for action in self._actions for option in action.option_strings]
+        words = [word.partition("=")[0] for word in message.split() if word.startswith("-")]
+        near = [match for word in words for match in difflib.get_close_matches(word, options, n=1)]
+        raise UserError(message + (f"; did you mean {near[0]}?" if near else ""))

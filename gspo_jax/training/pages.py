@@ -1,0 +1,193 @@
+"""What a report says in words: the self-contained HTML page, and the markdown table of a family of runs.
+
+Text out; what is told is `runs.facts`, and the picture is report.py's.
+"""
+
+import base64
+import html
+import shlex
+import string
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.training.metrics import read_samples
+from gspo_jax.training.progress import duration
+from gspo_jax.training.runs import SUMMARY, Group, Run, differences
+
+FAMILY = {
+    "clip_fraction/token": ("clip fraction, token", ".2%"),
+    "clip_fraction/sequence": ("clip fraction, sequence", ".2%"),
+    "routing/flip_rate": ("flip rate", ".2%"),
+    "actor/entropy": ("entropy", ".3f"),
+}
+"""What a family's table tells of each group besides accuracy and time: metric, heading, format of its final value."""
+
+PAGE = string.Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+p, caption { color: #6b6b6b; text-align: left; } img { width: 100%; }
+table { border-collapse: collapse; width: 100%; } .wide { overflow-x: auto; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #e8e8e8; vertical-align: top; }
+th { font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+small { color: #6b6b6b; } code, pre { font: 13px/1.45 ui-monospace, monospace; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+</style></head><body>
+<h1>$title</h1><p>$written</p>
+$parts
+</body></html>
+""")
+
+
+def page(groups: Sequence[Group], found: Sequence[Mapping[str, Any]], png: bytes) -> str:
+    """Returns the HTML page: picture, numbers, runs, differences, samples, config; nothing is loaded from elsewhere."""
+    picture = f'<img alt="curves of the runs" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    numbers = _html_table(number_rows(found)) + (
+        "<p>Held-out accuracy: first and last evaluation. The others: mean of the first and of the last tenth of the "
+        "iterations. In brackets: minimum and maximum over the seeds.</p>"
+    )
+    firsts = [group.runs[0] for group in groups]  # the settings within a group are the same
+    parts = [("", picture), ("Numbers", numbers), ("Runs", _html_table(_run_rows(found)))]
+    labels = [group.label for group in groups]
+    differing = [{"setting": name, **dict(zip(labels, x, strict=True))} for name, x in differences(firsts).items()]
+    if differing:
+        parts.append(("Settings that differ", _html_table(differing)))
+    parts += [(f"Samples: {group.label}", shown) for group in groups if (shown := _samples(group.runs[0]))]
+    settings = [{"setting": name, "value": value} for name, value in (firsts[0].config or {}).items()]
+    if settings:
+        opened = f"<details><summary>all settings of {html.escape(str(firsts[0].folder))}</summary>"
+        parts.append(("Config", opened + _html_table(settings) + "</details>"))
+    body = "\n".join(f"<h2>{html.escape(title)}</h2>{part}" if title else part for title, part in parts)
+    title = html.escape(" · ".join(group.caption for group in groups))
+    return PAGE.substitute(title=title, written=f"drawn {time.strftime('%Y-%m-%d %H:%M')}", parts=body)
+
+
+def number_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """How each metric of each group began and ended: one row for both."""
+    rows = []
+    for name, (title, unit, digits) in SUMMARY.items():
+        for group in found:
+            if name in group["metrics"]:
+                several = len(group["runs"]) > 1
+                who = {"runs": group["label"]} if len(found) > 1 else {}
+                ends = group["metrics"][name]
+                cells = {key: _range(ends[key], digits, several, key == "change") for key in ends}
+                rows.append({"metric": f"{title}, {unit}", **who, **cells})
+    return rows
+
+
+def family_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Where each group ended, one row for each, the best first."""
+    rows = []
+    for group in sorted(found, key=lambda group: (-_final_accuracy(group), group["label"])):
+        metrics, seconds = group["metrics"], group["seconds_per_iteration"]
+        accuracy = metrics.get("eval/accuracy")
+        row = {
+            "runs": group["label"],
+            "held-out accuracy": "–"
+            if accuracy is None
+            else _range(accuracy["final"], 3, len(group["runs"]) > 1, False),
+        }
+        for name, (heading, how) in FAMILY.items():
+            row[heading] = f"{metrics[name]['final']['mean']:{how}}" if name in metrics else "–"
+        rows.append(row | {"s per iteration": "–" if seconds is None else f"{seconds:.2f}"})
+    return rows
+
+
+def family_table(found: Sequence[Mapping[str, Any]], *, command: Sequence[str]) -> str:
+    """The markdown of `family_rows`, with how to read it and the command that makes it again.
+
+    `command` is the report's, one part for each line.
+    """
+    rows = family_rows(found)
+    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    runs = [run for group in found for run in group["runs"]]
+    updates, seeds = {run["updates"] for run in runs}, {len(group["runs"]) for group in found}
+    how = (
+        f"{_span(seeds, 'run')} to a row, {_span(updates, 'update')} to a run. Accuracy: the last evaluation, mean and "
+        "in brackets minimum and maximum over the runs. Clip fractions, flip rate and entropy: mean of the last tenth "
+        "of the iterations. Seconds: median over all iterations but each run's first, which holds the compilation."
+    )
+    made = " \\\n    ".join(command)
+    parts = [table, how, f"```bash\n{made}\n```"]
+    if runs[0]["command"]:
+        parts.append(f"The first of these runs was made by\n\n```bash\n{runs[0]['command']}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def report_command(groups: Sequence[Group], *, out: str, table: str) -> list[str]:
+    """The report's command line, cut into lines: one for each group."""
+    folders = [shlex.join(str(run.folder) for run in group.runs) for group in groups]
+    return ["python -m gspo_jax.report", *folders, shlex.join([f"--out={out}", f"--table={table}"])]
+
+
+def _final_accuracy(group: Mapping[str, Any]) -> float:
+    accuracy = group["metrics"].get("eval/accuracy")
+    return -np.inf if accuracy is None else accuracy["final"]["mean"]
+
+
+def _span(numbers: set[int], noun: str) -> str:
+    """3 runs; 2 to 3 runs."""
+    low, high = min(numbers), max(numbers)
+    return f"{low} {noun}{'s' * (high != 1)}" if low == high else f"{low} to {high} {noun}s"
+
+
+def _range(value: Mapping[str, float], digits: int, several: bool, signed: bool) -> str:
+    how = f"{'+' if signed else ''},.{digits}f"
+    text = f"{value['mean']:{how}}"
+    return f"{text} [{value['min']:{how}}, {value['max']:{how}}]" if several else text
+
+
+def _run_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "folder": run["folder"],
+            "seed": run["seed"],
+            "updates": run["updates"],
+            "skipped": run["skipped_updates"],
+            "time": duration(run["seconds"]),
+            "tokens/s": run["tokens_per_s"] and f"{run['tokens_per_s']:,.0f}",
+            "command": run["command"],
+        }
+        for group in found
+        for run in group["runs"]
+    ]
+
+
+def _samples(run: Run) -> str:
+    """Shows completions of the first and the last step that kept some: the best, a middling and the worst of each."""
+    samples = {step: rows for step, rows in read_samples(run.folder).items() if rows}
+    shown = []
+    for step in sorted({min(samples), max(samples)}) if samples else []:
+        ordered = sorted(samples[step], key=lambda row: -(row["reward"] if row["reward"] is not None else -np.inf))
+        for row in (ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})):
+            texts = {name: str(row[name])[:1500] for name in ("prompt", "completion", "answer")}
+            shown.append({"update": step, **texts, "reward": row["reward"]})
+    return _html_table(shown, preformatted=("prompt", "completion", "answer")) if shown else ""
+
+
+def _html_table(rows: Sequence[Mapping[str, Any]], preformatted: Sequence[str] = ("command",)) -> str:
+    numeric = {
+        name
+        for name in rows[0]
+        if name in ("initial", "final", "change", "time", "tokens/s") or _is_number(rows[0][name])
+    }
+    head = "".join(f"<th{' class=n' if name in numeric else ''}>{html.escape(name)}</th>" for name in rows[0])
+    body = []
+    for row in rows:
+        cells = []
+        for name in rows[0]:
+            text = html.escape("–" if row[name] is None else str(row[name]))
+            text = f"<pre>{text}</pre>" if name in preformatted else text
+            cells.append(f"<td{' class=n' if name in numeric else ''}>{text}</td>")
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<div class=wide><table><tr>{head}</tr>{''.join(body)}</table></div>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,210 @@
+"""docs/objectives.md is true: its table, its commands, and the example that it tells how to copy."""
+
+import ast
+import inspect
+import math
+import re
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from gspo_jax import atlas, cli, experiment, objectives, report
+from gspo_jax.config import base
+from gspo_jax.objectives import advantages, catalogue, surrogates
+from gspo_jax.types import UserError
+
+ROOT = Path(__file__).parents[1]
+DOC = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
+
+
+def _blocks(language: str, text: str = DOC) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def _table() -> dict[str, dict[str, str]]:
+    """The rows of the table of the twelve, by name."""
+    lines = [line for line in DOC.partition("## The twelve")[2].splitlines() if line]
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:]]
+    end = next(i for i, line in enumerate(lines[first:]) if not line.startswith("|"))
+    return {row[0].strip("`"): dict(zip(rows[0], row, strict=True)) for row in rows[2:end]}
+
+
+def _call(text: str) -> tuple[str, dict[str, object]]:
+    """f(a=1) as ("f", {"a": 1}); f without arguments as ("f", {})."""
+    node = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return node.func.id, {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in node.keywords}
+
+
+def test_the_table_lists_the_catalogue():
+    assert sorted(_table()) == sorted(catalogue.__all__)
+
+
+@pytest.mark.parametrize("name", catalogue.__all__)
+def test_a_row_of_the_table_is_true(name):
+    row, objective = _table()[name], objectives.make(name)
+    parameters = inspect.signature(getattr(catalogue, name)).parameters
+    _, defaults = _call(f"f({row['defaults'].strip('`–')})")
+    assert defaults == {key: parameter.default for key, parameter in parameters.items()}
+    assert (row["Â per token"] == "yes") is objective.token_advantages
+
+    weights, arguments = _call(row["weights"].strip("`"))
+    if weights == "constant_length":
+        arguments = {"length": None} | arguments
+    mask = jnp.array([[True, True, False], [True, True, True], [False, False, False]])
+    expected = partial(getattr(surrogates, weights), **arguments)(mask)
+    np.testing.assert_array_equal(objective.weights(mask), expected)
+
+    advantage = getattr(advantages, row["advantage"].strip("`"))
+    assert objective.advantage is advantage or (objective.advantage is None and advantage is advantages.gae)
+
+
+def test_configs_begin_with_the_defaults_but_for_what_the_doc_says():
+    sections = base().objective
+    differing = {
+        f"{name}.{key}={sections[name][key]}"
+        for name in catalogue.__all__
+        for key, parameter in inspect.signature(getattr(catalogue, name)).parameters.items()
+        if sections[name][key] != parameter.default
+    }
+    assert all(f"`{field}`" in DOC for field in differing), differing
+    assert re.findall(r"the same but for `(.*?)`", DOC) == sorted(differing)
+
+
+def _commands() -> list[list[str]]:
+    """Every command in a block or in backticks, without the interpreter: [module or script, flag …]."""
+    shown = [command for block in _blocks("bash") for command in block.replace("\\\n", " ").splitlines()]
+    shown += re.findall(r"`((?:bash|python|\.venv/bin/python) [^`]*)`", DOC)
+    return [shlex.split(re.sub(r"^(\.venv/bin/)?python -m |^bash ", "", command), comments=True) for command in shown]
+
+
+@pytest.fixture
+def train_config(monkeypatch):
+    """The config that arguments of `train` lead to; raises UserError for what it would be refused for."""
+
+    def parse(arguments: list[str]) -> ConfigDict:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])  # where ml_collections looks for overrides
+        values = flags.FlagValues()
+        config_flags.DEFINE_config_file("config", None, flag_values=values)
+        flags.DEFINE_string("workdir", None, "", required=True, flag_values=values)
+        cli.check_overrides(arguments, cli.load_config(cli._config_flag(arguments)))
+        values(sys.argv)
+        experiment.check(values.config)
+        return values.config
+
+    return parse
+
+
+@pytest.mark.parametrize("command", _commands(), ids=" ".join)
+def test_a_command_of_the_doc_is_accepted(command, train_config):
+    program, *arguments = command
+    if program == "gspo_jax.train":
+        train_config(arguments)
+    elif program.startswith("launch/"):
+        script = (ROOT / program).read_text(encoding="utf-8")
+        assert all(f"{argument.partition('=')[0]}=" in script for argument in arguments)
+    else:
+        {"gspo_jax.atlas": atlas, "gspo_jax.report": report}[program].parser().parse_args(arguments)
+
+
+def test_a_wrong_command_would_be_noticed(train_config):
+    good = ["--config=configs/tiny.py", "--workdir=x"]
+    for wrong in ("--config.sampling.round=2", "--config.reference.place=reward", "--config.critic.trunk=mine"):
+        with pytest.raises(UserError):
+            train_config([*good, wrong])
+    assert len([command for command in _commands() if command[0] == "gspo_jax.train"]) >= 5
+    assert train_config([*good, "--config.objective.name=dapo"]).objective.name == "dapo"
+
+
+def test_flags_and_fields_in_the_text_exist():
+    for flag in re.findall(r"`--config\.([a-z_.]+)=", DOC):
+        cli.check_overrides([f"--config.{flag}="], base())
+    sections = "|".join(name for name, value in base().items() if isinstance(value, ConfigDict))
+    fields = re.findall(rf"`((?:{sections})\.[a-z_.]+)", DOC)
+    assert len(set(fields)) > 5
+    cli.check_overrides([f"--config.{field}=" for field in fields], base())
+
+
+def test_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", DOC) if "://" not in link]
+    assert "objectives/atlas.png" in links and "objectives/results.md" in links
+    made_by_a_sweep = {"objectives/results.md"}
+    assert [link for link in set(links) - made_by_a_sweep if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_step_rewards_are_set_as_the_doc_does():
+    (lines,) = [block for block in _blocks("python") if "step_rewards" in block]
+    config = base()
+    exec(lines, {"config": config, "ConfigDict": ConfigDict})
+    assert experiment.make_step_scorer(config) is not None
+    assert experiment.make_objective(config).token_advantages
+
+
+@pytest.fixture
+def thirteenth(monkeypatch):
+    """The catalogue with the doc's example in it; gives its name and the config with the doc's line."""
+    function, line = _blocks("python", DOC.partition("## How to add a thirteenth")[2])
+    namespace = dict(vars(catalogue))
+    before = set(namespace)
+    exec(compile(function, "docs/objectives.md", "exec"), namespace)
+    (name,) = set(namespace) - before
+    monkeypatch.setattr(catalogue, name, namespace[name], raising=False)
+    monkeypatch.setattr(catalogue, "__all__", [*catalogue.__all__, name])
+    assert len(line.strip().splitlines()) == 1
+    config = base()
+    exec(line, {"config": config, "ConfigDict": ConfigDict})
+    config.objective.name = name
+    return name, config
+
+
+def test_the_thirteenth_is_made_by_name_and_by_config(thirteenth):
+    name, config = thirteenth
+    made = objectives.make(name, log_clip=0.5)
+    assert (made.name, made.bounds) == (name, {"log_clip": 0.5})
+    by_config = experiment.make_objective(config)
+    assert by_config.bounds == objectives.make(name).bounds == {"log_clip": 0.4}
+    with pytest.raises(UserError, match="log_clip=0 is not a positive number"):
+        objectives.make(name, log_clip=0)
+    assert f"--config.objective.name={name}" in DOC
+
+
+def test_the_thirteenth_by_hand(thirteenth):
+    name, _ = thirteenth
+    objective = objectives.make(name, log_clip=0.5)
+    # Log-ratios 0 and 0.5 in a response with Â = 2, −0.25 in one with Â = −1; what is not in the mask is poison.
+    old = jnp.array([[-1.0, -2.0], [-3.0, jnp.nan]])
+    logprobs = old + jnp.array([[0.0, 0.5], [-0.25, 1e30]])
+    batch = {
+        "old_logprobs": old,
+        "mask": jnp.array([[True, True], [True, False]]),
+        "advantages": jnp.array([2.0, -1.0]),
+    }
+
+    (loss, info), gradient = jax.value_and_grad(
+        lambda logprobs: objectives.loss(objective, logprobs, **batch), has_aux=True
+    )(logprobs)
+    one, half = math.tanh(1), math.tanh(0.5)
+    # −1/3·(2·0.5·tanh 0 + 2·0.5·tanh 1 + 1·0.5·tanh 0.5): three tokens, each the same weight.
+    np.testing.assert_allclose(loss, -(one + 0.5 * half) / 3, rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[-2 / 3, -2 / 3 * (1 - one**2)], [(1 - half**2) / 3, 0]], rtol=1e-6)
+    assert info.gated_high.tolist() == [[False, True], [False, False]]  # 1 − tanh²(1) = 0.42, 1 − tanh²(0.5) = 0.79
+    assert not info.gated_low.any()
+    np.testing.assert_allclose(info.ratio, [[1, math.exp(0.5)], [math.exp(-0.25), 1]], rtol=1e-6)
+
+
+def test_the_sweep_asks_the_catalogue_for_its_names(capsys):
+    script = (ROOT / "launch" / "objectives.sh").read_text(encoding="utf-8")
+    (code,) = re.findall(r'names=\$\("\$python" -c \'(.*?)\'\)', script)
+    exec(code, {})
+    assert capsys.readouterr().out.split() == catalogue.__all__
+    assert sys.modules["gspo_jax.objectives.catalogue"] is catalogue

@@ -1,0 +1,165 @@
+"""What an update learns from: masks, advantages, returns, corrections; and DAPO's rounds of sampling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import objectives
+from gspo_jax.objectives.advantages import gae, group_steps, group_zscore
+from gspo_jax.objectives.mismatch import make_correction
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rounds import Rounds, Scored
+from gspo_jax.run import Clock, without_failures
+from gspo_jax.training.experience import Rewards, make_experience
+from gspo_jax.types import OldPolicy, Rollout
+
+B, T, G = 4, 5, 2
+LENGTHS = np.array([5, 3, 1, 4])
+MASK = np.arange(T)[None] < LENGTHS[:, None]
+RNG = np.random.default_rng(0)
+OLD = RNG.normal(size=(B, T)).astype(np.float32)
+SAMPLER = (OLD + RNG.normal(scale=0.5, size=(B, T))).astype(np.float32)
+REFERENCE = (OLD + RNG.normal(scale=0.5, size=(B, T))).astype(np.float32)
+VALUES = RNG.normal(size=(B, T)).astype(np.float32)
+TOTAL = np.array([1.0, 0.0, 0.5, 0.5], np.float32)
+
+
+def rollout(tag: int = 0) -> Rollout:
+    """Rows told apart by their tokens."""
+    tokens = np.where(MASK, tag + np.arange(B)[:, None], -1).astype(np.int32)
+    none = np.full((B, T, 1, 1), -1, np.int8)
+    return Rollout(
+        np.zeros((B, 2), np.int32),
+        np.full(B, 2),
+        tokens,
+        MASK,
+        np.array([True, False, False, True]),
+        SAMPLER,
+        SAMPLER,
+        none,
+    )
+
+
+def learn_from(name: str, rewards: Rewards, old: OldPolicy, correction=None, kl_in_reward: float = 0.0):
+    make = make_experience(objectives.make(name), group_size=G, correction=correction, kl_in_reward=kl_in_reward)
+    return jax.device_get(make(rollout(), old, rewards))
+
+
+def test_group_advantages_and_what_is_not_learned_from():
+    learn = np.array([True, True, False, True])
+    found = learn_from("gspo", Rewards(TOTAL, learn), OldPolicy(OLD))
+    np.testing.assert_allclose(found.advantages, group_zscore(TOTAL, group_size=G), rtol=1e-6)
+    np.testing.assert_array_equal(found.mask, MASK & learn[:, None])
+    assert found.returns is None and found.correction is None
+
+
+def test_step_rewards_are_added_to_the_advantage_of_the_response():
+    of_tokens, steps = np.zeros((B, T), np.float32), np.zeros((B, T), bool)
+    steps[0, [1, 3]] = steps[1, 0] = True
+    of_tokens[0, 1] = 1.0
+    found = learn_from("gspo_token", Rewards(TOTAL, np.ones(B, bool), of_tokens, steps), OldPolicy(OLD))
+    outcome = np.asarray(group_zscore(TOTAL, group_size=G))[:, None]
+    np.testing.assert_allclose(found.advantages, outcome + group_steps(of_tokens, steps, group_size=G), rtol=1e-6)
+    # Rewards 1, 0, 0 of the first group: mean 1/3, deviation 0.57735, so z = 1.1547 and twice -0.57735.
+    np.testing.assert_allclose(found.advantages[0] - outcome[0], [0.57735, 0.57735, -0.57735, -0.57735, 0], atol=1e-4)
+    np.testing.assert_allclose(found.advantages[1] - outcome[1], [-0.57735, 0, 0, 0, 0], atol=1e-4)
+    np.testing.assert_array_equal(found.advantages[2:], np.zeros((2, T)) + outcome[2:])
+
+
+def test_a_critic_s_advantages_returns_and_kl_in_the_reward():
+    of_tokens, steps = np.zeros((B, T), np.float32), np.zeros((B, T), bool)
+    of_tokens[0, 2], steps[0, 2] = 0.25, True
+    learn = np.array([True, True, True, False])
+    old = OldPolicy(OLD, REFERENCE, VALUES)
+    found = learn_from("ppo", Rewards(TOTAL, learn, of_tokens, steps), old, kl_in_reward=0.1)
+    mask = MASK & learn[:, None]
+    earned = np.where(mask, of_tokens - 0.1 * (OLD - REFERENCE), 0)
+    for row in range(3):
+        earned[row, LENGTHS[row] - 1] += TOTAL[row]
+    plain = np.asarray(gae(jnp.asarray(earned), jnp.asarray(VALUES), jnp.asarray(mask)))
+    np.testing.assert_allclose(found.returns, np.where(mask, plain + VALUES, 0), atol=1e-5)
+    np.testing.assert_allclose(found.returns[0, 0], earned[0].sum(), atol=1e-5, err_msg="all still to come")
+    inside = plain[mask]
+    want = np.where(mask, (plain - inside.mean()) / (inside.std(ddof=1) + 1e-6), 0)
+    np.testing.assert_allclose(found.advantages, want, atol=1e-5, err_msg="whitened over what is learned from")
+
+
+def test_a_correction_weighs_the_trainer_against_the_sampler():
+    found = learn_from("gspo", Rewards(TOTAL, np.ones(B, bool)), OldPolicy(OLD), make_correction("tis", cap=1.2))
+    np.testing.assert_allclose(found.correction, np.where(MASK, np.minimum(np.exp(OLD - SAMPLER), 1.2), 0), rtol=1e-5)
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+def scored(tag: int, total: list[float]) -> Scored:
+    """A round of two groups."""
+    names = np.array([f"{tag}.{row}" for row in range(B)], object)
+    total = np.array(total, np.float32)
+    return Scored(rollout(tag), names, names, names, total, {"right": total}, np.isfinite(total))
+
+
+def collect(*rounds: Scored, limit: int) -> Rounds:
+    collected = Rounds(groups=2, group_size=G, limit=limit)
+    for each in rounds:
+        assert not collected.full
+        collected.add(each)
+    return collected
+
+
+MESH = mesh_lib.make_mesh({"data": 2}, devices=jax.devices()[:2])
+
+
+def test_one_round_is_taken_as_it_is():
+    only = scored(0, [1, 1, 0, 0])
+    rounds = collect(only, limit=1)
+    assert rounds.full and rounds.batch(MESH) is only and rounds.metrics() == {}
+
+
+def test_groups_without_contrast_are_replaced():
+    rounds = collect(scored(0, [1, 1, 0, 1]), scored(10, [0, 1, 0, 0]), limit=5)
+    assert rounds.full and rounds.sampled == 8
+    batch = rounds.batch(MESH)
+    assert batch.texts.tolist() == ["0.2", "0.3", "10.0", "10.1"]
+    assert np.asarray(batch.rollout.tokens)[:, 0].tolist() == [2, 3, 10, 11]
+    assert batch.total.tolist() == batch.by_name["right"].tolist() == [0, 1, 0, 1] and batch.learn.all()
+    assert batch.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
+    want = {"dynamic/rounds": 2, "dynamic/dropped": 0.5, "dynamic/filled": 0.0, "dynamic/reward_mean": 4 / 8}
+    assert rounds.metrics() == want
+
+
+def test_rounds_are_bounded_and_what_fills_the_batch_is_not_learned_from():
+    rounds = collect(scored(0, [1, 1, 0, 0]), scored(10, [0, 0, 0, 1]), limit=2)
+    batch = rounds.batch(MESH)
+    assert batch.texts.tolist() == ["10.2", "10.3", "0.0", "0.1"]
+    assert batch.learn.tolist() == [True, True, False, False]
+    assert rounds.metrics()["dynamic/filled"] == 0.5
+
+
+def test_contrast_is_between_responses_that_could_be_scored():
+    nan = np.nan
+    assert scored(0, [1, nan, nan, nan]).contrast(G).tolist() == [False, False]
+    assert scored(0, [0.5, 0.25, -1, -1]).contrast(G).tolist() == [True, False]
+    assert scored(0, [1, nan, 0, 1]).contrast(4).tolist() == [True]
+    rounds = collect(scored(0, [1, nan, 0, 1]), scored(10, [0, 1, 0, nan]), limit=3)
+    assert rounds.batch(MESH).learn.tolist() == [True] * 4
+    assert rounds.metrics()["dynamic/reward_mean"] == pytest.approx(3 / 6)
+
+
+def test_a_phase_that_comes_again_adds_up(monkeypatch):
+    """Each round has its data, sampling and rewards; the clock adds them."""
+    times = iter([0.0, 1.0, 2.0, 4.0, 7.0, 7.0])
+    monkeypatch.setattr("gspo_jax.run.time.perf_counter", lambda: next(times))
+    clock = Clock(type("Silent", (), {"phase": lambda self, name: None})())
+    for phase in ("data", "sample", "data"):
+        clock.phase(phase)
+    clock.stop()
+    assert clock.seconds == {"data": 4.0, "sample": 2.0, "iteration": 7.0}
+
+
+def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
+    rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan], np.float32)
+    np.testing.assert_array_equal(without_failures(rewards, 3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    with pytest.raises(RuntimeError, match="none of the batch's responses"):
+        without_failures(np.full(4, np.nan, np.float32), 2)

@@ -1,0 +1,172 @@
+"""Every objective trains, by a config line; so do PPO's two critics, a reference, DAPO's loop and step rewards.
+
+All runs begin from one policy that gets some small sums right, so that groups have something to tell apart.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from gspo_jax import cli, coldstart, experiment, objectives
+from gspo_jax.train import train
+from gspo_jax.training.metrics import read_metrics
+from gspo_jax.types import UserError
+
+ROOT = Path(__file__).parent.parent
+CLOCK = ("time", "timing/", "throughput/")
+
+
+def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:
+    config = cli.load_config(str(ROOT / f"configs/tiny.py:{arg}"))
+    config.data.data_dir = str(data)
+    config.data.options.difficulty = "easy"
+    config.iterations = 3
+    config.coldstart.steps, config.coldstart.terse_steps = 220, 0
+    config.critic.optimizer.update({"learning_rate": 3e-3, "warmup_updates": 0})
+    config.eval.every = config.log.samples_every = config.checkpoint.every = 100
+    config.eval.prompts = 8
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
+    return config
+
+
+def make_policy(config: ConfigDict, folder: Path) -> Path:
+    mesh = experiment.make_mesh(config)
+    with jax.set_mesh(mesh):
+        coldstart.coldstart(config, experiment.load_records(config, "train"), mesh, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def adder(data, tmp_path_factory) -> Path:
+    return make_policy(settings(data), tmp_path_factory.mktemp("adder") / "model")
+
+
+@pytest.fixture(scope="module")
+def counter(data, tmp_path_factory) -> Path:
+    return make_policy(settings(data, arg="steps,runlocal"), tmp_path_factory.mktemp("counter") / "model")
+
+
+@pytest.fixture(scope="module")
+def written() -> set[str]:
+    """The names of all metrics that the runs of this file have written so far."""
+    return set()
+
+
+def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
+    """The rows of a run's updates, each found sane."""
+    train(config, workdir)
+    rows = [row for row in read_metrics(workdir) if "minibatch" in row]
+    written |= {name for row in read_metrics(workdir) for name in row if "/" in name}
+    assert len(rows) == config.iterations * config.training.minibatches
+    for row in rows:
+        assert row["update/skipped"] == 0
+        assert np.isfinite([row["actor/loss"], row["actor/entropy"], row["actor/grad_norm"]]).all()
+    last = rows[-1]["iteration"]
+    norms = [sum(row["actor/grad_norm"] for row in rows if row["iteration"] == i + 1) for i in range(last)]
+    assert min(norms) > 0, "there is something to learn"
+    drifted = [row["ratio/token_log_max"] for row in rows if row["minibatch"] > 0]
+    assert min(drifted) > 1e-5, "the policy moves between mini-batches"
+    return rows
+
+
+@pytest.mark.parametrize("name", objectives.catalogue.__all__)
+def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, written):
+    config = settings(data, model__folder=str(adder), objective__name=name)
+    rows = run(config, tmp_path / "run", written)
+    assert rows[0]["reward/mean"] > 0
+    assert ("critic/loss" in rows[0]) == (name == "ppo")
+    assert ("routing/router_shift" in rows[0]) == (name == "rspo")
+    if name == "rspo":
+        assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "nothing has moved yet"
+        assert 0.5 < rows[1]["routing/router_shift"] < 1.0
+    if name == "ppo":
+        losses = [row["critic/loss"] for row in rows]
+        assert losses[-1] < losses[0] and min(losses[2:]) < 0.9 * losses[0], losses
+        resumed = config.copy_and_resolve_references()
+        resumed.iterations = 1
+        train(resumed, tmp_path / "resumed")
+        again = run(config, tmp_path / "resumed", written)
+        for row, other in zip(rows, again, strict=True):
+            same = [k for k in row if not k.startswith(("eval/", *CLOCK))]
+            assert [row[k] for k in same] == [other[k] for k in same], "the critic is in the checkpoint"
+
+
+def test_ppo_with_a_head_on_the_policy_and_its_kl_in_the_reward(data, adder, tmp_path, written):
+    config = settings(data, model__folder=str(adder), objective__name="ppo", critic__trunk="policy")
+    config.reference.update({"kl_weight": 0.05, "place": "reward"})
+    config.training.entropy_weight = 0.01
+    rows = run(config, tmp_path / "run", written)
+    assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the first policy"
+    assert rows[-1]["reference/kl"] > 1e-7
+    assert rows[-1]["critic/loss"] < rows[0]["critic/loss"]
+
+
+def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
+    """Dynamic sampling, both kinds of overlong shaping, a reference in the loss, and a mismatch correction."""
+    config = settings(data, arg="dapo,runlocal", model__folder=str(adder), sampling__max_response_length=18)
+    config.overlong.cache = 6
+    config.reference.kl_weight = 0.01
+    config.training.old_logprobs = "recompute"
+    config.mismatch.correction = "tis"
+    rows = run(config, tmp_path / "run", written)
+    last = [row for row in rows if "dynamic/rounds" in row]
+    assert [row["minibatch"] for row in last] == [1] * config.iterations
+    assert all(1 <= row["dynamic/rounds"] <= 4 and row["dynamic/filled"] < 1 for row in last)
+    assert max(row["dynamic/rounds"] for row in last) > 1 and max(row["dynamic/dropped"] for row in last) > 0
+    full = [row["iteration"] for row in last if row["dynamic/filled"] == 0]
+    assert full, "some batch was filled by groups with contrast"
+    assert all(row["reward/zero_std"] == 0 for row in rows if row["iteration"] in full)
+    assert all(-1 <= row["reward/overlong"] <= 0 for row in rows)
+    assert min(row["reward/overlong"] for row in rows) < 0
+    assert all(row["response/learned"] <= 1 - row["response/truncated"] + 1e-6 for row in rows)
+    assert min(row["response/learned"] for row in rows) < 1
+
+
+def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written):
+    config = settings(data, arg="steps,runlocal", model__folder=str(counter))
+    rows = run(config, tmp_path / "run", written)
+    assert config.objective.name == "gspo_token"
+    assert all(0 <= row["reward/countdown_steps"] <= 1 for row in rows)
+    assert max(row["reward/countdown_steps"] for row in rows) > 0
+
+
+def test_every_metric_is_in_the_glossary_and_nothing_else(written):
+    """The tests above, run in this order, have written all there are."""
+    documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text()))
+    rewards = {"reward/exact_answer", "reward/countdown", "reward/countdown_steps"}
+    assert written - rewards == documented - {"reward/NAME"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"step_rewards": {"countdown_steps": 1.0}}, "gspo has one advantage for each response.* use gspo_token"),
+        ({"reference.kl_weight": -1.0}, "reference.kl_weight is -1"),
+        ({"reference.estimator": "k4"}, "reference.estimator is 'k4'; use 'k1' or 'k2' or 'k3'"),
+        ({"reference.place": "reward"}, "needs a critic; gspo has none, use 'loss'"),
+        ({"critic.trunk": "both"}, "critic.trunk is 'both'; use 'own' or 'policy'"),
+        ({"overlong.penalty": 1.0}, "the overlong cache 0 is not in 1..32"),
+        ({"mismatch.correction": "tis"}, "set training.old_logprobs to 'recompute'"),
+        ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
+        ({"sampling.rounds": 0}, "sampling.rounds is 0; it must be at least 1"),
+        ({"objective.name": "ppo", "objective.ppo.lam": 2.0}, "lam=2.0 lies outside"),
+        ({"objective.name": "cispo", "objective.cispo.mask": "pppo"}, "did you mean 'ppo'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_a_config_can_get_wrong(changes, says, tmp_path):
+    config = settings(tmp_path)
+    for name, value in changes.items():
+        with config.unlocked():
+            config.update_from_flattened_dict({name: ConfigDict(value) if isinstance(value, dict) else value})
+    with pytest.raises(UserError, match=says):
+        experiment.check(config)

@@ -1,0 +1,47 @@
+"""The warning about a clip range of the wrong size: who gets one, who does not, and what it says."""
+
+import pytest
+
+from gspo_jax import objectives
+from gspo_jax.objectives import catalogue
+from gspo_jax.objectives.guards import clip_range_warning
+
+
+@pytest.mark.parametrize("name", catalogue.__all__)
+def test_the_defaults_are_no_reason_to_warn(name):
+    assert clip_range_warning(objectives.make(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fine", "odd"),
+    [
+        ("gspo", {"low": 0.0499, "high": 0.0499}, {"low": 0.05}),
+        ("gspo", {"low": 0.0499, "high": 0.0499}, {"high": 0.2}),
+        ("gspo_token", {"low": 0.0}, {"low": 0.2, "high": 0.27}),
+        ("grpo", {"low": 0.01, "high": 0.01}, {"low": 3e-4, "high": 4e-4}),
+        ("dapo", {"low": 0.01}, {"low": 0.0099}),
+        ("ppo", {"high": 0.01}, {"high": 0.0}),
+        ("cispo", {"low": 0.01, "high": 0.01}, {"high": 0.009}),
+        ("gmpo", {"log_clip": 0.01}, {"log_clip": 4e-4}),
+        ("rspo", {"log_clip": 0.01}, {"log_clip": 4e-4}),
+    ],
+)
+def test_a_bound_of_the_wrong_size_is_named(name, fine, odd):
+    assert clip_range_warning(objectives.make(name, **fine)) is None
+    said = clip_range_warning(objectives.make(name, **odd))
+    assert said is not None and said.startswith(name)
+    assert all(
+        (f"{key}={odd[key]:g}" in said) if key in odd else (f"{key}=" not in said.split(":")[0])
+        for key in objectives.make(name).bounds
+    )
+
+
+def test_the_sentence():
+    assert clip_range_warning(objectives.gspo(low=0.2, high=0.27)) == (
+        "gspo bounds the ratio of a whole response by low=0.2 and high=0.27: that mean over tokens hardly ever moves "
+        "so far and next to nothing will be clipped; the GSPO paper uses low=3e-4 and high=4e-4"
+    )
+    assert clip_range_warning(objectives.grpo(low=3e-4, high=0.2)) == (
+        "grpo bounds the ratio of every token by low=0.0003: most tokens leave such a range at once and will lose "
+        "their gradient; papers with a ratio for each token use 0.2 and more"
+    )

@@ -1,0 +1,104 @@
+"""What the trainer's models say of responses: the critic's values, the routers' shift, the old policy's views."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gspo_jax.models import critic as critic_lib
+from gspo_jax.models import transformer
+from gspo_jax.rollout.decoder import generate, response_keys
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.routing.drift import router_shift
+from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
+from tests.tiny import CONFIG, params, prompts
+
+GRAPH, _ = transformer.abstract(CONFIG)
+SCORING = Scoring(logprob_chunk=64)
+G, T = 2, 8
+SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
+    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9)}
+    return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings))
+
+
+def make_critic(*, own_trunk: bool):
+    """A critic whose head says something."""
+    graph, shapes = critic_lib.abstract(CONFIG, own_trunk=own_trunk, dtype=jnp.float32)
+    first = critic_lib.first_params(shapes, params())
+    head = jax.random.normal(jax.random.key(2), (CONFIG.hidden_size,))
+    return graph, nnx.State({**first, "head": first["head"].replace(head)}), head
+
+
+def test_a_critic_begins_at_zero_on_a_copy_of_the_policy():
+    _, shapes = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
+    policy = params()
+    first = critic_lib.first_params(shapes, policy)
+    assert jax.tree.structure(first) == jax.tree.structure(shapes)
+    assert not np.any(first["head"][...])
+    assert "head" not in first["trunk"], "a trunk predicts no tokens"
+    embed, mine = policy["embed"][...], first["trunk"]["embed"][...]
+    np.testing.assert_array_equal(embed, mine)
+    assert embed.unsafe_buffer_pointer() != mine.unsafe_buffer_pointer(), "both are donated"
+
+
+@pytest.mark.parametrize("own_trunk", [True, False])
+def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
+    graph, critic, head = make_critic(own_trunk=own_trunk)
+
+    @jax.jit
+    def value(responses):
+        hidden = score(GRAPH, params(), responses, SCORING).hidden
+        return values(graph, critic, responses, SCORING, policy_hidden=hidden)
+
+    found = np.asarray(value(rollout))
+    # The trunk still is the policy, so both critics are its hidden states by the head.
+    np.testing.assert_allclose(found, SCORE(params(), rollout).hidden @ head, rtol=2e-4, atol=2e-4)
+    changed = rollout.tokens.copy()
+    changed[:, 3] = (changed[:, 3] + 1) % 60 + 1
+    after = np.asarray(value(dataclasses.replace(rollout, tokens=changed)))
+    there = rollout.mask[:, 4]
+    np.testing.assert_allclose(after[:, :4], found[:, :4], atol=1e-5)
+    assert np.abs(after - found)[there, 4].min() > 1e-4, "the next value has read the token"
+
+
+def test_routers_are_watched_at_the_experts_asked_about(rollout):
+    own = SCORE(params(), rollout).routes
+    asked = (own.experts + 1) % CONFIG.num_experts
+    both = [SCORE(params(), rollout, watch=experts).routes.watched for experts in (own.experts, asked)]
+    np.testing.assert_allclose(both[0], own.logprobs, atol=1e-6)
+    in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
+    real = np.concatenate([in_prompt, rollout.mask], axis=1)
+    assert np.abs(both[1] - both[0])[:, real].min() > 0
+    assert own.watched is None
+
+
+def test_router_shift_by_hand():
+    old = np.log(np.array([0.5, 0.25, 0.5, 0.25], np.float32)).reshape(1, 1, 2, 2)  # [B, N, L, K]
+    new = np.log(np.array([0.25, 0.25, 0.5, 0.5], np.float32)).reshape(2, 1, 1, 2)  # [L, B, N, K]
+    # |log| of 1/2, 1, 1, 2 is log 2, 0, 0, log 2: the mean is log(2)/2, so γ = 1/√2.
+    np.testing.assert_allclose(router_shift(old, new), [[2**-0.5]], rtol=1e-6)
+
+
+def test_the_old_policy_s_views(rollout):
+    graph, critic, head = make_critic(own_trunk=False)
+    reference = jax.tree.map(lambda x: x * 1.1, params())
+    plain = make_old_policy(GRAPH, SCORING, recompute=False, routes=False, critic=None)(params(), None, None, rollout)
+    np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
+    assert plain.values is plain.reference_logprobs is plain.routes is None
+    whole = make_old_policy(GRAPH, SCORING, recompute=True, routes=True, critic=graph)
+    found = whole(params(), critic, reference, rollout)
+    own, mask = SCORE(params(), rollout), rollout.mask
+    np.testing.assert_allclose(found.logprobs, own.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.values, own.hidden @ head, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(found.reference_logprobs, SCORE(reference, rollout).logprobs, atol=1e-5)
+    assert np.abs(found.reference_logprobs - found.logprobs)[mask].max() > 0.01
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(found.routes.experts), 2, 0), own.routes.experts)
