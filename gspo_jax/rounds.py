@@ -61,6 +61,16 @@ class Rounds:
         return sum(len(scored.total) for scored in self._rounds)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of all responses so far."""
+        return sum(int(np.asarray(scored.rollout.mask).sum()) for scored in self._rounds)
+
+    @property
+    def failures(self) -> int:
+        """Responses so far that could not be scored."""
+        return sum(int(np.isnan(scored.total).sum()) for scored in self._rounds)
+
+    @property
     def full(self) -> bool:
         """Whether sampling is over: the groups are together, or the rounds are spent."""
         return len(self._rounds) == self._limit or (self._limit > 1 and int(self._kept().sum()) >= self._groups)

@@ -3,9 +3,9 @@ evaluations, checkpoints. The algorithm itself is in train.py.
 """
 
 import dataclasses
+import itertools
 import json
 import math
-import re
 import shlex
 import sys
 import textwrap
@@ -152,8 +152,13 @@ class Run:
         """Advantages of a scored batch, after length shaping and filters."""
         total = without_failures(scored.total, self.group_size) + self.overlong(scored)
         fields: tuple[Any, ...] = (total, self.learned(scored), scored.step_rewards, scored.steps)
-        rewards = Rewards(*mesh_lib.to_rows(self.mesh, fields))
-        return self.make_experience(scored.rollout, old, rewards)
+        made = self.make_experience(scored.rollout, old, Rewards(*mesh_lib.to_rows(self.mesh, fields)))
+        if self.objective.critic is None and not jnp.any(made.advantages):
+            self.warn(
+                "no advantage of a whole batch differs from 0, because the responses of every prompt have equal "
+                "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"
+            )
+        return made
 
     def learned(self, scored: Scored) -> np.ndarray:
         """Which responses are learned from, [B]: not those that could not be scored, fill up, or are filtered out."""
@@ -173,14 +178,13 @@ class Run:
     ) -> None:
         """One line for each update; what is known of the whole iteration goes on the last."""
         columns = self.columns(scored)
-        tokens = float(columns["length"].sum())
         of_iteration = {
             **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             **rounds.metrics(),
-            "reward/failed": int(np.isnan(scored.total).sum()),
+            "reward/failed": rounds.failures,
             "reshard/bytes": self.sampler.copy_bytes,
-            "throughput/tokens_per_s": tokens / clock.seconds["iteration"],
-            "throughput/sample_tokens_per_s": tokens / clock.seconds["sample"],
+            "throughput/tokens_per_s": rounds.tokens / clock.seconds["iteration"],
+            "throughput/sample_tokens_per_s": rounds.tokens / clock.seconds["sample"],
         }
         for i, seen in enumerate(metrics):
             own = take_minibatch(columns, i, count=self.minibatches, group_size=self.group_size)
@@ -189,7 +193,7 @@ class Run:
             line |= {name: value for name, value in seen.items() if i == 0 or not name.startswith("mismatch/")}
             line |= of_iteration if i + 1 == self.minibatches else {}
             self.writer.write(int(state.updates) - self.minibatches + 1 + i, line)
-        self.guard(iteration, metrics, scored)
+        self.guard_ratios(metrics)
         self.progress.advance(
             reward=float(np.nanmean(scored.total)),
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
@@ -221,27 +225,20 @@ class Run:
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
             )
 
-    def guard(self, iteration: int, metrics: list[Metrics], scored: Scored) -> None:
-        """Warns, once each, of an iteration that looks like training and is none."""
-        if not scored.contrast(self.group_size).any():
-            self.warn(
-                f"in iteration {iteration + 1} the responses of every prompt have equal rewards, so that no advantage "
-                "differs from 0; use easier or harder prompts, larger groups, or sampling.rounds > 1"
-            )
-            return
-        moved = [float(seen["actor/grad_norm"]) * float(seen["actor/lr"]) > 0 for seen in metrics]
-        stuck = [float(seen["ratio/token_log_max"]) == 0 for seen in metrics]
-        if any(moved[i] and stuck[i + 1] for i in range(len(metrics) - 1)):
-            self.warn(
-                f"in iteration {iteration + 1} the importance ratio is exactly 1 for every token although the policy "
-                "has been updated since it sampled; the old log-probs are the new ones, and nothing is ever clipped"
-            )
+    def guard_ratios(self, metrics: list[Metrics]) -> None:
+        """Warns of updates in which the policy has moved and its ratios have not."""
+        for before, seen in itertools.pairwise(metrics):
+            moved = float(before["actor/grad_norm"]) * float(before["actor/lr"]) > 0
+            if moved and float(seen["update/tokens"]) and float(seen["ratio/token_log_max"]) == 0:
+                self.warn(
+                    "the importance ratio is exactly 1 for every token although the policy has been updated since it "
+                    "sampled: the old log-probs are the new ones, and nothing is ever clipped"
+                )
 
     def warn(self, text: str) -> None:
-        """Prints a warning, the first time that it is given in its words but for the numbers."""
-        kind = re.sub(r"[0-9]+", "", text)
-        if kind not in self.warned:
-            self.warned.add(kind)
+        """Prints a warning, once."""
+        if text not in self.warned:
+            self.warned.add(text)
             self.progress.say(f"warning: {text}")
 
     def keep_samples(self, iteration: int, state: TrainState, scored: Scored) -> None:

@@ -24,7 +24,10 @@ def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:
     config = cli.load_config(str(ROOT / f"configs/tiny.py:{arg}"))
     config.data.data_dir = str(data)
     config.data.options.difficulty = "easy"
+    config.model.architecture.update({"num_layers": 2, "num_experts": 8, "experts_per_token": 2})
     config.iterations = 3
+    if config.data.task == "arithmetic":
+        config.rewards = ConfigDict({"exact_answer": 1.0, "format": 1.0})  # the second is easy: something to learn
     config.coldstart.steps, config.coldstart.terse_steps = 220, 0
     config.critic.optimizer.update({"learning_rate": 3e-3, "warmup_updates": 0})
     config.eval.every = config.log.samples_every = config.checkpoint.every = 100
@@ -90,7 +93,7 @@ def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, 
         assert 0.5 < rows[1]["routing/router_shift"] < 1.0
     if name == "ppo":
         losses = [row["critic/loss"] for row in rows]
-        assert losses[-1] < losses[0] and min(losses[2:]) < 0.9 * losses[0], losses
+        assert losses[-1] < 0.8 * losses[0], losses
         resumed = config.copy_and_resolve_references()
         resumed.iterations = 1
         train(resumed, tmp_path / "resumed")
@@ -139,10 +142,32 @@ def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written
     assert max(row["reward/countdown_steps"] for row in rows) > 0
 
 
+def warnings(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("warning: ")]
+
+
+def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, adder, tmp_path, capsys):
+    config = settings(data, model__folder=str(adder), sampling__group_size=1, objective__gspo__low=0.2)
+    train(config, tmp_path / "run")
+    said = warnings(capsys.readouterr().out)
+    assert len(said) == 3
+    assert "gspo bounds the ratio of a whole response by low=0.2: " in said[0]
+    assert "sampling.group_size is 1: " in said[1]
+    assert "no advantage of a whole batch differs from 0" in said[2]
+
+
+def test_ratios_of_one_after_an_update_are_warned_of_once(data, adder, tmp_path, capsys):
+    config = settings(data, model__folder=str(adder), optimizer__learning_rate=1e-30)
+    train(config, tmp_path / "run")
+    said = warnings(capsys.readouterr().out)
+    assert len(said) == 1
+    assert "the importance ratio is exactly 1 for every token although the policy has been updated" in said[0]
+
+
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
     """The tests above, run in this order, have written all there are."""
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text()))
-    rewards = {"reward/exact_answer", "reward/countdown", "reward/countdown_steps"}
+    rewards = {"reward/exact_answer", "reward/format", "reward/countdown", "reward/countdown_steps"}
     assert written - rewards == documented - {"reward/NAME"}
 
 

@@ -181,6 +181,10 @@ def test_what_a_config_can_get_wrong(name, hyper, message):
         objectives.make(name, **hyper)
 
 
+def test_an_rspo_that_damps_nothing_is_allowed():
+    assert objectives.make("rspo", gamma_min=1.0)
+
+
 @pytest.mark.parametrize("name", [name for name in catalogue.__all__ if "low" in objectives.make(name).bounds])
 def test_offsets_at_their_limits_are_allowed(name):
     assert objectives.make(name, low=0.0, high=0.0) and objectives.make(name, low=1.0, high=4.0)
@@ -217,6 +221,7 @@ def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
         ({"group_size": 2}, "either rewards with group_size, or advantages"),
         ({"rewards": jnp.ones(4), "group_size": 2}, "either rewards with group_size, or advantages"),
         ({"rewards": jnp.ones(4), "advantages": None}, "either rewards with group_size, or advantages"),
+        ({"group_size": 2, "advantages": None}, "either rewards with group_size, or advantages"),
         ({"rewards": jnp.ones(4), "advantages": None, "group_size": 3}, "4 rewards do not split into groups of 3"),
         ({"rewards": jnp.ones(2), "advantages": None, "group_size": 2}, "advantages are [2]; they must be"),
     ],

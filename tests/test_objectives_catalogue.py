@@ -85,7 +85,7 @@ ROWS = {
         more=({"log_clip": 0.375, "gamma_min": 0.7, "apply": "before"},),
     ),
     "sapo": Row(
-        defaults={"tau_pos": 1.0, "tau_neg": 1.05}, wide={"tau_pos": 3.0, "tau_neg": 4.0}, token_advantages=True
+        defaults={"tau_pos": 1.0, "tau_neg": 1.05}, wide={"tau_pos": 3.0, "tau_neg": 6.0}, token_advantages=True
     ),
 }
 NAMES = pytest.mark.parametrize("name", ROWS)

@@ -42,6 +42,11 @@ def test_sequence_mask_drops_rows():
     np.testing.assert_array_equal(factor(sequence_mask(low=0.995)), [[0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 0]])
 
 
+def test_no_limit_below_is_allowed():
+    np.testing.assert_allclose(factor(icepop(low=0.0))[0], [1.5, 3, 0.25], rtol=1e-6)
+    np.testing.assert_array_equal(factor(sequence_mask(low=0.0), old=SAMPLER - 9.0), MASK)
+
+
 def test_a_ratio_on_the_limit_is_credible():
     agreed = np.full((4, 3), -1.0)
     for correction in (icepop(low=1.0, high=1.0), sequence_mask(low=1.0, high=1.0)):

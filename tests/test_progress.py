@@ -96,6 +96,13 @@ def test_a_pipe_gets_one_line_per_iteration(clock):
     ]
 
 
+def test_a_long_line_stays_one_line_in_a_pipe():
+    stream = io.StringIO()
+    with Progress(1, label="tiny", stream=stream) as bar:
+        bar.say("word " * 100)
+    assert stream.getvalue().splitlines()[1] == "word " * 100
+
+
 def test_eta_counts_down_within_an_iteration_and_after_a_resume(clock):
     with Progress(100, label="tiny", stream=io.StringIO(), done=90) as bar:
         bar.advance()

@@ -29,9 +29,9 @@ class Info(NamedTuple):
     ratio: Float[Array, "B T"]
     """Importance ratio of the objective (one number along a row for `gspo`); 1 outside the mask."""
     gated_low: Bool[Array, "B T"]
-    """True where the lower bound cut the gradient to zero; False outside the mask."""
+    """True where the lower bound cut the gradient to zero, as in `Surrogate`; False outside the mask."""
     gated_high: Bool[Array, "B T"]
-    """True where the upper bound cut the gradient to zero; False outside the mask."""
+    """True where the upper bound did; False outside the mask."""
     advantages: Float[Array, "B T"]
     """Advantages as used; 0 outside the mask."""
     weights: Float[Array, "B T"]
@@ -39,7 +39,7 @@ class Info(NamedTuple):
 
     @property
     def gated(self) -> Bool[Array, "B T"]:
-        """True where a bound cut the gradient to zero."""
+        """True where either bound did."""
         return self.gated_low | self.gated_high
 
 

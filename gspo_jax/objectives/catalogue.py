@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
-from gspo_jax.objectives.checks import check_at_least, check_choice, check_fraction, check_offsets, check_positive
+from gspo_jax.objectives.checks import check_choice, check_fraction, check_not_negative, check_offsets, check_positive
 from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import (
     Batch,
@@ -104,7 +104,7 @@ def ppo(
     """
     check_fraction("1 discounts nothing, 0 looks one token ahead", gamma=gamma, lam=lam)
     check_positive("it is how far a value may move, 0.2 is usual", value_clip=value_clip)
-    check_at_least(0, "it is the weight of the critic's loss, 0.5 is usual", value_weight=value_weight)
+    check_not_negative("it is the weight of the critic's loss, 0.5 is usual", value_weight=value_weight)
     return Objective(
         name="ppo",
         surrogate=_clip_tokens(low, high, dual_clip),
@@ -256,7 +256,7 @@ def cispo(*, low: float = 1.0, high: float = 4.0, mask: Literal["ppo"] | None = 
         under, over = plain.ratio < 1 - low, plain.ratio > 1 + high
         weight = jnp.clip(plain.ratio, 1 - low, 1 + high)
         if mask == "ppo":
-            weight = jnp.where(under & (b.advantages < 0) | over & (b.advantages > 0), 0.0, weight)
+            weight = jnp.where(jnp.where(b.advantages > 0, over, under), 0.0, weight)
         return Surrogate(weight * plain.gain, plain.ratio, under, over)
 
     return Objective(

@@ -30,16 +30,16 @@ def check_offsets(low: float, high: float, dual_clip: float | None = None) -> No
     """The bounds are offsets, `low=0.2` clips at 0.8; `dual_clip` is a ratio above 1, None for off."""
     if not 0 <= low <= 1:
         raise UserError(f"low={low} lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8")
-    check_at_least(0, "it is an offset from 1, so high=0.2 clips at 1.2", high=high)
+    check_not_negative("it is an offset from 1, so high=0.2 clips at 1.2", high=high)
     if dual_clip is not None and not dual_clip > 1:
         raise UserError(f"dual_clip={dual_clip} is not above 1; it caps the ratio where Â < 0, 3 is usual, None is off")
 
 
-def check_at_least(limit: float, remedy: str, **given: float) -> None:
-    """The given numbers are not below `limit`."""
+def check_not_negative(remedy: str, **given: float) -> None:
+    """The given numbers are 0 or above."""
     for name, value in given.items():
-        if not value >= limit:
-            raise UserError(f"{name}={value} lies below {limit}; {remedy}")
+        if not value >= 0:
+            raise UserError(f"{name}={value} lies below 0; {remedy}")
 
 
 def check_positive(remedy: str, **given: float) -> None:

@@ -33,9 +33,9 @@ class Surrogate(NamedTuple):
     ratio: Float[Array, "B T"]
     """Importance ratio that the objective weighs or gates by, a constant."""
     gated_low: Bool[Array, "B T"]
-    """True where the lower bound cut the gradient to zero."""
+    """True where the lower bound cut the gradient to zero (cispo: capped the weight, sapo: halved the gate)."""
     gated_high: Bool[Array, "B T"]
-    """True where the upper bound cut the gradient to zero."""
+    """True where the upper bound did."""
 
 
 class Held(NamedTuple):
@@ -132,8 +132,8 @@ def soft_gated(
     # Not sigmoid: near 1 its gradient p·(1 − p) cancels.
     p = jnp.exp(jax.nn.log_sigmoid(tau * (ratio - 1)))
     shut = 4 * p * (1 - p) < 0.5
-    ratio = jax.lax.stop_gradient(ratio)
-    return Surrogate(4 / tau * p * advantages, ratio, shut & (ratio < 1), shut & (ratio > 1))
+    below = ratio < 1
+    return Surrogate(4 / tau * p * advantages, jax.lax.stop_gradient(ratio), shut & below, shut & ~below)
 
 
 def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:

@@ -99,12 +99,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Prints a line; on a terminal it goes above the bar."""
-        self._print(Text(printable(text), no_wrap=self._live is None, overflow="ignore"))
+        # Without a terminal a line stays a line, however long: soft wrapping is rich's name for none.
+        self._safely(lambda: self._console.print(Text(printable(text)), soft_wrap=self._live is None))
 
     def table(self, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
         """Prints one line per row; the columns are the keys of the first one."""
         if rows:
-            self._print(make_table(rows, title=title))
+            self._safely(lambda: self._console.print(make_table(rows, title=title)))
 
     @property
     def eta_s(self) -> float | None:
@@ -144,9 +145,6 @@ class Progress:
         second = Text.assemble("  ", (self._phase, "cyan"), " · " if self._phase and numbers else "", numbers)
         second.no_wrap, second.overflow = True, "ellipsis"
         return Group(first, second)
-
-    def _print(self, what: RenderableType) -> None:
-        self._safely(lambda: self._console.print(what))
 
     def _safely(self, show: Callable[[], None]) -> None:
         if self._broken:

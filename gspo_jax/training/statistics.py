@@ -71,6 +71,7 @@ def metrics(sums: Metrics, maxima: Metrics) -> Metrics:
     """Means per token to learn from, rates and maxima, by their names in metrics.jsonl."""
     tokens = jnp.maximum(sums["clip"].tokens, 1)
     found = {
+        "update/tokens": sums["clip"].tokens,
         "actor/loss": sums["loss"],
         "actor/entropy": sums["entropy"] / tokens,
         "actor/kl": sums["kl"] / tokens,
