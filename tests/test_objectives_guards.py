@@ -42,6 +42,6 @@ def test_the_sentence():
         "so far and next to nothing will be clipped; the GSPO paper uses low=3e-4 and high=4e-4"
     )
     assert clip_range_warning(objectives.grpo(low=3e-4, high=0.2)) == (
-        "grpo bounds the ratio of every token by low=0.0003: most tokens leave such a range at once and will lose "
-        "their gradient; papers with a ratio for each token use 0.2 and more"
+        "grpo bounds the ratio of every token by low=0.0003: many tokens leave such a range in the first updates "
+        "and will be cut there; papers with a ratio for each token use 0.2 and more"
     )

@@ -5,7 +5,7 @@ from gspo_jax.objectives.objective import Objective
 WIDE_FOR_A_SEQUENCE = 0.05
 """The mean over hundreds of tokens of log-ratios hardly ever leaves a clip range as wide as this."""
 NARROW_FOR_A_TOKEN = 0.01
-"""One step of training moves the ratio of most tokens by more than this."""
+"""The ratios of many tokens move further than this within a few updates."""
 
 
 def clip_range_warning(objective: Objective) -> str | None:
@@ -18,7 +18,7 @@ def clip_range_warning(objective: Objective) -> str | None:
     else:
         odd = {name: bound for name, bound in objective.bounds.items() if bound < NARROW_FOR_A_TOKEN}
         whose = "the ratio of every token"
-        what = "most tokens leave such a range at once and will lose their gradient"
+        what = "many tokens leave such a range in the first updates and will be cut there"
         usual = "papers with a ratio for each token use 0.2 and more"
     if not odd:
         return None
