@@ -1,5 +1,7 @@
 """What an update learns from: masks, advantages, returns, corrections; and DAPO's rounds of sampling."""
 
+import io
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from gspo_jax.objectives.advantages import gae, group_steps, group_zscore
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rounds import Rounds, Scored
-from gspo_jax.run import Clock, without_failures
+from gspo_jax.run import Clock, Run, without_failures
 from gspo_jax.training.experience import Rewards, make_experience
+from gspo_jax.training.progress import Progress
 from gspo_jax.types import OldPolicy, Rollout
 
 B, T, G = 4, 5, 2
@@ -156,6 +159,22 @@ def test_a_phase_that_comes_again_adds_up(monkeypatch):
         clock.phase(phase)
     clock.stop()
     assert clock.seconds == {"data": 4.0, "sample": 2.0, "iteration": 7.0}
+
+
+def test_ratios_of_one_after_an_update_are_warned_of_once():
+    stream = io.StringIO()
+    run = object.__new__(Run)  # a guard needs no open run
+    run.warned = set()
+    moved = {"actor/grad_norm": 1.0, "actor/lr": 1e-3, "update/tokens": 8.0, "ratio/token_log_max": 1e-7}
+    stuck = moved | {"ratio/token_log_max": 0.0}
+    with Progress(1, label="run", stream=stream) as run.progress:
+        run.guard_ratios([stuck, moved, moved])  # the first update is on-policy
+        run.guard_ratios([moved | {"actor/lr": 0.0}, stuck])  # nothing has moved
+        run.guard_ratios([moved, stuck | {"update/tokens": 0.0}])  # nothing is learned from
+        assert "warning" not in stream.getvalue()
+        run.guard_ratios([stuck, stuck, stuck])
+        run.guard_ratios([moved, stuck])
+    assert stream.getvalue().count("warning: the importance ratio is exactly 1 for every token") == 1
 
 
 def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
