@@ -329,7 +329,9 @@ def make_learners(config: ConfigDict, policy: Policy, mesh: Mesh) -> Learners:
       UserError: the objective needs routes, and the policy is dense.
     """
     if make_objective(config).router_shift and not policy.config.num_experts:
-        raise UserError(f"{config.objective.name} damps tokens by the shift of their router, but the model is dense")
+        raise UserError(
+            f"{config.objective.name} damps tokens by the shift of their router, but the model is dense; use gmpo"
+        )
     optimizer, schedule = make_update_rule(config)
     return Learners(policy, optimizer, schedule, make_critic(config, policy), mesh)
 

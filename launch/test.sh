@@ -43,7 +43,7 @@ check "types" $bin/pyright --pythonpath $bin/python
 coverage=(--cov=gspo_jax/objectives --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100)
 if selects "$@"; then coverage=(); fi
 code=0
-$bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile ${coverage[@]+"${coverage[@]}"} "$@" || code=$?
+$bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder ${coverage[@]+"${coverage[@]}"} "$@" || code=$?
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed before the tests: ${failed[*]}" >&2
   if [ "$code" = 0 ]; then code=1; fi

@@ -1,15 +1,38 @@
-"""Eight CPU devices before jax is imported, no silent rank promotion, and shapes checked as the annotations say."""
+"""Eight CPU devices before jax is imported, no silent rank promotion, shapes checked as the annotations say.
 
+What one test compiles, another takes from a cache that lives as long as the session.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
+
+if (
+    "JAX_COMPILATION_CACHE_DIR" not in os.environ
+):  # one for the session: the workers, and the runs they start, inherit it
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gspo_jax-compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 import jaxtyping
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Not the objectives, whose tests hand over wrong shapes on purpose, to read the message; nor routing, whose sums are
 # rebuilt with a leading axis by `scan`.
 jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
+
+LONGEST_FIRST = ("test_family", "test_update", "test_objectives_catalogue", "test_train", "test_resume", "test_decoder")
+"""Files that take a minute or more: begun first, so that no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files, not the tests within them."""
+    place = {name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))

@@ -36,7 +36,7 @@ def test_a_config_file_that_does_not_exist():
 
 @pytest.mark.parametrize("name", ["tiny", "gsm8k"])
 def test_a_config_argument_that_does_not_exist(name):
-    with pytest.raises(UserError, match=r"takes no argument 'runlokal'; use .*runlocal"):
+    with pytest.raises(UserError, match=r"takes no argument 'runlokal'; .*runlocal"):
         cli.load_config(str(ROOT / f"configs/{name}.py:runlokal"))
 
 

@@ -136,6 +136,9 @@ def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_pat
     rows = read_metrics(tmp_path / "run")
     assert not [name for name in rows[-1] if name.startswith("routing/")]
     assert all(np.isfinite(row["actor/loss"]) for row in rows[1:])
+    config.objective.name = "rspo"
+    with pytest.raises(UserError, match="rspo damps tokens by the shift of their router, but the model is dense"):
+        train(config, tmp_path / "other")
 
 
 def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, tmp_path, capsys):
