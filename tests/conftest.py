@@ -8,9 +8,8 @@ import os
 import shutil
 import tempfile
 
-if (
-    "JAX_COMPILATION_CACHE_DIR" not in os.environ
-):  # one for the session: the workers, and the runs they start, inherit it
+# The workers, and the runs that tests start, inherit it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gspo_jax-compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
