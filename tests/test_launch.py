@@ -183,7 +183,9 @@ def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
     for tool in ("ruff", "lint-imports", "pyright"):
         _script(copy / ".venv" / "bin" / tool, "")
     assert _bash(copy, 'bash launch/test.sh "$@"', *arguments).returncode == 0
-    assert _calls(copy) == [f"-m pytest -n auto --maxprocesses=4 --dist=loadfile {' '.join(arguments)}"]
+    assert _calls(copy) == [
+        f"-m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder {' '.join(arguments)}"
+    ]
 
 
 def _install_trainer(root: Path, *, fails: str = "nothing") -> None:
