@@ -7,13 +7,12 @@ Ours is an Orbax checkpoint of the parameters in `checkpoints/` beside a config.
 folder of a training run is read too: its newest checkpoint becomes a Hugging Face folder that others can serve.
 """
 
-import argparse
 import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
+from gspo_jax.training.drawing import Parser
 from gspo_jax.training.metrics import read_config
 from gspo_jax.types import UserError
 
@@ -125,14 +125,9 @@ def _one_device() -> jax.sharding.Mesh:
     return mesh_lib.make_mesh({}, devices=jax.devices()[:1])
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    parser = _Parser(prog="python -m gspo_jax.convert", description=str(__doc__).partition("\n\n")[0])
+    parser = Parser("python -m gspo_jax.convert", str(__doc__).partition("\n\n")[0])
     parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="what to convert")
     parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="a new folder")
     parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; as it is by default")

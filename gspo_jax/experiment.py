@@ -5,7 +5,7 @@ The one place below `configs/` that reads a ConfigDict's fields for others; ever
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.objectives import Objective
+from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import shaping
@@ -172,15 +172,25 @@ def make_sampling(config: ConfigDict) -> Sampling:
 def make_objective(config: ConfigDict) -> Objective:
     """The objective by name, with its section's hyper-parameters."""
     name = config.objective.name
-    if name in objectives.catalogue.__all__ and name not in config.objective:
-        raise UserError(f"the config has no section objective.{name}; add one, empty for the objective's own defaults")
-    return objectives.make(name, **(config.objective[name] if name in objectives.catalogue.__all__ else {}))
+    return objectives.make(name, **_hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__))
 
 
 def make_correction_of(config: ConfigDict) -> Correction | None:
     """What is done about the mismatch of sampler and trainer, by name with its section; None for nothing."""
     name = config.mismatch.correction
-    return make_correction(name, **(config.mismatch.get(name) or {})) if name else None
+    if not name:
+        return None
+    return make_correction(name, **_hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__))
+
+
+def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """What a section of the config gives to the chosen one of its choices; nothing to one that does not exist."""
+    if name not in known:
+        return {}  # its factory says what there is
+    if name not in section:
+        raise UserError(f"the config has no section {title}.{name}; add one, empty for its own defaults")
+    given: Any = section[name]
+    return given
 
 
 def make_penalties(config: ConfigDict) -> Penalties:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import Rollout
@@ -23,10 +23,12 @@ class Scored:
     texts: Shaped[np.ndarray, " B"]
     """The prompt of each response."""
     completions: Shaped[np.ndarray, " B"]
+    lengths: Int[np.ndarray, " B"]
+    """Tokens of each response."""
     records: Shaped[np.ndarray, " B"]
     """What the data says of each prompt, such as its answer."""
     total: Float[np.ndarray, " B"]
-    """The weighted sum of the reward functions; NaN where one failed."""
+    """The weighted sum of the reward functions; NaN where one failed, or one of step rewards."""
     by_name: dict[str, Float[np.ndarray, " B"]]
     """Each reward function's own scores, and of step-reward functions the mean per step; NaN where there is none."""
     learn: Bool[np.ndarray, " B"]
@@ -63,7 +65,7 @@ class Rounds:
     @property
     def tokens(self) -> int:
         """Tokens of all responses so far."""
-        return sum(int(np.asarray(scored.rollout.mask).sum()) for scored in self._rounds)
+        return sum(int(scored.lengths.sum()) for scored in self._rounds)
 
     @property
     def failures(self) -> int:

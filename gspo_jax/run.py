@@ -126,22 +126,25 @@ class Run:
         completions = experiment.completions(self.policy.tokenizer, rollout)
         texts, records = experiment.per_response(prompts, self.group_size)
         scores = self.scorer.score(texts, completions, records)
-        scored = Scored(
+        total, by_name = scores.total, scores.by_name
+        tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
+        step_rewards = steps = None
+        if self.step_scorer is not None:
+            found = self.step_scorer.score(texts, completions, records)
+            total, by_name = np.where(found.failed, np.float32(np.nan), total), by_name | found.by_name
+            step_rewards, steps = to_tokens(found.steps, tokens, mask, self.policy.tokenizer.decode)
+        return Scored(
             rollout=rollout,
             texts=np.array(texts, object),
             completions=np.array(completions, object),
+            lengths=mask.sum(axis=1),
             records=np.array(records, object),
-            total=scores.total,
-            by_name=scores.by_name,
-            learn=np.isfinite(scores.total),
+            total=total,
+            by_name=by_name,
+            learn=np.isfinite(total),
+            step_rewards=step_rewards,
+            steps=steps,
         )
-        if self.step_scorer is None:
-            return scored
-        found = self.step_scorer.score(texts, completions, records)
-        tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
-        step_rewards, steps = to_tokens(found.steps, tokens, mask, self.policy.tokenizer.decode)
-        by_name = scored.by_name | found.by_name
-        return dataclasses.replace(scored, by_name=by_name, step_rewards=step_rewards, steps=steps)
 
     def old_policy(self, state: TrainState, rollout: Rollout) -> OldPolicy:
         """What the old policy, the critic and the reference say of a rollout, before it is learned from."""
@@ -167,11 +170,10 @@ class Run:
 
     def overlong(self, scored: Scored) -> np.ndarray:
         """DAPO's punishment of each response, [B]; 0 where the config has none."""
-        shaping, lengths = self.config.overlong, np.asarray(scored.rollout.mask).sum(axis=1)
+        shaping, limit = self.config.overlong, self.config.sampling.max_response_length
         if not shaping.penalty:
-            return np.zeros(len(lengths), np.float32)
-        limit = self.config.sampling.max_response_length
-        return np.float32(shaping.penalty) * overlong(lengths, limit=limit, cache=shaping.cache)
+            return np.zeros(len(scored.lengths), np.float32)
+        return np.float32(shaping.penalty) * overlong(scored.lengths, limit=limit, cache=shaping.cache)
 
     def log(
         self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: "Clock"
@@ -208,10 +210,9 @@ class Run:
         if self.config.overlong.penalty:
             columns["reward/overlong"] = self.overlong(scored)
         columns["reward/zero_std"] = np.repeat(~scored.contrast(self.group_size), self.group_size).astype(np.float32)
-        rollout = scored.rollout
         return columns | {
-            "length": np.asarray(rollout.mask).sum(axis=1),
-            "truncated": np.asarray(rollout.truncated),
+            "length": scored.lengths,
+            "truncated": np.asarray(scored.rollout.truncated),
             "learned": self.learned(scored),
         }
 

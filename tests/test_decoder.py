@@ -12,6 +12,7 @@ from flax import nnx
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys, to_sampler
+from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts
@@ -136,3 +137,17 @@ def test_greedy_decode_equals_transformers(name):
     )
     np.testing.assert_array_equal(out.tokens, reference["greedy"])
     assert out.truncated.all()
+
+
+def test_a_later_round_goes_on_with_the_numbers_of_responses():
+    """So the same prompts, sampled again in one iteration, get other responses: those that follow."""
+    mesh = mesh_lib.make_mesh({}, devices=jax.devices()[:1])
+    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": EOS, "pad_id": 0}
+    with jax.set_mesh(mesh):
+        sampler = Sampler(GRAPH, SHAPES, mesh, dtype=jnp.float32, **settings)
+        sampler.load(place(params(), mesh))
+        batch = prompts(P=4)
+        first, later = (sampler(batch, jax.random.key(1), first=n).tokens for n in (0, 4 * G))
+    keys = response_keys(jax.random.key(1), 4 * G + jnp.arange(4 * G))
+    np.testing.assert_array_equal(later, decode(params(), batch, keys).tokens)
+    assert np.any(np.asarray(first) != np.asarray(later))

@@ -100,7 +100,7 @@ def scored(tag: int, total: list[float]) -> Scored:
     """A round of two groups."""
     names = np.array([f"{tag}.{row}" for row in range(B)], object)
     total = np.array(total, np.float32)
-    return Scored(rollout(tag), names, names, names, total, {"right": total}, np.isfinite(total))
+    return Scored(rollout(tag), names, names, LENGTHS, names, total, {"right": total}, np.isfinite(total))
 
 
 def collect(*rounds: Scored, limit: int) -> Rounds:

@@ -12,6 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, experiment, objectives
+from gspo_jax.rewards import steps
 from gspo_jax.train import train
 from gspo_jax.training.metrics import read_metrics
 from gspo_jax.types import UserError
@@ -140,6 +141,22 @@ def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written
     assert config.objective.name == "gspo_token"
     assert all(0 <= row["reward/countdown_steps"] <= 1 for row in rows)
     assert max(row["reward/countdown_steps"] for row in rows) > 0
+
+
+def test_a_response_whose_steps_cannot_be_scored_is_counted_and_not_learned_from(
+    data, counter, tmp_path, monkeypatch, written
+):
+    def moody(prompt, completion, record):
+        if prompt.startswith("1"):
+            raise RuntimeError("not today")
+        return [(1, float(len(completion) % 2))] if completion else []
+
+    monkeypatch.setattr(steps, "countdown_steps", moody)
+    config = settings(data, arg="steps,runlocal", model__folder=str(counter), iterations=1)
+    rows = run(config, tmp_path / "run", written)
+    failed, batch = rows[-1]["reward/failed"], config.data.prompts_per_batch * config.sampling.group_size
+    assert 0 < failed < batch
+    assert np.mean([row["response/learned"] for row in rows]) == pytest.approx(1 - failed / batch)
 
 
 def warnings(said: str) -> list[str]:

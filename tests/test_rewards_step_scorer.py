@@ -59,7 +59,7 @@ def test_countdown_end_to_end():
     scores = StepScorer({"countdown_steps": 0.5}).score([""] * 3, completions, [record] * 3)
     assert scores.steps == [[(6, 0.5), (14, 0.5)], [(6, 0.0)], []]
     np.testing.assert_array_equal(scores.by_name["countdown_steps"], np.asarray([1, 0, NAN], np.float32))
-    assert scores.by_name["countdown_steps"].dtype == np.float32 and scores.failures == 0
+    assert scores.by_name["countdown_steps"].dtype == np.float32 and scores.failed.sum() == 0
 
 
 def test_functions_are_weighted_and_add_up_where_they_end_together():
@@ -72,7 +72,7 @@ def test_functions_are_weighted_and_add_up_where_they_end_together():
 
 def test_a_weight_of_zero_only_records():
     scores = run(scorer(words=1.0, letters=0.0, moody=0.0), ["ab a", "raise", "nan"])
-    assert scores.steps == [[(2, 1.0), (4, 1.0)], [(5, 1.0)], [(3, 1.0)]] and scores.failures == 0
+    assert scores.steps == [[(2, 1.0), (4, 1.0)], [(5, 1.0)], [(3, 1.0)]] and scores.failed.sum() == 0
     np.testing.assert_array_equal(scores.by_name["moody"], np.asarray([1, NAN, NAN], np.float32))
 
 
@@ -80,12 +80,12 @@ def test_what_is_no_step_leaves_a_completion_without_and_is_counted(caplog):
     """FAULTS 18."""
     bad = ["nan", "inf", "zero", "far", "half", "none", "raise"]
     scores = run(scorer(words=1.0, moody=1.0), ["fine", *bad])
-    assert scores.steps == [[(1, 0.5), (2, 1.5), (4, 1.0)], *[[]] * 7] and scores.failures == 7
+    assert scores.steps == [[(1, 0.5), (2, 1.5), (4, 1.0)], *[[]] * 7] and scores.failed.sum() == 7
     np.testing.assert_array_equal(scores.by_name["moody"], np.asarray([1, *[NAN] * 7], np.float32))
     assert np.isfinite(scores.by_name["words"]).all()
     assert "step reward 'moody' failed on 7 of 8 completions, first: returned the reward nan" in caplog.text
     assert len(caplog.records) == 1
-    assert run(scorer(moody=1.0), ["far"]).failures == 1
+    assert run(scorer(moody=1.0), ["far"]).failed.sum() == 1
     assert "returned a step that ends at 4 of 3 characters" in caplog.text
 
 
@@ -113,7 +113,7 @@ def test_wrong_settings_are_told(functions, message):
 
 def test_an_empty_batch_is_empty():
     scores = run(scorer(words=1.0), [])
-    assert scores.steps == [] and scores.failures == 0 and scores.by_name["words"].shape == (0,)
+    assert scores.steps == [] and scores.failed.sum() == 0 and scores.by_name["words"].shape == (0,)
     with pytest.raises(ValueError, match="1 prompts, 0 completions and 0 records"):
         scorer(words=1.0).score(["a"], [], [])
 

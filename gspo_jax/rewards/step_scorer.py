@@ -33,8 +33,8 @@ class StepScores:
     failed."""
     by_name: dict[str, Float[np.ndarray, " B"]]
     """float32; each function's mean reward per step, unweighted; NaN where it found no step or failed."""
-    failures: int
-    """Completions in which a function with a weight failed."""
+    failed: Bool[np.ndarray, " B"]
+    """Where a function with a weight failed."""
 
 
 class StepScorer:
@@ -73,7 +73,8 @@ class StepScorer:
         by_name = {name: np.asarray([_mean(o.value) for o in outcomes[name]], np.float32) for name in self._weights}
         weights = {name: weight for name, weight in self._weights.items() if weight}
         merged = [_merge([(w, outcomes[name][i].value) for name, w in weights.items()]) for i in range(len(rows))]
-        return StepScores([steps or [] for steps in merged], by_name, merged.count(None))
+        failed = np.array([steps is None for steps in merged], bool)
+        return StepScores([steps or [] for steps in merged], by_name, failed)
 
 
 def to_tokens(

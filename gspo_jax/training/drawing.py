@@ -1,4 +1,4 @@
-"""What the commands that draw share: type and colours, the file, labels beside lines, flags with errors in a sentence.
+"""What pictures share: type and colours, the file, labels beside lines; and flags whose errors are one sentence.
 
 What is drawn, and from what, is report.py's and atlas.py's. matplotlib is imported only where something is drawn.
 """

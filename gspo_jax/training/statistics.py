@@ -17,8 +17,8 @@ from gspo_jax.types import Experience
 Metrics = dict[str, Any]
 
 
-def policy_sums(scores: ModelScores, batch: Experience, info: Info) -> Metrics:
-    """Sums over a micro-batch's tokens of what every objective reports."""
+def of_policy(scores: ModelScores, batch: Experience, info: Info) -> tuple[Metrics, Metrics]:
+    """What every objective reports of a micro-batch: sums over its tokens; maxima over tokens and responses."""
     rollout, mask = batch.rollout, batch.mask
     d = jnp.where(mask, scores.logprobs - batch.old.logprobs, 0)
     x = jnp.where(mask, scores.logprobs - rollout.logprobs, 0)
@@ -36,21 +36,15 @@ def policy_sums(scores: ModelScores, batch: Experience, info: Info) -> Metrics:
     if batch.correction is not None:
         sums["correction"] = jnp.where(mask, batch.correction, 0).sum()
         sums["dropped"] = (mask & (batch.correction == 0)).sum().astype(jnp.float32)
-    return sums
-
-
-def policy_maxima(scores: ModelScores, batch: Experience) -> Metrics:
-    """The largest log-ratios of a micro-batch: of a token, of a response, of trainer to sampler."""
-    mask = batch.mask
-    d = jnp.where(mask, scores.logprobs - batch.old.logprobs, 0)
-    return {
+    maxima = {
         "token": jnp.abs(d).max(),
         "sequence": jnp.abs(d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).max(),
-        "mismatch": jnp.abs(jnp.where(mask, scores.logprobs - batch.rollout.logprobs, 0)).max(),
+        "mismatch": jnp.abs(x).max(),
     }
+    return sums, maxima
 
 
-def critic_sums(
+def of_critic(
     values: Float[Array, "B T"],
     returns: Float[Array, "B T"],
     losses: Float[Array, "B T"],

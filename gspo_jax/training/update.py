@@ -89,13 +89,14 @@ def _loss(
         weights=weights if batch.correction is None else weights * batch.correction,
         router_shift=shift,
     )
-    sums = statistics.policy_sums(scores, batch, info)
+    sums, maxima = statistics.of_policy(scores, batch, info)
     if shift is not None:
         sums["shift"] = jnp.where(mask, shift, 0).sum()
     if old.reference_logprobs is not None:
         divergence = kl(scores.logprobs, old.reference_logprobs, mask, estimator=penalties.kl_estimator)
         sums["reference_kl"] = divergence.sum()
-        loss += penalties.kl * (weights * divergence).sum()
+        if penalties.kl:  # else it is in the reward
+            loss += penalties.kl * (weights * divergence).sum()
     if penalties.entropy:
         loss -= penalties.entropy * (weights * jnp.where(mask, scores.entropy, 0)).sum()
     if critic is not None:
@@ -103,9 +104,9 @@ def _loss(
         assert old.values is not None and batch.returns is not None
         now = values(critic.graph, critic_params, rollout, scoring, policy_hidden=scores.hidden)
         losses, clipped = value_loss(now, old.values, batch.returns, mask, clip=objective.critic.value_clip)
-        sums["critic"] = statistics.critic_sums(now, batch.returns, losses, clipped, mask)
+        sums["critic"] = statistics.of_critic(now, batch.returns, losses, clipped, mask)
         loss += objective.critic.value_weight * (weights * losses).sum()
-    return loss, ({"loss": loss, **sums}, statistics.policy_maxima(scores, batch))
+    return loss, ({"loss": loss, **sums}, maxima)
 
 
 def _router_shift(scores: ModelScores, batch: Experience) -> Float[Array, "B T"] | None:
