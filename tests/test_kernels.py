@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.kernels import grouped_matmul as gm
-from gspo_jax.kernels.attention import attention, shared_prompt_attention
+from gspo_jax.kernels.attention import causal_attention, segment_attention, shared_prompt_attention
 from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
 
 GROUPS = {
@@ -91,13 +91,73 @@ def naive_attention(q, k, v, mask):
     return out
 
 
-def test_attention_is_softmax_over_the_visible_keys():
+def causal(valid, T):
+    """What the last T of N tokens see: the valid ones at or before them."""
+    N = valid.shape[1]
+    return np.tril(np.ones((N, N), bool))[None, N - T :] & valid[:, None]
+
+
+@pytest.mark.parametrize(("T", "N"), [(5, 5), (3, 7), (150, 150), (70, 130)], ids=str)
+def test_causal_attention_is_softmax_over_the_valid_keys_so_far(T, N):
+    """In one chunk and in several, of equal length and not."""
     rng = np.random.default_rng(2)
-    q, k, v = (rng.standard_normal((2, 5, n, 4)) for n in (4, 2, 2))
-    mask = np.tril(np.ones((5, 5), bool))[None] & (rng.random((2, 1, 5)) < 0.8)
-    mask |= np.eye(5, dtype=bool)[None]
-    got = attention(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), jnp.asarray(mask))
-    np.testing.assert_allclose(got, naive_attention(q, k, v, mask), atol=1e-5)
+    q = rng.standard_normal((2, T, 4, 4))
+    k, v = rng.standard_normal((2, 2, N, 2, 4))
+    valid = rng.random((2, N)) < 0.8
+    valid[:, : N - T + 1] = True
+    got = causal_attention(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), jnp.asarray(valid))
+    np.testing.assert_allclose(got, naive_attention(q, k, v, causal(valid, T)), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_causal_attention_s_gradient_is_that_of_the_plain_form(dtype):
+    rng = np.random.default_rng(3)
+    T, N = 70, 130
+    q, target = (jnp.asarray(rng.standard_normal((2, T, 4, 8)), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((2, N, 2, 8)), dtype) for _ in range(2))
+    valid = jnp.asarray(rng.random((2, N)) < 0.8).at[:, : N - T + 1].set(True)
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
+        probs = jax.nn.softmax(jnp.where(causal(np.asarray(valid), T)[:, None], scores, -jnp.inf))
+        return jnp.einsum("bhts,bshd->bthd", probs, v)
+
+    def grads(f, *arguments):
+        loss = lambda q, k, v: (f(q, k, v).astype(jnp.float32) * target.astype(jnp.float32)).sum()  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1, 2))(*arguments)
+
+    ours = grads(lambda q, k, v: causal_attention(q, k, v, valid), q, k, v)
+    theirs = grads(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        tolerance = 1e-5 if dtype == jnp.float32 else 0.03
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=tolerance * float(jnp.abs(b).max()))
+
+
+def test_attention_over_nothing_is_finite():
+    """Left padding sees no key at all."""
+    x = jnp.ones((1, 3, 2, 4))
+    valid = jnp.asarray([[False, False, True]])
+    out, grad = jax.value_and_grad(lambda q: causal_attention(q, x, x, valid).sum())(x)
+    assert np.isfinite(out)
+    assert np.isfinite(grad).all()
+
+
+def test_responses_that_share_a_prompt_see_it_and_themselves():
+    rng = np.random.default_rng(4)
+    S, T, G = 6, 5, 3
+    q = rng.standard_normal((2, S + G * T, 4, 4))
+    k, v = rng.standard_normal((2, 2, S + G * T, 2, 4))
+    valid = rng.random((2, S + G * T)) < 0.8
+    valid[:, 0] = True
+    arguments = (jnp.asarray(a, jnp.float32) for a in (q, k, v))
+    got = segment_attention(*arguments, jnp.asarray(valid), S, G)
+    for i in range(G):
+        own = np.r_[0:S, S + i * T : S + (i + 1) * T]
+        expected = naive_attention(q[:, own], k[:, own], v[:, own], causal(valid[:, own], S + T))
+        np.testing.assert_allclose(got[:, own[S:]], expected[:, S:], atol=1e-5)
+        np.testing.assert_allclose(got[:, :S], expected[:, :S], atol=1e-5)
 
 
 def test_two_segments_are_one_softmax():

@@ -1,16 +1,20 @@
 """Rows times the weights of their expert: one function, the best implementation per backend behind it.
 
-CPU: a loop over blocks of rows whose cost follows the rows, not the experts. Elsewhere: `jax.lax.ragged_dot`.
+CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. Elsewhere:
+`jax.lax.ragged_dot`.
 """
 
-import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_BLOCK = 64
-"""Rows per block on CPU: enough for the matmul to run at speed, few enough that a block's unused rows cost little."""
+_BLOCK, _STEP = 64, 16
+"""Rows of a block on CPU, and the steps in which the last block of a group may be smaller: large enough for the matmul
+to run at speed, small enough that the rows it computes for nothing cost little."""
 
 
 def _varying_like(x: Array, *others: Array) -> Array:
@@ -22,54 +26,98 @@ def _varying_like(x: Array, *others: Array) -> Array:
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
-def _blocks(group_sizes: Int[Array, " E"], block: int) -> tuple[Array, Array, Array, Array]:
-    """How many blocks there are, and for block i its expert, first row and end-of-group row, as functions of i."""
-    per_group = (group_sizes + block - 1) // block
-    last = jnp.cumsum(per_group)
+class _Group(NamedTuple):
+    """The rows [first, end) of one expert: `full` whole blocks, then a remainder that begins at `rest`."""
+
+    first: Array
+    end: Array
+    full: Array
+    rest: Array
+
+    def remainder(self, branches: Sequence[Callable[..., Array]], *operands: Array) -> Array:
+        """Of the functions for 0, 1, 2, ... steps of rows, what the one says that the remainder needs."""
+        return jax.lax.switch((self.end - self.rest + _STEP - 1) // _STEP, branches, *operands)
+
+    def inside(self, start: Array, rows: int) -> Array:
+        """Which of `rows` rows from `start` are the remainder's, [rows, 1]."""
+        at = start + jnp.arange(rows)
+        return ((at >= self.rest) & (at < self.end))[:, None]
+
+
+def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[Array, _Group, Array], Array], out: Array) -> Array:
+    """Folds out = one(expert, group, out) over the experts that have rows; the others cost nothing."""
     ends = jnp.cumsum(group_sizes)
-    return last[-1], last, last - per_group, ends
+
+    def visit(e: Array, out: Array) -> Array:
+        size, end = group_sizes[e], ends[e]
+        full = size // _BLOCK
+        group = _Group(end - size, end, full, end - size + full * _BLOCK)
+        return jax.lax.cond(size > 0, lambda out: one(e, group, out), lambda out: out, out)
+
+    return jax.lax.fori_loop(0, group_sizes.shape[0], visit, out)
 
 
-def _block(i: Array, last: Array, first: Array, ends: Array, sizes: Array, block: int) -> tuple[Array, Array, Array]:
-    expert = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
-    start = ends[expert] - sizes[expert] + (i - first[expert]) * block
-    inside = start + jnp.arange(block) < ends[expert]
-    return expert, start, inside[:, None]
+def _block_sizes(n: int) -> list[int]:
+    """How many rows the last block of a group may have, of `n` rows in all."""
+    return [min(rows, n) for rows in range(_STEP, _BLOCK + _STEP, _STEP)]
 
 
 def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool) -> Array:
     """out[n] = rows[n] @ weights[e(n)] (or its transpose), block by block; rows beyond the last group come out zero."""
-    n, block = rows.shape[0], min(_BLOCK, rows.shape[0])
-    width = weights.shape[1] if transposed else weights.shape[2]
-    count, last, first, ends = _blocks(group_sizes, block)
-    padded = jnp.pad(rows, ((0, block), (0, 0)))
+    n = rows.shape[0]
+    product = partial(jnp.einsum, "nf,df->nd" if transposed else "nd,df->nf")
 
-    def body(i: Array, out: Array) -> Array:
-        expert, start, inside = _block(i, last, first, ends, group_sizes, block)
-        x = jax.lax.dynamic_slice_in_dim(padded, start, block)
-        w = jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
-        y = jnp.where(inside, x @ (w.T if transposed else w), 0)
-        # A block may reach into the next group's rows; that group's own blocks come later and write over them.
-        return jax.lax.dynamic_update_slice_in_dim(out, y, start, 0)
+    def one(e: Array, group: _Group, out: Array) -> Array:
+        w = jax.lax.dynamic_index_in_dim(weights, e, keepdims=False)
 
-    out = _varying_like(jnp.zeros((n + block, width), rows.dtype), rows, weights, group_sizes)
-    return jax.lax.fori_loop(0, count, body, out)[:n]
+        def whole(i: Array, out: Array) -> Array:
+            start = group.first + i * _BLOCK
+            return _put(out, product(_take(rows, start, _BLOCK), w), start)
+
+        def part(block: int, out: Array) -> Array:
+            start = jnp.minimum(group.rest, n - block)
+            y = jnp.where(group.inside(start, block), product(_take(rows, start, block), w), _take(out, start, block))
+            return _put(out, y, start)
+
+        if n >= _BLOCK:
+            out = jax.lax.fori_loop(0, group.full, whole, out)
+        return group.remainder([lambda out: out, *(partial(part, block) for block in _block_sizes(n))], out)
+
+    out = jnp.zeros((n, weights.shape[1] if transposed else weights.shape[2]), rows.dtype)
+    return _for_groups(group_sizes, one, _varying_like(out, rows, weights, group_sizes))
 
 
 def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
     """dW[e] = sum over the rows n of e of rows[n] grads[n]^T, block by block, accumulated in float32."""
-    block = min(_BLOCK, rows.shape[0])
-    count, last, first, ends = _blocks(group_sizes, block)
-    rows, grads = (jnp.pad(a, ((0, block), (0, 0))) for a in (rows, grads))
+    n = rows.shape[0]
+    product = partial(jnp.einsum, "nd,nf->df", preferred_element_type=jnp.float32)
 
-    def body(i: Array, out: Array) -> Array:
-        expert, start, inside = _block(i, last, first, ends, group_sizes, block)
-        x = jnp.where(inside, jax.lax.dynamic_slice_in_dim(rows, start, block), 0)
-        g = jax.lax.dynamic_slice_in_dim(grads, start, block)
-        return out.at[expert].add(jnp.dot(x.T, g, preferred_element_type=jnp.float32))
+    def one(e: Array, group: _Group, out: Array) -> Array:
+        def whole(i: Array, sum_: Array) -> Array:
+            start = group.first + i * _BLOCK
+            return sum_ + product(_take(rows, start, _BLOCK), _take(grads, start, _BLOCK))
+
+        def part(block: int) -> Array:
+            start = jnp.minimum(group.rest, n - block)
+            x = jnp.where(group.inside(start, block), _take(rows, start, block), 0)
+            return product(x, _take(grads, start, block))
+
+        none = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
+        sum_ = group.remainder([lambda: none, *(partial(part, block) for block in _block_sizes(n))])
+        if n >= _BLOCK:
+            sum_ = jax.lax.fori_loop(0, group.full, whole, sum_)
+        return jax.lax.dynamic_update_index_in_dim(out, sum_, e, 0)
 
     out = jnp.zeros((group_sizes.shape[0], rows.shape[1], grads.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, count, body, _varying_like(out, rows, grads, group_sizes))
+    return _for_groups(group_sizes, one, _varying_like(out, rows, grads, group_sizes))
+
+
+def _take(x: Array, start: Array, rows: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, rows)
+
+
+def _put(x: Array, rows: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
 
 def _tail_zeroed(out: Array, group_sizes: Array) -> Array:
@@ -93,8 +141,8 @@ def _matmul(rows: Array, weights: Array, group_sizes: Array, transposed: bool) -
         rows,
         weights,
         group_sizes,
-        cpu=functools.partial(_blocked, transposed=transposed),
-        default=functools.partial(_ragged, transposed=transposed),
+        cpu=partial(_blocked, transposed=transposed),
+        default=partial(_ragged, transposed=transposed),
     )
 
 
