@@ -29,7 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.mesh = ConfigDict({"data": 2, "fsdp": 2, "expert": 2, "tensor": 1})
 
     config.model.dtype = "float32"
-    config.model.remat = False
+    config.model.remat = "dots"
     config.model.architecture = ConfigDict(
         {
             "hidden_size": 64,

@@ -15,7 +15,9 @@ def base() -> ConfigDict:
     config.model = ConfigDict()
     config.model.folder = ""  # a Hugging Face folder of Qwen3 or Qwen3-MoE; empty: the cold start makes the model
     config.model.dtype = "bfloat16"  # of the computation; parameters are float32
-    config.model.remat = True  # keep only each layer's input for the backward pass
+    config.model.remat = "full"  # the backward pass finds each layer's input; dots: its matmuls too; none: everything
+    config.model.dispatch = "gather"  # of tokens to experts: or "ragged_all_to_all" (TPU), "capacity"
+    config.model.capacity_factor = placeholder(float)  # of capacity: times a balanced load; None: nothing is dropped
     config.model.architecture = ConfigDict()  # of a model that the cold start makes: fields of ModelConfig
 
     config.coldstart = ConfigDict()
@@ -71,6 +73,11 @@ def base() -> ConfigDict:
     config.objective.rspo = ConfigDict({"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"})
     config.objective.sapo = ConfigDict({"tau_pos": 1.0, "tau_neg": 1.05})
 
+    config.routing = ConfigDict()  # of mixtures of experts
+    config.routing.replay = "none"  # r2: the trainer uses the old policy's experts; r3: the sampler's
+    config.routing.router_logprobs = True  # the sampler keeps them, for router KL, router shift and rspo
+    config.routing.balance_weight = 0.0  # of the load-balancing loss
+    config.routing.z_weight = 0.0  # of the router z-loss
     config.reference = ConfigDict()  # the policy that the run begins from, kept as it is
     config.reference.kl_weight = 0.0  # 0: there is none
     config.reference.estimator = "k3"  # of the KL in the loss: k1, k2 or k3

@@ -25,6 +25,7 @@ from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import Dispatch, check_dispatch
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib
@@ -33,6 +34,7 @@ from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.training.checkpoint import Checkpointer, Restored, load_newest
 from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
@@ -91,15 +93,20 @@ def check(config: ConfigDict) -> None:
         raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
     if config.model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
+    if config.model.remat not in transformer.REMATS:
+        raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
     if config.eval.correct not in config.rewards:
         raise UserError(
             f"eval.correct is {config.eval.correct!r}, which is no reward of this config; use one of "
             f"{', '.join(config.rewards)}"
         )
     make_sampling(config)
+    make_dispatch(config)
     check_learning(config, make_objective(config))
     make_update_rule(config)
     make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
+    if not config.model.folder:
+        check_experts(config, ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture))
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         check_batch(config, sizes)
@@ -126,11 +133,46 @@ def check_learning(config: ConfigDict, objective: Objective) -> None:
         raise UserError(f"reference.place is 'reward', which needs a critic; {objective.name} has none, use 'loss'")
     if overlong.penalty or overlong.cache:
         shaping.overlong(np.zeros(0, int), limit=config.sampling.max_response_length, cache=overlong.cache)
+    check_routing(config, objective)
     if make_correction_of(config) is not None and config.training.old_logprobs != "recompute":
         raise UserError(
             f"mismatch.correction {config.mismatch.correction!r} weighs the trainer's log-probs against the sampler's; "
             "set training.old_logprobs to 'recompute'"
         )
+
+
+def check_routing(config: ConfigDict, objective: Objective) -> None:
+    """Raises a UserError where the routes that the config asks for are not to be had."""
+    routing, recompute = config.routing, config.training.old_logprobs == "recompute"
+    if routing.replay not in REPLAYS:
+        raise UserError(f"routing.replay is {routing.replay!r}; use {', '.join(map(repr, REPLAYS))}")
+    if routing.replay == "r2" and not recompute:
+        raise UserError(
+            "routing.replay is 'r2', which replays what the trainer's routers did when it scored the old log-probs; "
+            "set training.old_logprobs to 'recompute', or use 'r3' for the sampler's routes"
+        )
+    if objective.router_shift and not (recompute or routing.router_logprobs):
+        raise UserError(
+            f"{objective.name} damps tokens by the shift of their router, whose log-probs nobody keeps; set "
+            "routing.router_logprobs to True"
+        )
+    for name in ("balance_weight", "z_weight"):
+        if routing[name] < 0:
+            raise UserError(f"routing.{name} is {routing[name]}; use a positive number, or 0 for none")
+
+
+def check_experts(config: ConfigDict, model: ModelConfig) -> None:
+    """Raises a UserError where the config asks for what a dense model has not."""
+    routing, dispatch = config.routing, config.model.dispatch
+    for what, asked, instead in (
+        (config.objective.name, make_objective(config).router_shift, "gmpo"),
+        (f"routing.replay {routing.replay!r}", routing.replay != "none", "'none'"),
+        (f"routing.balance_weight {routing.balance_weight}", routing.balance_weight, "0"),
+        (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
+        (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
+    ):
+        if asked and not model.num_experts:
+            raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")
 
 
 def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
@@ -154,13 +196,20 @@ def make_mesh(config: ConfigDict) -> Mesh:
     """The mesh over all devices, checked against the batch.
 
     Raises:
-      UserError: it does not fit, or there are several processes.
+      UserError: it does not fit, there are several processes, or their devices lack what the dispatch needs.
     """
     if jax.process_count() > 1:
         raise UserError(f"there are {jax.process_count()} processes; runs are made by one, with all of its devices")
     mesh = mesh_lib.make_mesh(dict(config.mesh))
     check_batch(config, dict(mesh.shape))
+    if mesh.shape["expert"] > 1:
+        check_dispatch(make_dispatch(config), jax.default_backend())
     return mesh
+
+
+def make_dispatch(config: ConfigDict) -> Dispatch:
+    """How tokens reach their experts."""
+    return Dispatch(config.model.dispatch, config.model.capacity_factor)
 
 
 def make_sampling(config: ConfigDict) -> Sampling:
@@ -200,6 +249,8 @@ def make_penalties(config: ConfigDict) -> Penalties:
         kl=reference.kl_weight if reference.place == "loss" else 0.0,
         kl_estimator=reference.estimator,
         entropy=config.training.entropy_weight,
+        balance=config.routing.balance_weight,
+        router_z=config.routing.z_weight,
     )
 
 
@@ -208,7 +259,10 @@ def make_critic(config: ConfigDict, policy: "Policy") -> CriticRule | None:
     if make_objective(config).critic is None:
         return None
     graph, shapes = critic_lib.abstract(
-        policy.config, own_trunk=config.critic.trunk == "own", dtype=jnp.dtype(config.model.dtype)
+        policy.config,
+        own_trunk=config.critic.trunk == "own",
+        dtype=jnp.dtype(config.model.dtype),
+        dispatch=make_dispatch(config),
     )
     return CriticRule(graph, shapes, make_optimizer(total_updates=total_updates(config), **config.critic.optimizer)[0])
 
@@ -252,11 +306,14 @@ class Policy:
 def open_policy(config: ConfigDict, folder: Path) -> Policy:
     """Reads the shape of a Hugging Face folder's model, and its tokenizer; no weights yet, no device touched."""
     model_config = huggingface.read_config(folder)
+    check_experts(config, model_config)
     if -1 not in dict(config.mesh).values():
         model_config.check_mesh(dict(config.mesh))
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(tokenizer, model_config.vocab_size)
-    graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
+    graph, shapes = transformer.abstract(
+        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=make_dispatch(config)
+    )
     return Policy(model_config, graph, shapes, tokenizer)
 
 
@@ -272,6 +329,7 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
         sampling=make_sampling(config),
         eos_ids=policy.tokenizer.eos_ids,
         pad_id=policy.tokenizer.pad_id,
+        router_logprobs=bool(policy.config.num_experts) and config.routing.router_logprobs,
     )
 
 
@@ -333,15 +391,7 @@ class Learners:
 
 
 def make_learners(config: ConfigDict, policy: Policy, mesh: Mesh) -> Learners:
-    """Policy and critic with their optimizers.
-
-    Raises:
-      UserError: the objective needs routes, and the policy is dense.
-    """
-    if make_objective(config).router_shift and not policy.config.num_experts:
-        raise UserError(
-            f"{config.objective.name} damps tokens by the shift of their router, but the model is dense; use gmpo"
-        )
+    """Policy and critic with their optimizers."""
     optimizer, schedule = make_update_rule(config)
     return Learners(policy, optimizer, schedule, make_critic(config, policy), mesh)
 
@@ -358,6 +408,7 @@ def scoring(config: ConfigDict) -> Scoring:
     return Scoring(
         temperature=make_sampling(config).scoring_temperature,
         logprob_chunk=config.training.logprob_chunk,
+        group_size=config.sampling.group_size,
         remat=config.model.remat,
     )
 

@@ -45,8 +45,13 @@ from gspo_jax.types import Experience, OldPolicy, Rollout, UserError
 SHOWN_CHARACTERS = 400
 """Of a completion, on the terminal; the file under samples/ has all of it."""
 
-MAY_CHANGE = ("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir", "cpu_devices", "mesh.")
-"""Fields of a config in which a run may differ from the checkpoint that it goes on from."""
+MAY_CHANGE = (
+    *("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir"),
+    *("cpu_devices", "mesh.", "model.dispatch"),
+)
+"""Fields of a config in which a run may differ from the checkpoint that it goes on from: those that leave its numbers
+as they are, up to rounding. What a capacity factor drops is not among them.
+"""
 
 
 class Clock:
@@ -350,7 +355,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
                 policy.graph,
                 scoring,
                 recompute=config.training.old_logprobs == "recompute",
-                routes=objective.router_shift,
+                replay=config.routing.replay,
                 critic=None if learners.critic is None else learners.critic.graph,
             ),
             make_experience=make_experience(
@@ -367,6 +372,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
                 learners.schedule,
                 critic=learners.critic,
                 penalties=experiment.make_penalties(config),
+                replay=config.routing.replay,
                 shardings=learners.shardings,
                 minibatches=config.training.minibatches,
                 microbatches=config.training.microbatches,

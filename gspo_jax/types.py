@@ -36,6 +36,20 @@ class Prompts:
 
 
 @struct.dataclass
+class RouterRecord:
+    """What a router did at every position of prompts and responses, N = S + T of them.
+
+    -1 stands where nothing was routed or it is not known: at padding, and at a response's last token, which a sampler
+    never feeds. Replay lets the router choose there.
+    """
+
+    experts: Int[Array, "B N L K"]
+    """The experts it chose, most probable first, in the smallest integer that holds their number."""
+    logprobs: Float[Array, "B N L K"] | None
+    """log softmax of the router at those experts, float32; None if they were not asked for."""
+
+
+@struct.dataclass
 class Responses:
     """Responses to prompts, whoever wrote them: what scoring needs."""
 
@@ -59,18 +73,8 @@ class Rollout(Responses):
     """Log-prob under the distribution really sampled from (temperature, top-k, top-p); 0 outside the mask."""
     logprobs: Float[Array, "B T"]
     """Log-prob under the full softmax at the sampling temperature; what the trainer's scoring must agree with."""
-    experts: Int[Array, "B T L K"]
-    """Experts that token t, as an input, was routed to; -1 where it was never fed (the last token, padding)."""
-
-
-@struct.dataclass
-class RouterRecord:
-    """What a router did at every position of prompts and responses, N = S + T of them."""
-
-    experts: Int[Array, "B N L K"]
-    """The experts it chose."""
-    logprobs: Float[Array, "B N L K"]
-    """log softmax of the router at those experts."""
+    routes: RouterRecord
+    """What the sampler's routers did with prompt and response."""
 
 
 @struct.dataclass
@@ -84,7 +88,7 @@ class OldPolicy:
     values: Float[Array, "B T"] | None = None
     """The critic's value before each token; None without a critic."""
     routes: RouterRecord | None = None
-    """The trainer's own routes under the old policy; None unless the objective asks for router shifts."""
+    """What the trainer's routers did under the old policy; None unless old log-probs are recomputed."""
 
 
 @struct.dataclass
@@ -101,3 +105,8 @@ class Experience:
     """What the critic learns to say before each token; None without a critic."""
     correction: Float[Array, "B T"] | None = None
     """Factor on the weight of each token, for what sampler and trainer disagree on; None for none."""
+
+    @property
+    def routes(self) -> RouterRecord:
+        """Where the old policy routed: by the trainer's record where there is one, else by the sampler's."""
+        return self.rollout.routes if self.old.routes is None else self.old.routes

@@ -21,7 +21,8 @@ from tests.tiny import CONFIG, mesh_id, params, place, prompts
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 G, T = 2, 12
 EOS = (3, 5, 7, 9)
-decode = partial(generate, GRAPH, group_size=G, length=T, sampling=Sampling(), eos_ids=EOS)
+SETTINGS = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": EOS, "router_logprobs": True}
+decode = partial(generate, GRAPH, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +55,16 @@ def test_temperature_is_scored_too():
 
 
 def test_routes_equal_the_trainers_where_known(rollout):
-    scores = scored(rollout, temperature=1.0)
-    trainer = np.moveaxis(np.asarray(scores.experts), 0, 2)
-    known = (rollout.experts >= 0).all(axis=(2, 3))
-    np.testing.assert_array_equal(np.sort(rollout.experts[known]), np.sort(trainer[known]))
-    lengths = rollout.mask.sum(axis=1)
-    np.testing.assert_array_equal(known.sum(axis=1), lengths - 1, "every token but the last was fed")
+    """Experts and router log-probs, prompts included."""
+    routes = scored(rollout, temperature=1.0).routes
+    experts, logprobs = (np.moveaxis(np.asarray(x), 0, 2) for x in (routes.experts, routes.logprobs))
+    own, known = rollout.routes, (rollout.routes.experts >= 0).all(axis=(2, 3))
+    np.testing.assert_array_equal(own.experts[known], experts[known])
+    np.testing.assert_allclose(own.logprobs[known], logprobs[known], atol=1e-5)
+    assert own.experts.dtype == np.int8
+    assert not own.logprobs[~known].any()
+    fed = rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1
+    np.testing.assert_array_equal(known.sum(axis=1), fed, "every token but the last was fed")
 
 
 def test_a_response_ends_with_its_first_eos(rollout):

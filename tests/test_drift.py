@@ -1,29 +1,60 @@
 """Routing drift by hand-worked numbers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax.routing import drift
 
 
-def test_flip_rate_by_hand():
+def test_flips_by_hand():
     """One row, three tokens, two layers, K = 2; the third token was never fed (-1), the mask covers all.
 
-    Layer 0: token 0 keeps {0,1} in another order (0 flips), token 1 goes {2,3} -> {2,5} (1/2).
-    Layer 1: token 0 goes {4,5} -> {6,7} (1), token 1 keeps {1,2} (0).
-    Flip rate 0.25 in layer 0, 0.5 in layer 1; both tokens changed in some layer; one layer each.
+    Layer 0: token 0 keeps {0,1} in another order (0 flips, another first), token 1 goes {2,3} -> {2,5} (1/2).
+    Layer 1: token 0 goes {4,5} -> {6,7} (1, another first), token 1 keeps {1,2} (0).
+    Flip rate 0.25 in layer 0, 0.5 in layer 1; both tokens changed in some layer; one layer each; token 0 has another
+    first expert in both layers.
     """
-    old = jnp.asarray([[[[0, 1], [4, 5]], [[2, 3], [1, 2]], [[-1, -1], [-1, -1]]]], jnp.int8)
-    new = jnp.asarray([[[[1, 0], [2, 5], [3, 3]]], [[[6, 7], [2, 1], [3, 3]]]])
+    old = jnp.asarray([[[[0, 1], [2, 3], [-1, -1]]], [[[4, 5], [1, 2], [-1, -1]]]], jnp.int8)
+    new = jnp.asarray([[[[1, 0], [2, 5], [3, 3]]], [[[6, 7], [1, 2], [3, 3]]]])
     found = drift.metrics(drift.compare(old, new, jnp.ones((1, 3), bool)))
     np.testing.assert_allclose(found["routing/flip_rate_per_layer"], [0.25, 0.5])
     assert found["routing/flip_rate"] == 0.375
     assert found["routing/tokens_changed"] == 1.0
     assert found["routing/layers_changed"] == 1.0
+    assert found["routing/top1_changed"] == 0.5
+    assert "routing/router_kl" not in found, "nobody kept log-probs"
+
+
+def test_router_kl_and_shift_by_hand():
+    """One token known, one not; one layer, K = 2 of three experts.
+
+    Old [1/2, 1/4 | 1/4], new [1/4, 1/4 | 1/2]: KL = (1/2) log 2 + 0 + (1/4) log(1/2) = (1/4) log 2; the mean of
+    |log ρ_new − log ρ_old| is (log 2 + 0) / 2, so γ = 1/√2.
+    """
+    experts = jnp.asarray([[[[0, 1], [-1, -1]]]])
+    old = jnp.log(jnp.asarray([[[[0.5, 0.25], [1, 1]]]]))
+    new = jnp.log(jnp.asarray([[[[0.25, 0.25], [1, 1]]]]))
+    seen = drift.compare(experts, experts, jnp.ones((1, 2), bool), old_logprobs=old, new_logprobs=new)
+    found = drift.metrics(seen)
+    np.testing.assert_allclose(found["routing/router_kl"], np.log(2) / 4, rtol=1e-6)
+    np.testing.assert_allclose(found["routing/router_shift"], 2**-0.5, rtol=1e-6)
+
+
+def test_router_kl_is_zero_between_equals_and_a_lower_bound_of_the_whole():
+    rng = np.random.default_rng(0)
+    p, q = (np.log(rng.dirichlet(np.ones(16), size=(2, 3, 5))) for _ in range(2))
+    whole = (np.exp(p) * (p - q)).sum(axis=-1)
+    chosen = np.argsort(-p, axis=-1)[..., :4]
+    old, new = (jnp.asarray(np.take_along_axis(x, chosen, -1), jnp.float32) for x in (p, q))
+    found = drift.router_kl(old, new)
+    assert (found > 0).all()
+    assert (found < whole).all()
+    assert not drift.router_kl(old, old).any()
 
 
 def test_nothing_compared_is_zero_and_masked_tokens_do_not_count():
-    old = jnp.zeros((1, 2, 1, 1), jnp.int8)
+    old = jnp.zeros((1, 1, 2, 1), jnp.int8)
     new = jnp.ones((1, 1, 2, 1), jnp.int32)
     none = drift.metrics(drift.compare(old, new, jnp.zeros((1, 2), bool)))
     assert all((np.asarray(v) == 0).all() for v in none.values())
@@ -34,10 +65,14 @@ def test_nothing_compared_is_zero_and_masked_tokens_do_not_count():
 
 def test_sums_of_parts_are_the_sum_of_the_whole():
     rng = np.random.default_rng(0)
-    old = jnp.asarray(rng.integers(-1, 4, (4, 5, 3, 2)), jnp.int8)
+    old = jnp.asarray(rng.integers(-1, 4, (3, 4, 5, 2)), jnp.int8)
     new = jnp.asarray(rng.integers(0, 4, (3, 4, 5, 2)))
+    logprobs = {f"{who}_logprobs": jnp.asarray(-rng.random((3, 4, 5, 2)) - 1) for who in ("old", "new")}
     mask = jnp.asarray(rng.random((4, 5)) < 0.7)
-    whole = drift.compare(old, new, mask)
-    a, b = drift.compare(old[:2], new[:, :2], mask[:2]), drift.compare(old[2:], new[:, 2:], mask[2:])
-    np.testing.assert_allclose(whole.flips, a.flips + b.flips)
-    np.testing.assert_allclose(whole.changed, a.changed + b.changed)
+
+    def part(rows: slice) -> drift.Drift:
+        own = {name: x[:, rows] for name, x in logprobs.items()}
+        return drift.compare(old[:, rows], new[:, rows], mask[rows], **own)
+
+    whole, a, b = part(slice(None)), part(slice(2)), part(slice(2, None))
+    jax.tree.map(lambda w, x, y: np.testing.assert_allclose(w, x + y, rtol=1e-6), whole, a, b)

@@ -11,11 +11,12 @@ from flax import nnx
 
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
+from gspo_jax.models.moe import Routing
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
-from tests.tiny import CONFIG, params, prompts
+from tests.tiny import CONFIG, leaf_errors, params, prompts
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
@@ -26,8 +27,30 @@ SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 @pytest.fixture(scope="module")
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
-    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9)}
+    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
     return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings))
+
+
+def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
+    """Log-probs, entropies, routes at real positions, hidden states, and the gradient."""
+    target = np.random.default_rng(0).standard_normal(rollout.mask.shape).astype(np.float32)
+
+    @partial(jax.jit, static_argnames="group_size")
+    def run(params, responses, group_size):
+        def loss(p):
+            scores = score(GRAPH, p, responses, Scoring(logprob_chunk=64, group_size=group_size))
+            return jnp.where(responses.mask, scores.logprobs * target, 0).sum(), scores
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    (alone, expected), (shared, found) = run(params(), rollout, 1), run(params(), rollout, G)
+    assert leaf_errors(alone, shared) < 1e-5
+    for name in ("logprobs", "entropy", "hidden"):
+        a, b = (np.asarray(getattr(x, name))[rollout.mask] for x in (expected, found))
+        np.testing.assert_allclose(b, a, atol=1e-4, err_msg=name)
+    in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
+    real = np.concatenate([in_prompt, rollout.mask], axis=1)
+    np.testing.assert_array_equal(*(np.asarray(x.routes.experts)[:, real] for x in (expected, found)))
 
 
 def make_critic(*, own_trunk: bool):
@@ -73,7 +96,7 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
 def test_routers_are_watched_at_the_experts_asked_about(rollout):
     own = SCORE(params(), rollout).routes
     asked = (own.experts + 1) % CONFIG.num_experts
-    both = [SCORE(params(), rollout, watch=experts).routes.watched for experts in (own.experts, asked)]
+    both = [SCORE(params(), rollout, routing=Routing(watch=experts)).routes.watched for experts in (own.experts, asked)]
     np.testing.assert_allclose(both[0], own.logprobs, atol=1e-6)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
     real = np.concatenate([in_prompt, rollout.mask], axis=1)
@@ -82,8 +105,8 @@ def test_routers_are_watched_at_the_experts_asked_about(rollout):
 
 
 def test_router_shift_by_hand():
-    old = np.log(np.array([0.5, 0.25, 0.5, 0.25], np.float32)).reshape(1, 1, 2, 2)  # [B, N, L, K]
-    new = np.log(np.array([0.25, 0.25, 0.5, 0.5], np.float32)).reshape(2, 1, 1, 2)  # [L, B, N, K]
+    old = np.log(np.array([0.5, 0.25, 0.5, 0.25], np.float32)).reshape(2, 1, 1, 2)  # [L, B, N, K]
+    new = np.log(np.array([0.25, 0.25, 0.5, 0.5], np.float32)).reshape(2, 1, 1, 2)
     # |log| of 1/2, 1, 1, 2 is log 2, 0, 0, log 2: the mean is log(2)/2, so γ = 1/√2.
     np.testing.assert_allclose(router_shift(old, new), [[2**-0.5]], rtol=1e-6)
 
@@ -91,14 +114,18 @@ def test_router_shift_by_hand():
 def test_the_old_policy_s_views(rollout):
     graph, critic, head = make_critic(own_trunk=False)
     reference = jax.tree.map(lambda x: x * 1.1, params())
-    plain = make_old_policy(GRAPH, SCORING, recompute=False, routes=False, critic=None)(params(), None, None, rollout)
+    plain = make_old_policy(GRAPH, SCORING, recompute=False)(params(), None, None, rollout)
     np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
     assert plain.values is plain.reference_logprobs is plain.routes is None
-    whole = make_old_policy(GRAPH, SCORING, recompute=True, routes=True, critic=graph)
+    whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
     found = whole(params(), critic, reference, rollout)
     own, mask = SCORE(params(), rollout), rollout.mask
     np.testing.assert_allclose(found.logprobs, own.logprobs, atol=1e-5)
     np.testing.assert_allclose(found.values, own.hidden @ head, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(found.reference_logprobs, SCORE(reference, rollout).logprobs, atol=1e-5)
     assert np.abs(found.reference_logprobs - found.logprobs)[mask].max() > 0.01
-    np.testing.assert_array_equal(np.moveaxis(np.asarray(found.routes.experts), 2, 0), own.routes.experts)
+    recorded, expected = np.moveaxis(np.asarray(found.routes.experts), 2, 0), np.asarray(own.routes.experts)
+    in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
+    real = np.concatenate([in_prompt, mask], axis=1)
+    np.testing.assert_array_equal(recorded[:, real], expected[:, real])
+    assert (recorded[:, ~real] == -1).all()

@@ -21,14 +21,14 @@ from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.scoring import Scoring, make_old_policy, score
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
-from gspo_jax.types import Experience, OldPolicy, Rollout
+from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord
 from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, params, prompts
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 G, P, T = 4, 16, 10
-SCORING = Scoring(logprob_chunk=64)
+SCORING = Scoring(logprob_chunk=64, group_size=4)
 SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
-OLD_POLICY = make_old_policy(GRAPH, SCORING, recompute=True, routes=True, critic=None)
+OLD_POLICY = make_old_policy(GRAPH, SCORING, recompute=True)
 CRITIC_GRAPH, CRITIC_SHAPES = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
 
 
@@ -47,7 +47,15 @@ def experience() -> Experience:
     """Responses of ragged lengths, old log-probs a little off the policy's, so that ratios are not 1."""
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     rollout = generate(
-        GRAPH, params(), prompts(P=P), keys, group_size=G, length=T, sampling=Sampling(), eos_ids=(3, 5, 7, 9)
+        GRAPH,
+        params(),
+        prompts(P=P),
+        keys,
+        group_size=G,
+        length=T,
+        sampling=Sampling(),
+        eos_ids=(3, 5, 7, 9),
+        router_logprobs=True,
     )
     rollout = jax.device_get(rollout)
     rng = np.random.default_rng(0)
@@ -75,8 +83,6 @@ def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, **
     record, schedule = recorder()
     objective = objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
-    if not objective.router_shift:
-        experience = dataclasses.replace(experience, old=dataclasses.replace(experience.old, routes=None))
     settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "critic": critic}
     settings["penalties"] = Penalties(**penalties)
     if sizes is None:
@@ -252,7 +258,7 @@ def test_no_buffer_holds_the_whole_logits():
         truncated=of((B,), bool),
         behaviour_logprobs=of((B, length)),
         logprobs=of((B, length)),
-        experts=of((B, length, 1, 2), jnp.int8),
+        routes=RouterRecord(of((B, S + length, 1, 2), jnp.int8), of((B, S + length, 1, 2))),
     )
     state: TrainState = jax.eval_shape(partial(new_state, optimizer=opt), shapes)
     compiled = update.lower(

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.parallel.mesh import constrain
@@ -36,6 +37,15 @@ def rope(x: Float[Array, "B T N h"], positions: Int[Array, "B T"], theta: float)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) -> Int[Array, "B N"]:
+    """Positions in rows of a prompt and `responses` responses to it: every response goes on from the prompt's end."""
+    B, N = valid.shape
+    of_prompt = jnp.cumsum(valid[:, :prompt], axis=1)
+    start = valid[:, :prompt].sum(axis=1).reshape(B, 1, 1)
+    own = start + jnp.cumsum(valid[:, prompt:].reshape(B, responses, (N - prompt) // responses), axis=2)
+    return jnp.maximum(jnp.concatenate([of_prompt, own.reshape(B, -1)], axis=1) - 1, 0)
+
+
 class Attention(nnx.Module):
     """Parameters carry a leading layer axis; `__call__` sees one layer's slice of them."""
 
@@ -55,12 +65,12 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the attention output and what `attend` kept (keys and values of the cache, or None)."""
         eps, theta = self.config.rms_norm_eps, self.config.rope_theta
-        q = jnp.einsum("btd,dnh->btnh", x, self.q.astype(x.dtype))
-        k = jnp.einsum("btd,dnh->btnh", x, self.k.astype(x.dtype))
-        v = jnp.einsum("btd,dnh->btnh", x, self.v.astype(x.dtype))
+        q, k, v = (
+            checkpoint_name(jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype)), "dot") for w in (self.q, self.k, self.v)
+        )
         q = rope(rms_norm(q, self.q_norm[...], eps), positions, theta)
         k = rope(rms_norm(k, self.k_norm[...], eps), positions, theta)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
-        return jnp.einsum("btnh,nhd->btd", out, self.o.astype(x.dtype)), kept
+        return checkpoint_name(jnp.einsum("btnh,nhd->btd", out, self.o.astype(x.dtype)), "dot"), kept

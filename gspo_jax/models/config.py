@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from gspo_jax.parallel import mesh as mesh_lib
@@ -51,6 +52,11 @@ class ModelConfig:
                 f"experts_per_token {self.experts_per_token} is outside 1 to num_experts {self.num_experts}; "
                 "choose one inside"
             )
+
+    @property
+    def expert_dtype(self) -> np.dtype:
+        """The smallest signed integer that holds every expert's id, and -1."""
+        return np.min_scalar_type(-max(self.num_experts, 1))
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
         """Raises a UserError where a mesh axis does not divide the dimension it splits."""

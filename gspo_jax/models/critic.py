@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from gspo_jax.models.config import ModelConfig, parameter
+from gspo_jax.models.dispatch import GATHER, Dispatch
 from gspo_jax.models.transformer import Transformer
 
 
@@ -18,10 +19,18 @@ class Critic(nnx.Module):
     The head begins at zero, so that the first values are 0 whatever the trunk.
     """
 
-    def __init__(self, config: ModelConfig, *, own_trunk: bool, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        own_trunk: bool,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        dispatch: Dispatch = GATHER,
+    ):
         # Tied embeddings: a trunk that predicts no tokens needs no head for them.
         trunk = dataclasses.replace(config, tie_word_embeddings=True)
-        self.trunk = Transformer(trunk, rngs=rngs, dtype=dtype) if own_trunk else None
+        self.trunk = Transformer(trunk, rngs=rngs, dtype=dtype, dispatch=dispatch) if own_trunk else None
         self.head = parameter(rngs, (config.hidden_size,), ("embed",), jax.nn.initializers.zeros, float32=True)
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
@@ -29,9 +38,15 @@ class Critic(nnx.Module):
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.head[...])
 
 
-def abstract(config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike) -> tuple[nnx.GraphDef[Critic], nnx.State]:
+def abstract(
+    config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike, dispatch: Dispatch = GATHER
+) -> tuple[nnx.GraphDef[Critic], nnx.State]:
     """The critic's graph and the shapes of its parameters; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Critic(config, own_trunk=own_trunk, rngs=nnx.Rngs(0), dtype=dtype)))
+    return nnx.split(
+        nnx.eval_shape(
+            lambda: Critic(config, own_trunk=own_trunk, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch),
+        )
+    )
 
 
 def first_params(shapes: nnx.State, policy: nnx.State) -> nnx.State:

@@ -1,7 +1,8 @@
 """Qwen3 and Qwen3-MoE (arXiv 2505.09388): blocks scanned over layers, the same for training, prefill and decode."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,27 @@ from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import attention, shared_prompt_attention
-from gspo_jax.models.attention import Attend, Attention, rms_norm
+from gspo_jax.kernels.attention import segment_attention, shared_prompt_attention
+from gspo_jax.models.attention import Attend, Attention, rms_norm, segment_positions
 from gspo_jax.models.cache import Cache
 from gspo_jax.models.config import ModelConfig, ones, parameter
-from gspo_jax.models.moe import MLP, MoE, Routes
+from gspo_jax.models.dispatch import GATHER, Dispatch
+from gspo_jax.models.moe import MLP, MoE, Routes, Routing
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
+
+
+Remat = Literal["none", "dots", "full"]
+
+REMATS: dict[Remat, Callable[..., bool] | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.save_only_these_names("dot"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What each layer keeps for its backward pass: all of it, its input and the outputs of its matmuls, or its input alone.
+
+"dots" computes only what is cheap to compute again, and is the fastest where memory is slow; "full" is the smallest.
+"""
 
 
 @struct.dataclass
@@ -38,13 +53,13 @@ class Output:
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward; holds every layer's parameters, called on one layer's slice."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dispatch: Dispatch, *, rngs: nnx.Rngs):
         L, D = config.num_layers, config.hidden_size
         self.config = config
         self.attention_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
-        self.mlp = MoE(config, rngs=rngs) if config.num_experts else MLP(config, rngs=rngs)
+        self.mlp = MoE(config, dispatch, rngs=rngs) if config.num_experts else MLP(config, rngs=rngs)
 
     def __call__(
         self,
@@ -52,28 +67,36 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         valid: Bool[Array, "B T"],
         attend: Attend,
-        watch: Int[Array, "B T K"] | None = None,
+        asked: Routing | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes, Any]:
         """Returns the residual stream, this layer's routes, and what `attend` kept."""
         eps = self.config.rms_norm_eps
         y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
         x = constrain(x + y, "batch", None, None)
-        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, watch)
+        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked)
         return constrain(x + y, "batch", None, None), routes, kept
 
 
 class Transformer(nnx.Module):
     """A causal language model. Parameters are float32; `dtype` is what it computes in.
 
-    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype.
+    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype. `dispatch` is how tokens reach their
+    experts.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        dispatch: Dispatch = GATHER,
+    ):
         V, D = config.vocab_size, config.hidden_size
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed = parameter(rngs, (V, D), ("vocab", "embed"))
-        self.layers = Block(config, rngs=rngs)
+        self.layers = Block(config, dispatch, rngs=rngs)
         self.norm = parameter(rngs, (D,), ("embed",), ones, float32=True)
         self.head = None if config.tie_word_embeddings else parameter(rngs, (D, V), ("embed", "vocab"))
 
@@ -82,18 +105,26 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         valid: Bool[Array, "B T"] | None = None,
         *,
-        watch: Int[Array, "L B T K"] | None = None,
-        remat: bool = False,
+        prompt: int = 0,
+        responses: int = 1,
+        routing: Routing | None = None,
+        remat: Remat = "none",
     ) -> Output:
         """The training forward: token t sees the valid tokens at or before it.
+
+        With `prompt` = S and `responses` = G, a row is S tokens of a prompt and then G responses to it of equal length,
+        each of which sees the prompt and itself, and is numbered as if it stood alone.
 
         Args:
           tokens: [B, T]; holes are allowed anywhere and marked by `valid`.
           valid: False on padding, which no token sees and no position counts; all True if not given.
-          watch: experts whose router log-probs are wanted as well, as `routes.watched`.
-          remat: keep only each layer's input for the backward pass and compute the rest again.
+          prompt: tokens of the prompt segment.
+          responses: segments after it.
+          routing: what is asked of the routers, beside routing.
+          remat: what the backward pass finds kept of the forward, as `REMATS` says.
         """
-        out, _ = self._causal(tokens, valid, watch=watch, keep_cache=False, remat=remat)
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        out, _ = self._causal(tokens, valid, (prompt, responses), routing, keep_cache=False, remat=remat)
         return out
 
     def prefill(
@@ -101,7 +132,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Output, tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]]]:
         """Runs right-padded prompts and keeps each layer's keys and values."""
         valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        return self._causal(tokens, valid, watch=None, keep_cache=True, remat=False)
+        return self._causal(tokens, valid, (0, 1), None, keep_cache=True, remat="none")
 
     def decode(self, tokens: Int[Array, " B"], active: Bool[Array, " B"], cache: Cache) -> tuple[Output, Cache]:
         """Feeds one token per row at response slot `cache.step`; rows not `active` reach no expert."""
@@ -133,23 +164,28 @@ class Transformer(nnx.Module):
         return self._output(x, routes), dataclasses.replace(cache, k=k, v=v, step=cache.step + 1)
 
     def _causal(
-        self, tokens: Array, valid: Array | None, *, watch: Array | None, keep_cache: bool, remat: bool
+        self,
+        tokens: Array,
+        valid: Array,
+        segments: tuple[int, int],
+        routing: Routing | None,
+        *,
+        keep_cache: bool,
+        remat: Remat,
     ) -> tuple[Output, Any]:
-        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
-        mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))[None] & valid[:, None]
+        positions = segment_positions(valid, *segments)
         graph, stacked = nnx.split(self.layers)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return attention(q, k, v, mask), (k, v) if keep_cache else None
+            return segment_attention(q, k, v, valid, *segments), (k, v) if keep_cache else None
 
-        def layer(x: Array, xs: tuple[nnx.State, Array | None]) -> tuple[Array, tuple[Routes, Any]]:
-            params, watch = xs
-            x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, watch)
+        def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes, Any]]:
+            params, asked = xs
+            x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, asked)
             return x, (routes, kept)
 
-        layer = jax.checkpoint(layer) if remat else layer
-        x, (routes, kept) = jax.lax.scan(layer, self._embed(tokens), (stacked, watch))
+        layer = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat])
+        x, (routes, kept) = jax.lax.scan(layer, self._embed(tokens), (stacked, routing))
         return self._output(x, routes), kept
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -163,9 +199,11 @@ class Transformer(nnx.Module):
         return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head)
 
 
-def abstract(config: ModelConfig, *, dtype: DTypeLike = jnp.float32) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
+def abstract(
+    config: ModelConfig, *, dtype: DTypeLike = jnp.float32, dispatch: Dispatch = GATHER
+) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
     """The model's graph and the shapes of its parameters; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch)))
 
 
 def init_params(config: ModelConfig, key: jax.Array, *, mesh: jax.sharding.Mesh | None = None) -> nnx.State:

@@ -17,11 +17,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from gspo_jax.models.cache import Cache, new_cache
+from gspo_jax.models.moe import Routes
 from gspo_jax.models.transformer import Output, Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.sampling import Sampling, draw
-from gspo_jax.types import Prompts, Rollout
+from gspo_jax.types import Prompts, Rollout, RouterRecord
 
 
 @struct.dataclass
@@ -34,7 +35,8 @@ class _State:
     behaviour_logprobs: Float[Array, "B T"]
     logprobs: Float[Array, "B T"]
     mask: Bool[Array, "B T"]
-    experts: Int[Array, "B T L K"]
+    routes: RouterRecord
+    """Of the response tokens; those of the prompts are known before the loop."""
     cache: Cache
 
 
@@ -43,7 +45,7 @@ def response_keys(key: Key[Array, ""], responses: Int[Array, " B"]) -> Key[Array
     return jax.vmap(jax.random.fold_in, (None, 0))(key, responses)
 
 
-@partial(jax.jit, static_argnames=("graph", "group_size", "length", "sampling", "eos_ids", "pad_id"))
+@partial(jax.jit, static_argnames=("graph", "group_size", "length", "sampling", "eos_ids", "pad_id", "router_logprobs"))
 def generate(
     graph: nnx.GraphDef[Transformer],
     params: nnx.State,
@@ -55,6 +57,7 @@ def generate(
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     pad_id: int = 0,
+    router_logprobs: bool = False,
 ) -> Rollout:
     """Samples `group_size` responses of at most `length` tokens to every prompt.
 
@@ -67,6 +70,7 @@ def generate(
       sampling: temperature, top-k and top-p.
       eos_ids: a response ends with the first of these; the empty tuple never ends one early.
       pad_id: what stands in `tokens` after the end.
+      router_logprobs: also return the router's log-probs of the experts it chose.
 
     Returns:
       A Rollout; `truncated` marks the responses that met the limit without an EOS.
@@ -79,6 +83,13 @@ def generate(
         """The token after the output's (one) position."""
         logits = constrain(output.logits[:, 0], "batch", "vocab")
         return draw(jax.vmap(jax.random.fold_in, (0, None))(keys, t), logits, sampling)
+
+    def of_routers(routes: Routes, fed: Bool[Array, "n t"]) -> RouterRecord:
+        """[L, n, t, K] -> [n, t, L, K], where a token was fed."""
+        experts, logprobs = (jnp.moveaxis(x, 0, 2) for x in (routes.experts, routes.logprobs))
+        fed = fed[..., None, None]
+        experts = jnp.where(fed, experts, -1).astype(model.config.expert_dtype)
+        return RouterRecord(experts, jnp.where(fed, logprobs, 0) if router_logprobs else None)
 
     def record(state: _State, token: Array, behaviour: Array, full: Array) -> _State:
         alive = ~state.ended
@@ -100,16 +111,17 @@ def generate(
         output, cache = model.decode(
             jax.lax.dynamic_index_in_dim(state.tokens, fed, 1, keepdims=False), alive, state.cache
         )
-        routes = jnp.where(alive[:, None, None], jnp.moveaxis(output.routes.experts[:, :, 0], 0, 1), -1)
-        state = dataclasses.replace(
-            state, cache=cache, experts=state.experts.at[:, fed].set(routes.astype(state.experts.dtype))
+        routes = jax.tree.map(
+            lambda kept, new: kept.at[:, fed].set(new[:, 0]), state.routes, of_routers(output.routes, alive[:, None])
         )
+        state = dataclasses.replace(state, cache=cache, routes=routes)
         return record(state, *pick(state.t, output))
 
     output, (prompt_k, prompt_v) = model.prefill(prompts.tokens, prompts.lengths)
     last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
     first = dataclasses.replace(output, hidden=constrain(jnp.repeat(last, group_size, axis=0), "batch", None, None))
-    L, K = output.routes.experts.shape[0], output.routes.experts.shape[-1]
+    of_prompts = of_routers(output.routes, jnp.arange(prompts.tokens.shape[1])[None] < prompts.lengths[:, None])
+    none = (B, T, *of_prompts.experts.shape[2:])
     state = _State(
         t=jnp.zeros((), jnp.int32),
         ended=jnp.zeros(B, bool),
@@ -117,7 +129,7 @@ def generate(
         behaviour_logprobs=jnp.zeros((B, T)),
         logprobs=jnp.zeros((B, T)),
         mask=jnp.zeros((B, T), bool),
-        experts=jnp.full((B, T, L, K), -1, expert_dtype(model.config.num_experts)),
+        routes=RouterRecord(jnp.full(none, -1, of_prompts.experts.dtype), jnp.zeros(none) if router_logprobs else None),
         cache=new_cache(prompt_k, prompt_v, prompts.lengths, group_size=group_size, length=T),
     )
     state = record(state, *pick(state.t, first))
@@ -130,13 +142,10 @@ def generate(
         truncated=~state.ended,
         behaviour_logprobs=state.behaviour_logprobs,
         logprobs=state.logprobs,
-        experts=state.experts,
+        routes=jax.tree.map(
+            lambda p, own: jnp.concatenate([jnp.repeat(p, group_size, axis=0), own], axis=1), of_prompts, state.routes
+        ),
     )
-
-
-def expert_dtype(num_experts: int) -> jnp.dtype:
-    """The smallest signed integer that holds every expert id and -1."""
-    return jnp.dtype(jnp.int8 if num_experts <= 128 else jnp.int16)
 
 
 def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx.State], nnx.State]:

@@ -29,6 +29,7 @@ class Sampler:
         sampling: Sampling,
         eos_ids: tuple[int, ...],
         pad_id: int,
+        router_logprobs: bool = False,
     ):
         """`graph` computes in `dtype`; the other arguments are those of `decoder.generate`."""
         self._graph, self._mesh = graph, mesh
@@ -37,7 +38,13 @@ class Sampler:
         self._group_size = group_size
         self.copy_bytes = 0
         """Bytes of the newest copy, over all devices of this process."""
-        self._settings = {"length": length, "sampling": sampling, "eos_ids": eos_ids, "pad_id": pad_id}
+        self._settings = {
+            "length": length,
+            "sampling": sampling,
+            "eos_ids": eos_ids,
+            "pad_id": pad_id,
+            "router_logprobs": router_logprobs,
+        }
 
     def load(self, params: nnx.State) -> None:
         """Casts and reshards the trainer's weights."""

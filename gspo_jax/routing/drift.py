@@ -1,7 +1,7 @@
 """Routing drift: how far the experts of the same tokens moved between two policies.
 
-Routes recorded when a response was sampled are compared with those of a later forward over the same response. Sums are
-returned, so that micro-batches add; `metrics` turns them into rates.
+What the router of a later policy chooses is compared with what was recorded of an earlier one. Sums are returned, so
+that micro-batches add; `metrics` turns them into rates.
 """
 
 import jax
@@ -22,31 +22,52 @@ class Drift:
     """Tokens with a different expert set in any layer."""
     layers_changed: Float[Array, ""]
     """Sum over tokens of the number of layers whose expert set differs."""
+    top1_changed: Float[Array, ""]
+    """Sum over tokens of the share of layers whose most probable expert is another."""
+    kl: Float[Array, ""] | None
+    """Sum over tokens of `router_kl`, mean over layers; None without old log-probs, as the next."""
+    shift: Float[Array, ""] | None
+    """Sum over tokens of `router_shift`."""
 
 
-def compare(old: Int[Array, "B T L K"], new: Int[Array, "L B T K"], mask: Bool[Array, "B T"]) -> Drift:
-    """Counts the flips of `new` against `old` over response tokens.
+def compare(
+    old: Int[Array, "L B T K"],
+    new: Int[Array, "L B T K"],
+    mask: Bool[Array, "B T"],
+    *,
+    old_logprobs: Float[Array, "L B T K"] | None = None,
+    new_logprobs: Float[Array, "L B T K"] | None = None,
+) -> Drift:
+    """Counts the flips of `new` against `old`.
 
     Args:
-      old: the routes recorded at sampling; -1 where a token was never fed.
-      new: the routes of a forward over the same tokens, as the model returns them.
-      mask: True on response tokens.
+      old: the experts that were recorded, most probable first; -1 where that is not known.
+      new: the later router's own choice for the same tokens, in its order.
+      mask: True on the tokens to compare.
+      old_logprobs, new_logprobs: log-probs of the two routers at the experts of `old`.
     """
-    K = old.shape[-1]
-    new = jnp.moveaxis(new, 0, 2)
-    known = mask & (old >= 0).all(axis=(2, 3))
-    kept = (old[..., :, None] == new[..., None, :]).any(axis=-1).sum(axis=-1)  # [B, T, L]
-    flips = jnp.where(known[..., None], 1 - kept / K, 0)
-    changed = jnp.where(known[..., None], kept < K, False)
+    L, K = old.shape[0], old.shape[-1]
+    old, new = old.astype(jnp.int32), new.astype(jnp.int32)
+    known = mask & (old >= 0).all(axis=(0, 3))
+    kept = (old[..., :, None] == new[..., None, :]).any(axis=-1).sum(axis=-1)  # [L, B, T]
+    changed = known[None] & (kept < K)
+    kl = shift = None
+    if old_logprobs is not None:
+        assert new_logprobs is not None
+        kl = jnp.where(known, router_kl(old_logprobs, new_logprobs).mean(axis=0), 0).sum()
+        shift = jnp.where(known, router_shift(old_logprobs, new_logprobs), 0).sum()
     return Drift(
-        tokens=known.sum().astype(jnp.float32),
-        flips=flips.sum(axis=(0, 1)),
-        changed=changed.any(axis=-1).sum().astype(jnp.float32),
-        layers_changed=changed.sum().astype(jnp.float32),
+        tokens=_count(known),
+        flips=jnp.where(known[None], 1 - kept / K, 0).sum(axis=(1, 2)),
+        changed=_count(changed.any(axis=0)),
+        layers_changed=_count(changed),
+        top1_changed=_count(known[None] & (old[..., 0] != new[..., 0])) / L,
+        kl=kl,
+        shift=shift,
     )
 
 
-def router_shift(old: Float[Array, "B N L K"], new: Float[Array, "L B N K"]) -> Float[Array, "B N"]:
+def router_shift(old: Float[Array, "L B N K"], new: Float[Array, "L B N K"]) -> Float[Array, "B N"]:
     """RSPO's γ of every position: exp(−mean over layers and the old experts of |log ρ_new − log ρ_old|).
 
     https://arxiv.org/abs/2510.23027
@@ -55,16 +76,34 @@ def router_shift(old: Float[Array, "B N L K"], new: Float[Array, "L B N K"]) -> 
       old: log-probs of the old router at the experts that it chose.
       new: those of a later router at the same experts.
     """
-    return jnp.exp(-jnp.abs(jnp.moveaxis(new, 0, 2) - old).mean(axis=(2, 3)))
+    return jnp.exp(-jnp.abs(new - old).mean(axis=(0, 3)))
+
+
+def router_kl(old: Float[Array, "L B T K"], new: Float[Array, "L B T K"]) -> Float[Array, "L B T"]:
+    """KL(old ‖ new) of two routers over the K experts that the old one chose and all others as one, in nats.
+
+    A lower bound of the KL over all experts, by the data-processing inequality, that needs K numbers for each token and
+    not E. Arguments as for `router_shift`.
+    """
+    old_rest, new_rest = (jnp.maximum(1 - jnp.exp(x).sum(axis=-1), 1e-7) for x in (old, new))
+    return (jnp.exp(old) * (old - new)).sum(axis=-1) + old_rest * jnp.log(old_rest / new_rest)
 
 
 def metrics(drift: Drift) -> dict[str, jax.Array]:
-    """Rates per compared token: flip rate (mean, and per layer), share of tokens changed, layers changed per token."""
+    """Means per compared token, by their names in metrics.jsonl."""
     n = jnp.maximum(drift.tokens, 1)
     per_layer = drift.flips / n
-    return {
+    found = {
         "routing/flip_rate": per_layer.mean(),
         "routing/flip_rate_per_layer": per_layer,
         "routing/tokens_changed": drift.changed / n,
         "routing/layers_changed": drift.layers_changed / n,
+        "routing/top1_changed": drift.top1_changed / n,
     }
+    if drift.kl is not None and drift.shift is not None:
+        found |= {"routing/router_kl": drift.kl / n, "routing/router_shift": drift.shift / n}
+    return found
+
+
+def _count(x: Bool[Array, "..."]) -> Float[Array, ""]:
+    return x.sum().astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,12 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.logprobs import token_logprobs
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.critic import Critic
-from gspo_jax.models.moe import Routes
-from gspo_jax.models.transformer import Transformer
+from gspo_jax.models.moe import Routes, Routing
+from gspo_jax.models.transformer import Output, Remat, Transformer
+from gspo_jax.parallel.mesh import shared_rows
+from gspo_jax.routing.replay import Replay, replayed
 from gspo_jax.types import OldPolicy, Responses, Rollout, RouterRecord
 
 
@@ -23,8 +27,10 @@ class Scoring:
     """Of the log-probs: that of sampling."""
     logprob_chunk: int
     """Tokens whose logits exist at once."""
-    remat: bool = False
-    """Keep only each layer's input for the backward pass."""
+    group_size: int = 1
+    """Adjacent responses to one prompt, which is fed once for as many of them as live on one shard of the batch."""
+    remat: Remat = "none"
+    """What is kept for the backward pass: a name of `models.transformer.REMATS`."""
 
 
 @struct.dataclass
@@ -36,27 +42,44 @@ class ModelScores:
     entropy: Float[Array, "B T"]
     """Entropy of the distribution the token was drawn from, in nats."""
     routes: Routes
-    """Of all N = S + T positions, prompts included: [L, B, N, K]."""
+    """Of all N = S + T positions, prompts included: [L, B, N, …]."""
     hidden: Float[Array, "B T D"]
     """The hidden state that each token is predicted from."""
-
-    @property
-    def experts(self) -> Int[Array, "L B T K"]:
-        """Routes of the response tokens as inputs."""
-        return self.routes.experts[:, :, -self.logprobs.shape[1] :]
 
 
 OldPolicyFn = Callable[[nnx.State, nnx.State | None, nnx.State | None, Rollout], OldPolicy]
 
 
-def at_predictions(x: Array, responses: Responses) -> Array:
-    """[B, N, ...] -> [B, T, ...]: what stands where each token is predicted.
+def pack(x: Array, prompt: int, share: int) -> Array:
+    """[B, N, …] -> [B / share, S + share T, …]: a prompt once, and then the `share` adjacent responses to it."""
+    B, N, *rest = x.shape
+    x = x.reshape(B // share, share, N, *rest)
+    own = x[:, :, prompt:].reshape(B // share, share * (N - prompt), *rest)
+    return jnp.concatenate([x[:, 0, :prompt], own], axis=1)
+
+
+def unpack(x: Array, prompt: int, share: int) -> Array:
+    """The inverse of `pack`: the prompt of each response, and the response."""
+    P, M, *rest = x.shape
+    own = x[:, prompt:].reshape(P * share, (M - prompt) // share, *rest)
+    return jnp.concatenate([jnp.repeat(x[:, :prompt], share, axis=0), own], axis=1)
+
+
+def at_predictions(x: Array, responses: Responses, share: int = 1) -> Array:
+    """[B / share, S + share T, ...] -> [B, T, ...]: what stands where each token is predicted.
 
     Token t is predicted one position earlier; the first one by its prompt's last real token, before the padding.
     """
-    S, T = responses.prompts.shape[1], responses.tokens.shape[1]
-    at = responses.prompt_lengths.reshape(-1, *(1,) * (x.ndim - 1)) - 1
-    return jnp.concatenate([jnp.take_along_axis(x, at, axis=1), x[:, S : S + T - 1]], axis=1)
+    B, T = responses.tokens.shape
+    lengths = responses.prompt_lengths.reshape(B // share, share)[:, 0]
+    last = jnp.take_along_axis(x, lengths.reshape(-1, *(1,) * (x.ndim - 1)) - 1, axis=1)
+    own = x[:, responses.prompts.shape[1] :].reshape(B, T, *x.shape[2:])
+    return jnp.concatenate([jnp.repeat(last, share, axis=0), own[:, :-1]], axis=1)
+
+
+def of_responses(x: Float[Array, "L B N *rest"], responses: Responses) -> Float[Array, "L B T *rest"]:
+    """What stands at the response tokens themselves."""
+    return x[:, :, responses.prompts.shape[1] :]
 
 
 def score(
@@ -65,15 +88,14 @@ def score(
     responses: Responses,
     scoring: Scoring,
     *,
-    watch: Int[Array, "L B N K"] | None = None,
+    routing: Routing | None = None,
 ) -> ModelScores:
-    """One forward over prompt and response; logits only for response tokens, and only a chunk at a time."""
-    out = nnx.merge(graph, params)(*_inputs(responses), watch=watch, remat=scoring.remat)
-    hidden = at_predictions(out.hidden, responses)
+    """One forward over prompts and responses; logits only for response tokens, and only a chunk at a time."""
+    out, hidden, routes = _forward(nnx.merge(graph, params), responses, scoring, routing)
     logprobs, entropy = token_logprobs(
         hidden, out.head, responses.tokens, temperature=scoring.temperature, chunk=scoring.logprob_chunk
     )
-    return ModelScores(logprobs, entropy, out.routes, hidden)
+    return ModelScores(logprobs, entropy, routes, hidden)
 
 
 def values(
@@ -88,7 +110,7 @@ def values(
     critic = nnx.merge(graph, params)
     if critic.trunk is None:
         return critic(policy_hidden)
-    return critic(at_predictions(critic.trunk(*_inputs(responses), remat=scoring.remat).hidden, responses))
+    return critic(_forward(critic.trunk, responses, scoring)[1])
 
 
 def make_old_policy(
@@ -96,31 +118,57 @@ def make_old_policy(
     scoring: Scoring,
     *,
     recompute: bool,
-    routes: bool,
-    critic: nnx.GraphDef[Critic] | None,
+    replay: Replay = "none",
+    critic: nnx.GraphDef[Critic] | None = None,
 ) -> OldPolicyFn:
     """A jitted `old_policy(params, critic_params, reference_params, rollout)`, called before an iteration's updates.
 
-    log π_old is the sampler's own, or with `recompute` the trainer's. `routes` asks for the router's record. Forwards
-    that nothing is taken from are left out of the program.
+    log π_old is the sampler's own, or with `recompute` the trainer's, along with its routes, which are the sampler's
+    under `replay` "r3". The reference policy routes natively. Forwards that nothing is taken from are left out of the
+    program.
     """
 
     @jax.jit
     def old_policy(
         params: nnx.State, critic_params: nnx.State | None, reference_params: nnx.State | None, rollout: Rollout
     ) -> OldPolicy:
-        scores = score(graph, params, rollout, scoring)
-        record = reference = value = None
-        if routes:
-            record = RouterRecord(*(jnp.moveaxis(x, 0, 2) for x in (scores.routes.experts, scores.routes.logprobs)))
+        asked = Routing(replayed(replay, rollout.routes, None) if replay == "r3" else None)
+        scores = score(graph, params, rollout, scoring, routing=asked)
+        reference = value = None
         if reference_params is not None:
             reference = score(graph, reference_params, rollout, scoring).logprobs
         if critic is not None:
             assert critic_params is not None
             value = values(critic, critic_params, rollout, scoring, policy_hidden=scores.hidden)
-        return OldPolicy(scores.logprobs if recompute else rollout.logprobs, reference, value, record)
+        if not recompute:
+            return OldPolicy(rollout.logprobs, reference, value)
+        return OldPolicy(
+            scores.logprobs, reference, value, _record(scores.routes, rollout, nnx.merge(graph, params).config)
+        )
 
     return old_policy
+
+
+def _forward(
+    model: Transformer, responses: Responses, scoring: Scoring, routing: Routing | None = None
+) -> tuple[Output, Float[Array, "B T D"], Routes]:
+    """The model's output for packed rows; the hidden states at predictions and the routes, response by response."""
+    B, S = responses.prompts.shape
+    share = shared_rows(B, scoring.group_size)
+    packed, unpacked = (jax.vmap(partial(f, prompt=S, share=share)) for f in (pack, unpack))
+    if routing is not None:
+        replay, watch = jax.tree.map(packed, (routing.replay, routing.watch))
+        routing = dataclasses.replace(routing, replay=replay, watch=watch)
+    tokens, valid = (pack(x, S, share) for x in _inputs(responses))
+    out = model(tokens, valid, prompt=S, responses=share, routing=routing, remat=scoring.remat)
+    return out, at_predictions(out.hidden, responses, share), jax.tree.map(unpacked, out.routes)
+
+
+def _record(routes: Routes, responses: Responses, config: ModelConfig) -> RouterRecord:
+    """[L, B, N, K] -> [B, N, L, K], without padding."""
+    experts, logprobs = (jnp.moveaxis(x, 0, 2) for x in (routes.experts, routes.logprobs))
+    real = _inputs(responses)[1][..., None, None]
+    return RouterRecord(jnp.where(real, experts, -1).astype(config.expert_dtype), jnp.where(real, logprobs, 0))
 
 
 def _inputs(responses: Responses) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:

@@ -5,43 +5,86 @@ Names are explained in docs/metrics.md.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax import objectives
+from gspo_jax.models.moe import Routes
 from gspo_jax.objectives import Info
 from gspo_jax.routing import drift as drift_lib
-from gspo_jax.training.scoring import ModelScores
+from gspo_jax.routing import load as load_lib
+from gspo_jax.training.scoring import ModelScores, of_responses
 from gspo_jax.types import Experience
 
 Metrics = dict[str, Any]
 
 
-def of_policy(scores: ModelScores, batch: Experience, info: Info) -> tuple[Metrics, Metrics]:
-    """What every objective reports of a micro-batch: sums over its tokens; maxima over tokens and responses."""
+def of_policy(
+    scores: ModelScores,
+    batch: Experience,
+    info: Info,
+    *,
+    num_experts: int,
+    replayed: Int[Array, "L B N K"] | None = None,
+) -> tuple[Metrics, Metrics]:
+    """What every objective reports of a micro-batch: sums over its tokens; maxima over tokens and responses.
+
+    Args:
+      scores, batch, info: what the policy, the old policy and the objective say of it.
+      num_experts: E; 0 of a dense model, which routes nothing.
+      replayed: the experts that the forward was given, -1 where it chose.
+    """
     rollout, mask = batch.rollout, batch.mask
     d = jnp.where(mask, scores.logprobs - batch.old.logprobs, 0)
     x = jnp.where(mask, scores.logprobs - rollout.logprobs, 0)
+    s = d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
     sums = {
         "entropy": jnp.where(mask, scores.entropy, 0).sum(),
         "kl": (jnp.exp(d) - 1 - d).sum(),
         "mismatch_k1": -x.sum(),
         "mismatch_k3": (jnp.exp(x) - 1 - x).sum(),
         "mismatch_abs": jnp.abs(x).sum(),
+        "spread": jnp.stack([z.sum() for z in (d, d * d, s, s * s, mask.any(axis=1).astype(jnp.float32))]),
         "moments": _moments(scores.logprobs, rollout.logprobs, mask),
         "clip": objectives.clip_sums(info, mask),
     }
-    if rollout.experts.shape[-1]:  # a dense model routes nothing
-        sums["drift"] = drift_lib.compare(rollout.experts, scores.experts, mask)
+    if num_experts:
+        sums["routes"] = _of_routes(scores.routes, batch, num_experts, replayed)
     if batch.correction is not None:
         sums["correction"] = jnp.where(mask, batch.correction, 0).sum()
         sums["dropped"] = (mask & (batch.correction == 0)).sum().astype(jnp.float32)
     maxima = {
         "token": jnp.abs(d).max(),
-        "sequence": jnp.abs(d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).max(),
+        "sequence": jnp.abs(s).max(),
         "mismatch": jnp.abs(x).max(),
     }
     return sums, maxima
+
+
+def _of_routes(routes: Routes, batch: Experience, num_experts: int, replayed: Array | None) -> Metrics:
+    """Drift against the old policy, load, what was replayed and what was dropped, over response tokens."""
+    rollout, mask, old = batch.rollout, batch.mask, batch.routes
+
+    def recorded(x: Array) -> Array:
+        return of_responses(jnp.moveaxis(x, 2, 0), rollout)
+
+    now = jax.tree.map(lambda x: of_responses(jax.lax.stop_gradient(x), rollout), routes)
+    sums: Metrics = {
+        "drift": drift_lib.compare(
+            recorded(old.experts),
+            now.chosen,
+            mask,
+            old_logprobs=None if old.logprobs is None else recorded(old.logprobs),
+            new_logprobs=now.watched,
+        ),
+        "load": load_lib.pairs(now.experts, mask, num_experts=num_experts),
+        "dropped": jnp.where(mask, now.dropped.sum(axis=0), 0).sum().astype(jnp.float32),
+    }
+    if replayed is not None:
+        known = (of_responses(replayed, rollout) >= 0).all(axis=3)
+        sums["replayed"] = jnp.where(mask, known.mean(axis=0), 0).sum()
+    return sums
 
 
 def of_critic(
@@ -64,11 +107,15 @@ def of_critic(
 def metrics(sums: Metrics, maxima: Metrics) -> Metrics:
     """Means per token to learn from, rates and maxima, by their names in metrics.jsonl."""
     tokens = jnp.maximum(sums["clip"].tokens, 1)
+    d, d2, s, s2, rows = sums["spread"]
+    rows = jnp.maximum(rows, 1)
     found = {
         "update/tokens": sums["clip"].tokens,
         "actor/loss": sums["loss"],
         "actor/entropy": sums["entropy"] / tokens,
         "actor/kl": sums["kl"] / tokens,
+        "ratio/token_log_std": jnp.sqrt(jnp.maximum(d2 / tokens - (d / tokens) ** 2, 0)),
+        "ratio/sequence_log_std": jnp.sqrt(jnp.maximum(s2 / rows - (s / rows) ** 2, 0)),
         "ratio/token_log_max": maxima["token"],
         "ratio/sequence_log_max": maxima["sequence"],
         "mismatch/kl": sums["mismatch_k3"] / tokens,
@@ -78,16 +125,27 @@ def metrics(sums: Metrics, maxima: Metrics) -> Metrics:
         "mismatch/pearson": _pearson(sums["moments"], tokens),
         **objectives.clip_fractions(sums["clip"]),
     }
-    if "drift" in sums:
-        found |= drift_lib.metrics(sums["drift"])
-    if "shift" in sums:
-        found["routing/router_shift"] = sums["shift"] / tokens
+    if "routes" in sums:
+        found |= _routing_metrics(sums["routes"], tokens)
+    if "balance" in sums:
+        found["routing/balance_loss"] = sums["balance"] / tokens
+    if "z" in sums:
+        found["routing/z_loss"] = sums["z"] / tokens
     if "correction" in sums:
         found["mismatch/weight_mean"] = sums["correction"] / tokens
         found["mismatch/dropped"] = sums["dropped"] / tokens
     if "reference_kl" in sums:
         found["reference/kl"] = sums["reference_kl"] / tokens
     return found | (_critic_metrics(sums["critic"], tokens) if "critic" in sums else {})
+
+
+def _routing_metrics(sums: Metrics, tokens: Array) -> Metrics:
+    pairs = jnp.maximum(sums["load"].sum() + sums["dropped"], 1)
+    found = drift_lib.metrics(sums["drift"]) | load_lib.metrics(sums["load"])
+    found["routing/dropped"] = sums["dropped"] / pairs
+    if "replayed" in sums:
+        found["routing/replayed"] = sums["replayed"] / tokens
+    return found
 
 
 def _critic_metrics(sums: Metrics, tokens: Array) -> Metrics:

@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gspo_jax import objectives
+from gspo_jax.models.moe import Routing
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.regularizers import kl, value_loss
-from gspo_jax.parallel.mesh import constrain
+from gspo_jax.parallel.mesh import constrain, shared_rows
+from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
+from gspo_jax.routing.replay import Replay, replayed
 from gspo_jax.training import statistics
-from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, score, values
+from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, of_responses, score, values
 from gspo_jax.training.state import CriticRule, TrainState, step
 from gspo_jax.training.statistics import Metrics
 from gspo_jax.types import Experience
@@ -36,6 +39,11 @@ class Penalties:
     """As in `objectives.regularizers.kl`."""
     entropy: float = 0.0
     """c_e: a positive number rewards entropy."""
+    balance: float = 0.0
+    """Of E Σ_e f_e p_e, mean over layers: f each expert's share of the mini-batch's pairs when it was sampled (of the
+    mini-batch, as arXiv 2501.11873 asks, whatever micro-batches it is cut into), p the router's probability now."""
+    router_z: float = 0.0
+    """Of the router's z-loss, mean over layers."""
 
 
 def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
@@ -53,12 +61,17 @@ def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: in
     return jax.tree.map(cut, batch)
 
 
-def _microbatches(batch: Any, count: int) -> Any:
-    """[B, ...] -> [count, B / count, ...], strided for the same reason as `take_minibatch`."""
+def _microbatches(batch: Any, count: int, *, group_size: int) -> Any:
+    """[B, ...] -> [count, B / count, ...], strided for the same reason as `take_minibatch`.
+
+    In units of as many adjacent rows of a group as can stay on one shard, so that they still share their prompt.
+    """
 
     def cut(x: Array) -> Array:
-        x = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-        return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
+        rows, *rest = x.shape
+        unit = shared_rows(rows // count, group_size)
+        x = jnp.moveaxis(x.reshape(rows // (count * unit), count, unit, *rest), 1, 0)
+        return constrain(x.reshape(count, rows // count, *rest), None, "batch", *(None,) * len(rest))
 
     return jax.tree.map(cut, batch)
 
@@ -67,19 +80,21 @@ def _loss(
     trained: tuple[nnx.State, nnx.State | None],
     batch: Experience,
     weights: Float[Array, "B T"],
+    load: Float[Array, "L E"] | None,
     *,
     graph: nnx.GraphDef[Transformer],
     scoring: Scoring,
     objective: Objective,
     penalties: Penalties,
+    replay: Replay,
     critic: CriticRule | None,
 ) -> tuple[Array, tuple[Metrics, Metrics]]:
     """A micro-batch's share of the loss; sums that add up, and maxima, over the micro-batches."""
     params, critic_params = trained
     rollout, mask, old = batch.rollout, batch.mask, batch.old
-    watch = None if old.routes is None else jnp.moveaxis(old.routes.experts, 2, 0)
-    scores = score(graph, params, rollout, scoring, watch=watch)
-    shift = _router_shift(scores, batch)
+    routing = Routing(replayed(replay, rollout.routes, old.routes), _experts(batch), load)
+    scores = score(graph, params, rollout, scoring, routing=routing)
+    shift = _router_shift(scores, batch) if objective.router_shift else None
     loss, info = objectives.loss(
         objective,
         scores.logprobs,
@@ -89,9 +104,13 @@ def _loss(
         weights=weights if batch.correction is None else weights * batch.correction,
         router_shift=shift,
     )
-    sums, maxima = statistics.of_policy(scores, batch, info)
-    if shift is not None:
-        sums["shift"] = jnp.where(mask, shift, 0).sum()
+    sums, maxima = statistics.of_policy(
+        scores,
+        batch,
+        info,
+        num_experts=nnx.merge(graph, params).config.num_experts,
+        replayed=routing.replay,
+    )
     if old.reference_logprobs is not None:
         divergence = kl(scores.logprobs, old.reference_logprobs, mask, estimator=penalties.kl_estimator)
         sums["reference_kl"] = divergence.sum()
@@ -99,6 +118,11 @@ def _loss(
             loss += penalties.kl * (weights * divergence).sum()
     if penalties.entropy:
         loss -= penalties.entropy * (weights * jnp.where(mask, scores.entropy, 0)).sum()
+    for name, weight in (("balance", penalties.balance), ("z", penalties.router_z)):
+        if weight:
+            each = of_responses(getattr(scores.routes, name), rollout).mean(axis=0)
+            sums[name] = jnp.where(mask, each, 0).sum()
+            loss += weight * (weights * jnp.where(mask, each, 0)).sum()
     if critic is not None:
         assert objective.critic is not None and critic_params is not None
         assert old.values is not None and batch.returns is not None
@@ -109,12 +133,16 @@ def _loss(
     return loss, ({"loss": loss, **sums}, maxima)
 
 
-def _router_shift(scores: ModelScores, batch: Experience) -> Float[Array, "B T"] | None:
-    """γ of every response token, at the position that it is predicted from; None where no routes were recorded."""
-    if batch.old.routes is None:
-        return None
-    assert scores.routes.watched is not None
-    return at_predictions(router_shift(batch.old.routes.logprobs, scores.routes.watched), batch.rollout)
+def _experts(batch: Experience) -> Int[Array, "L B N K"]:
+    """Those of the old policy."""
+    return jnp.moveaxis(batch.routes.experts, 2, 0)
+
+
+def _router_shift(scores: ModelScores, batch: Experience) -> Float[Array, "B T"]:
+    """γ of every response token, at the position that it is predicted from."""
+    assert batch.routes.logprobs is not None and scores.routes.watched is not None
+    shift = router_shift(jnp.moveaxis(batch.routes.logprobs, 2, 0), scores.routes.watched)
+    return at_predictions(shift, batch.rollout)
 
 
 def make_update(
@@ -126,6 +154,7 @@ def make_update(
     *,
     critic: CriticRule | None = None,
     penalties: Penalties = Penalties(),
+    replay: Replay = "none",
     shardings: TrainState | None = None,
     minibatches: int,
     microbatches: int,
@@ -135,24 +164,34 @@ def make_update(
 
     The weights come from the whole mini-batch's mask, so the gradients of its micro-batches add up to its gradient
     however it is cut. A gradient or loss that is not finite leaves parameters and optimizer as they were, and is
-    counted. `critic` learns beside the policy where the objective has one. `shardings` pins where the new state lives:
-    where the old one did. The old state's buffers are given up (donated).
+    counted. `replay` says whose routes the forward takes. `critic` learns beside the policy where the objective has
+    one. `shardings` pins where the new state lives: where the old one did. The old state's buffers are given up
+    (donated).
     """
-    loss = partial(_loss, graph=graph, scoring=scoring, objective=objective, penalties=penalties, critic=critic)
+    loss = partial(
+        _loss, graph=graph, scoring=scoring, objective=objective, penalties=penalties, replay=replay, critic=critic
+    )
     gradient = jax.value_and_grad(loss, has_aux=True)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
     def update(state: TrainState, experience: Experience, index: Array | int) -> tuple[TrainState, Metrics]:
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
         weights = objective.weights(batch.mask)
+        load = None
+        if penalties.balance:
+            E = nnx.merge(graph, state.params).config.num_experts
+            experts = of_responses(_experts(batch), batch.rollout)
+            load = load_lib.shares(load_lib.pairs(experts, batch.mask, num_experts=E))
         trained = (state.params, None if state.critic is None else state.critic.params)
 
         def add(grads: Any, micro: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
-            (_, seen), more = gradient(trained, *micro)
+            (_, seen), more = gradient(trained, *micro, load)
             return jax.tree.map(jnp.add, grads, more), seen
 
         zeros = jax.tree.map(jnp.zeros_like, trained)
-        grads, (sums, maxima) = jax.lax.scan(add, zeros, _microbatches((batch, weights), microbatches))
+        grads, (sums, maxima) = jax.lax.scan(
+            add, zeros, _microbatches((batch, weights), microbatches, group_size=group_size)
+        )
         metrics = statistics.metrics(
             jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)
         )

@@ -1,0 +1,33 @@
+"""Load: how evenly tokens spread over the experts of each layer."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def pairs(experts: Int[Array, "L B T K"], mask: Bool[Array, "B T"], *, num_experts: int) -> Float[Array, "L E"]:
+    """(token, expert) pairs of each layer's experts over the tokens in the mask; those of -1 count nowhere."""
+    each = jnp.where(mask[None, :, :, None], experts.astype(jnp.int32), -1)
+    columns = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, num_experts), 4)
+    return (each[..., None] == columns).sum(axis=(1, 2, 3)).astype(jnp.float32)
+
+
+def shares(counts: Float[Array, "L E"]) -> Float[Array, "L E"]:
+    """Each expert's share of its layer's pairs; all equal where there are none."""
+    total = counts.sum(axis=1, keepdims=True)
+    return jnp.where(total > 0, counts / jnp.maximum(total, 1), 1 / counts.shape[1])
+
+
+def metrics(counts: Float[Array, "L E"]) -> dict[str, jax.Array]:
+    """By their names in metrics.jsonl, means over layers.
+
+    The maximal violation of a layer is max_e load_e / mean load − 1 (arXiv 2408.15664), its entropy that of the shares
+    over log E: 1 where all experts are used alike, 0 where one is used alone.
+    """
+    share, E = shares(counts), counts.shape[1]
+    entropy = -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0).sum(axis=1)
+    return {
+        "routing/max_violation": (share.max(axis=1) * E - 1).mean(),
+        "routing/load_entropy": (entropy / jnp.log(max(E, 2))).mean(),
+        "routing/dead_experts": (counts == 0).mean(),
+    }

@@ -1,0 +1,159 @@
+"""The benchmark: the numbers it promises, the floating-point operations that it counts, and what it refuses."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspo_jax import bench
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import mesh as mesh_lib
+from tests.tiny import CONFIG
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MOE = GOLDEN / "qwen3_moe"
+SMALL = ["--prompts=4", "--group=2", "--prompt_length=5", "--new_tokens=7", "--minibatches=2", "--repeats=2"]
+NAMES = ("sample", "score", "update", "iteration")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small matrices, and programs that are compiled fast and run slowly."""
+    monkeypatch.setattr(bench, "SIDES", {"cpu": (64,)})
+    monkeypatch.setattr(bench, "MATMUL_S", 0.0)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_it_writes(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "made" / "found.json"
+    assert bench.main([f"--model={MOE}", *SMALL, f"--json={file}"]) == 0
+    found = json.loads(file.read_text())
+    assert all(found[name].keys() == {"median_s", "min_s", "tokens_per_s"} for name in NAMES)
+    for name, tokens in zip(NAMES, (8 * 7, 8 * 12, 8 * 12, 8 * 7), strict=True):
+        assert 0 < found[name]["min_s"] <= found[name]["median_s"]
+        assert found[name]["tokens_per_s"] * found[name]["median_s"] == pytest.approx(tokens)
+        seconds, floor = found[name]["median_s"], found["floor"]
+        assert floor["seconds"][name] == pytest.approx(floor[f"{name}_flops"] / floor["matmul_flops_per_s"])
+        assert floor["ratio"][name] == pytest.approx(seconds / floor["seconds"][name])
+    # Of two repeats the median is the mean, so the parts add up to the iteration.
+    assert sum(found[name]["median_s"] for name in NAMES[:3]) == pytest.approx(found["iteration"]["median_s"])
+    assert found["compile_s"] > found["iteration"]["median_s"], "the first iteration compiles"
+    assert found["peak_rss_mb"] > 100
+    assert found["cores"] >= 1
+    assert found["workload"] | {"prompts": 4, "group": 2, "repeats": 2, "dtype": "float32"} == found["workload"]
+    said = capsys.readouterr()
+    assert "4 × 2 responses, 5 + 7 tokens, 2 updates, float32" in said.out
+    assert [line.split()[0] for line in said.out.splitlines() if line.strip().startswith(NAMES)] == list(NAMES)
+    assert "iteration 1:" in said.err and "compilation included" in said.err
+
+
+def counted(shapes: list[tuple[int, int, int]]) -> float:
+    """What XLA counts for a program of nothing but the products [m, k] @ [k, n]."""
+    pairs = [[jax.ShapeDtypeStruct(side, jnp.float32) for side in ((m, k), (k, n))] for m, k, n in shapes]
+    return jax.jit(lambda pairs: [a @ b for a, b in pairs]).lower(pairs).cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("share", [3, 1])
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, num_experts=0)], ids=["sparse", "dense"])
+def test_flops_are_those_of_the_matrix_products(config: ModelConfig, share: int) -> None:
+    """The oracle: every product of one group's three responses, attention position by position and head by head."""
+    D, H, Kv, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    G, S, T = 3, 4, 5
+    prompts = [*range(1, S + 1)] * (G // share)
+    contexts = [*prompts, *[S + t for t in range(1, T)] * G]  # of all tokens that are fed, each itself included
+    N = len(contexts)
+    layer = [(N, D, H * h), (N, D, Kv * h), (N, D, Kv * h), (N, H * h, D)]
+    layer += [product for c in contexts for product in [(1, h, c), (1, c, h)] * H]
+    if config.num_experts:
+        layer += [(N, D, config.num_experts)]
+        feed, width = N * config.experts_per_token, config.moe_intermediate_size
+    else:
+        feed, width = N, config.intermediate_size
+    layer += [(feed, D, width), (feed, D, width), (feed, width, D)]
+    expected = config.num_layers * counted(layer) + counted([(G * T, D, config.vocab_size)])
+    found = bench.forward_flops(config, rows=G, rows_per_prompt=share, prompt_length=S, new_tokens=T)
+    assert found == expected
+
+
+def test_flops_by_hand() -> None:
+    """Four layers of 256, 8 heads and 4 for keys of 32, 4 of 16 experts of 128, 512 tokens; 8 × 8 × (32 + 128)."""
+    config = ModelConfig(
+        vocab_size=512,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        intermediate_size=1024,
+        num_experts=16,
+        experts_per_token=4,
+        moe_intermediate_size=128,
+    )
+    active = 4 * (65_536 + 2 * 32_768 + 65_536 + 4_096 + 3 * 4 * 32_768)  # q, k and v, o, router, experts: 2,375,680
+    read = 8 * 32 + 64 * 127  # 8,384 tokens
+    pairs = 8 * (32 * 33 // 2) + 64 * (127 * 32 + 127 * 128 // 2)  # of a query and a key: 784,512
+    forward = 2 * active * read + 4 * 4 * 256 * pairs + 2 * 256 * 512 * 64 * 128  # 39.84 + 3.21 + 2.15 GFLOP
+    work = bench.Workload(model=MOE)
+    assert bench.flops(config, work) == {
+        "sample": forward,
+        "score": forward,
+        "update": 3 * forward,
+        "iteration": 5 * forward,
+    }
+    assert forward == 45_196_247_040
+
+
+def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SIDES", {"cpu": (64, 128)})
+    monkeypatch.setattr(bench, "MATMUL_S", 0.0)
+    ticks = itertools.count()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))  # whatever is timed takes a second
+    speeds = [
+        bench.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16") for n in (1, 4)
+    ]
+    assert speeds == [64**3 + 128**3, 4 * (64**3 + 128**3)], "2 n³ operations, the middle of the two sizes"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model=no/such"], "no/such is not a folder"),
+        (["--group=0"], "--group is 0; it must be at least 1"),
+        (["--warmup=0"], "--warmup is 0; it must be at least 1"),
+        (["--dtype=float16"], "--dtype is 'float16'; use float32 or bfloat16"),
+        (
+            ["--new_tokens=500"],
+            "--prompt_length 32 and --new_tokens 500 need 532 positions, and the model has 512; take 20",
+        ),
+        (["--prompts=6"], "--prompts 6 is not divisible by what"),
+        (["--microbatches=3"], "4 mini-batches and 3 micro-batches need = 12; use 12"),
+        (["--mesh=expert:3", "--devices=3", "--prompts=12"], "mesh axis expert = 3 does not divide"),
+        (["--mesh=rows:2"], "unknown mesh axis 'rows'"),
+        (["--mesh=two"], "--mesh is 'two'; write axes and sizes such as fsdp:-1,expert:2"),
+        (["--repeat=3"], "did you mean --repeats?"),
+        (["--group=many"], "invalid int value: 'many'"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_refusals(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([f"--model={MOE}", *flags]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+
+
+def test_command() -> None:
+    command = [sys.executable, "-m", "gspo_jax.bench", f"--model={MOE}", "--prompts=0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=GOLDEN.parent.parent)
+    assert (done.returncode, done.stderr) == (2, "error: --prompts is 0; it must be at least 1\n")
