@@ -7,71 +7,26 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
 source launch/venv.sh
+# shellcheck source=launch/sweep.sh
+source launch/sweep.sh
 
-seeds='0 1 2'
 runs=runs/objectives
 out=docs/objectives
-dry=''
-config=--config=configs/tiny.py
-iterations=--config.iterations=50
-more=()
-for flag in "$@"; do
-  case $flag in
-    --seeds=?*) seeds=${flag#*=} ;;
-    --runs=?*) runs=${flag#*=} ;;
-    --out=?*) out=${flag#*=} ;;
-    --dry-run) dry=yes ;;
-    --config=*) config=$flag ;;
-    --config.iterations=*) iterations=$flag ;; # a field may be given only once
-    --config.seed=* | --config.objective.name=*)
-      echo "error: $flag is what this script varies; use --seeds=, and leave the objective out" >&2
-      exit 2
-      ;;
-    --config.*=*) more+=("$flag") ;;
-    *)
-      echo "error: unexpected $flag; use --seeds=, --runs=, --out=, --dry-run, or --config… as for gspo_jax.train" >&2
-      exit 2
-      ;;
-  esac
-done
-flags=("$config" "$iterations" ${more[@]+"${more[@]}"})
-
-# Runs a command, or with --dry-run prints it.
-run() {
-  if [ -n "$dry" ]; then
-    printf '%q ' "$@"
-    echo
-  else
-    "$@"
-  fi
-}
-
-# Gives a run folder that has not begun the cold start $2, so that all objectives of a seed begin from one policy.
-begin() {
-  if [ -d "$1/coldstart" ]; then return; fi
-  run mkdir -p "$1"
-  run rm -rf "$1/coldstart.partial"
-  run cp -R "$2" "$1/coldstart.partial"
-  run mv "$1/coldstart.partial" "$1/coldstart" # whole or not there
-}
+config=configs/tiny.py
+fields=(--config.iterations=50)
+varied='seed objective.name'
+read_flags "$@"
+flags=(--config="$config" "${fields[@]}")
 
 ensure_venv report
-python=.venv/bin/python
 names=$("$python" -c 'from gspo_jax.objectives import catalogue; print(*catalogue.__all__)')
 folders=()
 for seed in $seeds; do
-  cold=$runs/coldstart-$seed
-  if [ ! -d "$cold" ]; then
-    run "$python" -m gspo_jax.coldstart "${flags[@]}" --config.seed="$seed" --workdir="$cold"
-  fi
+  make_cold_start "$runs/coldstart-$seed" "${flags[@]}" --config.seed="$seed"
   for name in $names; do
     folder=$runs/$name-$seed
     folders+=("$folder")
-    command=("$python" -m gspo_jax.train "${flags[@]}" --config.objective.name="$name" --config.seed="$seed" --workdir="$folder")
-    if [ "$(cat "$folder/finished" 2>/dev/null)" = "${command[*]}" ]; then continue; fi
-    begin "$folder" "$cold"
-    run "${command[@]}"
-    if [ -z "$dry" ]; then echo "${command[*]}" >"$folder/finished"; fi
+    train_from "$runs/coldstart-$seed" "$folder" "${flags[@]}" --config.objective.name="$name" --config.seed="$seed"
   done
 done
 run "$python" -m gspo_jax.report "${folders[@]}" --out="$out" --table="$out/results.md"

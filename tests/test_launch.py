@@ -1,6 +1,7 @@
 """The launch scripts, run for real in a copy of launch/ with interpreters that only say how they were called."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_scripts_parse_and_are_clean():
     assert len(scripts) >= 4
     for script in scripts:
         assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-        assert script.name == "venv.sh" or os.access(script, os.X_OK)
+        assert script.name in ("venv.sh", "sweep.sh") or os.access(script, os.X_OK)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, check=True)
 
@@ -189,14 +190,22 @@ def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
 
 
 def _install_trainer(root: Path, *, fails: str = "nothing") -> None:
-    """An interpreter that knows two objectives, makes cold starts, and logs what it is asked to do but what `fails`."""
+    """An interpreter of two objectives and two variants: makes cold starts and reports, logs all but what `fails`."""
     _install(root)
     inner = f"""
 case "$*" in
   *catalogue*) echo grpo gspo ;;
+  *VARIANTS*routing_ablation.py) echo gspo grpo_r2 ;;
+  *VARIANTS*) echo ;;
   -c*) ;;
   *{fails}*) exit 3 ;;
-  *) echo "$*" >>calls; case "$*" in *coldstart*) workdir=${{!#}}; mkdir -p "${{workdir#*=}}" ;; esac ;;
+  *) echo "$*" >>calls
+    last=${{!#}}
+    case "$*" in
+      *gspo_jax.coldstart*) mkdir -p "${{last#*=}}" ;;
+      *report*--panels=routing*) folder=${{last#*=}} && folder=${{folder%/*}} && mkdir -p "$folder"
+        echo "a picture" >"$folder/report.png" && echo "the table of $folder" >"$folder/results.md" ;;
+    esac ;;
 esac"""
     _script(root / ".venv" / "bin" / "python", inner)
 
@@ -253,9 +262,104 @@ def test_a_dry_run_prints_the_commands_and_does_nothing(copy):
     assert f".venv/bin/python {TRAIN.format('gspo', 7)}" in commands and f".venv/bin/python {REPORT}" in commands
 
 
-@pytest.mark.parametrize("flag", ["--seed=1", "seeds", "--seeds=", "--config.seed=1", "--config.objective.name=gspo"])
-def test_a_flag_that_the_sweep_does_not_take(copy, flag):
+def test_a_field_that_is_given_again_takes_the_place_of_the_first(copy):
     _install_trainer(copy)
-    done = _objectives(copy, flag)
+    flags = ["--seeds=1", "--config.iterations=9", "--config.eval.every=3", "--config.eval.every=4"]
+    assert _objectives(copy, *flags).returncode == 0
+    passed = "--config=configs/tiny.py --config.iterations=9 --config.eval.every=4 --config."
+    assert all(passed in run for run in _calls(copy)[:-1])
+
+
+@pytest.mark.parametrize("script", ["objectives", "routing"])
+@pytest.mark.parametrize("flag", ["--seed=1", "seeds", "--seeds=", "--config.seed=1", "--config.objective.name=gspo"])
+def test_a_flag_that_the_sweep_does_not_take(copy, script, flag):
+    _install_trainer(copy)
+    done = _bash(copy, f'bash launch/{script}.sh "$@"', flag)
     assert done.returncode == 2 and not (copy / "calls").exists()
     assert flag in done.stderr and "--seeds=" in done.stderr and done.stderr.count("\n") == 1
+
+
+def _routing(root: Path, *flags: str):
+    return _bash(root, 'bash launch/routing.sh "$@"', *flags)
+
+
+def _variant(arguments: str, seed: int, folder: str) -> str:
+    config = f"--config=configs/routing_ablation.py:{arguments} --config.seed={seed}"
+    return f"-m gspo_jax.train {config} --workdir=runs/routing/{folder}"
+
+
+def _regime(name: str, runs: str = "runs/routing") -> str:
+    folders = f"{runs}/{name}/gspo-7 {runs}/{name}/grpo_r2-7"
+    out = f"{runs}/{name}/report"
+    return f"-m gspo_jax.report {folders} --panels=routing --out={out} --table={out}/results.md"
+
+
+ROUTING_COLD = "-m gspo_jax.coldstart --config=configs/routing_ablation.py:gspo --config.seed=7"
+ROUTING_COLD += " --workdir=runs/routing/coldstart-7"
+ROUTING_RUNS = [
+    _variant("gspo", 7, "on_policy/gspo-7"),
+    _variant("gspo,offpolicy", 7, "off_policy/gspo-7"),
+    _variant("grpo_r2", 7, "on_policy/grpo_r2-7"),
+    _variant("grpo_r2,offpolicy", 7, "off_policy/grpo_r2-7"),
+]
+
+
+def test_routing_compares_both_regimes_from_one_cold_start(copy):
+    _install_trainer(copy)
+    done = _routing(copy, "--seeds=7")
+    assert done.returncode == 0, done.stderr
+    assert _calls(copy) == [ROUTING_COLD, *ROUTING_RUNS, _regime("on_policy"), _regime("off_policy")]
+    for regime in ("on_policy", "off_policy"):
+        assert (copy / f"runs/routing/{regime}/grpo_r2-7/coldstart").is_dir()
+        assert (copy / f"docs/routing/{regime}.png").read_text() == "a picture\n"
+    lines = (copy / "docs/routing/results.md").read_text().splitlines()
+    shown = [line for line in lines if line.startswith(("#", "the table"))]
+    assert shown == [
+        "# Routing, compared",
+        "## On-policy, but for the updates of a batch",
+        "the table of runs/routing/on_policy/report",
+        "## Strongly off-policy",
+        "the table of runs/routing/off_policy/report",
+    ]
+
+
+def test_routing_goes_on_where_it_was_stopped(copy):
+    _install_trainer(copy, fails="off_policy/grpo_r2")
+    assert _routing(copy, "--seeds=7").returncode == 3
+    assert not (copy / "docs").exists()
+    (copy / "calls").unlink()
+    _install_trainer(copy)
+    assert _routing(copy, "--seeds=7").returncode == 0
+    assert _calls(copy) == [ROUTING_RUNS[-1], _regime("on_policy"), _regime("off_policy")]
+
+
+def test_routing_puts_arguments_behind_a_variant_s(copy):
+    _install_trainer(copy)
+    config = "--config=configs/routing_ablation.py:runlocal"
+    assert _routing(copy, "--seeds=7", "--runs=a", "--out=b", config, "--config.eval.every=5").returncode == 0
+    cold, *trained = _calls(copy)[:5]
+    assert ":gspo,runlocal --config.eval.every=5 --config.seed=7 --workdir=a/coldstart-7" in cold
+    assert [run.split()[2].partition(":")[2] for run in trained] == [
+        *("gspo,runlocal", "gspo,offpolicy,runlocal", "grpo_r2,runlocal", "grpo_r2,offpolicy,runlocal")
+    ]
+    assert _calls(copy)[5:] == [_regime("on_policy", "a"), _regime("off_policy", "a")]
+    assert sorted(path.name for path in (copy / "b").iterdir()) == ["off_policy.png", "on_policy.png", "results.md"]
+
+
+def test_a_dry_run_of_routing_prints_the_commands_and_does_nothing(copy):
+    _install_trainer(copy)
+    done = _routing(copy, "--dry-run", "--seeds=7 8")
+    assert done.returncode == 0 and not any((copy / made).exists() for made in ("calls", "runs", "docs"))
+    commands = [" ".join(shlex.split(line)).removeprefix(".venv/bin/python ") for line in done.stdout.splitlines()]
+    assert all(command in commands for command in (ROUTING_COLD, *ROUTING_RUNS))
+    assert sum(command.startswith("-m gspo_jax.train") for command in commands) == 8
+    assert "cp runs/routing/off_policy/report/report.png docs/routing/off_policy.png" in commands
+    assert "docs/routing/results.md" in commands[-1]
+
+
+@pytest.mark.parametrize("flag", ["--config.routing.replay=r2", "--config=configs/tiny.py"])
+def test_what_routing_cannot_compare(copy, flag):
+    _install_trainer(copy)
+    done = _routing(copy, flag)
+    assert done.returncode == 2 and not (copy / "calls").exists()
+    assert flag in done.stderr and done.stderr.count("\n") == 1

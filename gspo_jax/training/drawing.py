@@ -67,12 +67,11 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: fl
 
     A label that had to move is joined to the end of its line.
     """
-    low, high = axes.get_ylim()
     wide, panel = (POINTS / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
     size = min(size, panel / (1.2 * max(1, len(ends))))
     near, far, text_at = 1 + 2 / wide, 1 + 7 / wide, 1 + 8 / wide
     order = sorted(ends)
-    heights = [(y - low) / (high - low) for y, _, _ in order]
+    heights = [_height(axes, y) for y, _, _ in order]
     for (_, text, color), end, y in zip(order, heights, apart(heights, gap=1.2 * size / panel), strict=True):
         if abs(y - end) > 0.01:
             line = {"color": color, "linewidth": 0.8, "clip_on": False}
@@ -80,8 +79,14 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: fl
         axes.text(text_at, y, text, transform=axes.transAxes, color=color, va="center", weight="bold", fontsize=size)
 
 
+def _height(axes: "Axes", y: float) -> float:
+    """Where y stands between the bottom (0) and the top (1) of the axes, on any scale; at the bottom if it is below."""
+    point = (axes.get_xlim()[0], max(y, axes.get_ylim()[0]))
+    return float(axes.transAxes.inverted().transform(axes.transData.transform(point))[1])
+
+
 def apart(heights: Sequence[float], *, gap: float) -> list[float]:
-    """Moves ascending label heights (0 to 1) so far apart that they can be read, and none above the axes.
+    """Moves ascending label heights (0 to 1) so far apart that they can be read, and none into the axes' title.
 
     Labels that get in each other's way are spread around the middle of their lines' ends.
     """
@@ -97,7 +102,7 @@ def apart(heights: Sequence[float], *, gap: float) -> list[float]:
 def _bottom(block: Sequence[float], gap: float) -> float:
     """Where the lowest label of a block goes: the block is centred, but stays inside."""
     span = gap * (len(block) - 1)
-    return max(0.0, min(sum(block) / len(block) - span / 2, 1.0 - span))
+    return max(0.0, min(sum(block) / len(block) - span / 2, 1.0 - gap / 2 - span))
 
 
 class Parser(argparse.ArgumentParser):

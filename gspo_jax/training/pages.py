@@ -8,7 +8,7 @@ import html
 import shlex
 import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,8 @@ from gspo_jax.training.metrics import read_samples
 from gspo_jax.training.progress import duration
 from gspo_jax.training.runs import SUMMARY, Group, Run, differences
 
-FAMILY = {
-    "clip_fraction/token": ("clip fraction, token", ".2%"),
-    "clip_fraction/sequence": ("clip fraction, sequence", ".2%"),
-    "routing/flip_rate": ("flip rate", ".2%"),
-    "actor/entropy": ("entropy", ".3f"),
-}
-"""What a family's table tells of each group besides accuracy and time: metric, heading, format of its final value."""
-
+_Facts = Mapping[str, Any]
+"""Of one group, as `runs.facts` tells them."""
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>
@@ -43,7 +37,7 @@ $parts
 """)
 
 
-def page(groups: Sequence[Group], found: Sequence[Mapping[str, Any]], png: bytes) -> str:
+def page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
     """Returns the HTML page: picture, numbers, runs, differences, samples, config; nothing is loaded from elsewhere."""
     picture = f'<img alt="curves of the runs" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     numbers = _html_table(number_rows(found)) + (
@@ -66,53 +60,39 @@ def page(groups: Sequence[Group], found: Sequence[Mapping[str, Any]], png: bytes
     return PAGE.substitute(title=title, written=f"drawn {time.strftime('%Y-%m-%d %H:%M')}", parts=body)
 
 
-def number_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def number_rows(found: Sequence[_Facts]) -> list[dict[str, str]]:
     """How each metric of each group began and ended: one row for both."""
     rows = []
-    for name, (title, unit, digits) in SUMMARY.items():
+    for name, (title, unit, how) in SUMMARY.items():
         for group in found:
             if name in group["metrics"]:
                 several = len(group["runs"]) > 1
                 who = {"runs": group["label"]} if len(found) > 1 else {}
                 ends = group["metrics"][name]
-                cells = {key: _range(ends[key], digits, several, key == "change") for key in ends}
+                cells = {key: _range(ends[key], how, several, key == "change") for key in ends}
                 rows.append({"metric": f"{title}, {unit}", **who, **cells})
     return rows
 
 
-def family_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Where each group ended, one row for each, the best first."""
-    rows = []
-    for group in sorted(found, key=lambda group: (-_final_accuracy(group), group["label"])):
-        metrics, seconds = group["metrics"], group["seconds_per_iteration"]
-        accuracy = metrics.get("eval/accuracy")
-        row = {
-            "runs": group["label"],
-            "held-out accuracy": "–"
-            if accuracy is None
-            else _range(accuracy["final"], 3, len(group["runs"]) > 1, False),
-        }
-        for name, (heading, how) in FAMILY.items():
-            row[heading] = f"{metrics[name]['final']['mean']:{how}}" if name in metrics else "–"
-        rows.append(row | {"s per iteration": "–" if seconds is None else f"{seconds:.2f}"})
-    return rows
+def family_rows(found: Sequence[_Facts], panels: str) -> list[dict[str, str]]:
+    """Where each group ended, one row for each, the best first; `panels` chooses columns as it does panels."""
+    ordered = sorted(found, key=lambda group: (-_final_accuracy(group), group["label"]))
+    return [
+        {"runs": group["label"]} | {name: cell(group) for name, cell in COLUMNS[panels].items()} for group in ordered
+    ]
 
 
-def family_table(found: Sequence[Mapping[str, Any]], *, command: Sequence[str]) -> str:
+def family_table(found: Sequence[_Facts], *, panels: str, command: Sequence[str]) -> str:
     """The markdown of `family_rows`, with how to read it and the command that makes it again.
 
     `command` is the report's, one part for each line.
     """
-    rows = family_rows(found)
+    rows = family_rows(found, panels)
     lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     runs = [run for group in found for run in group["runs"]]
     updates, seeds = {run["updates"] for run in runs}, {len(group["runs"]) for group in found}
-    how = (
-        f"{_span(seeds, 'run')} to a row, {_span(updates, 'update')} to a run. Accuracy: the last evaluation, mean and "
-        "in brackets minimum and maximum over the runs. Clip fractions, flip rate and entropy: mean of the last tenth "
-        "of the iterations. Seconds: median over all iterations but each run's first, which holds the compilation."
-    )
+    how = f"{_span(seeds, 'run')} to a row, {_span(updates, 'update')} to a run. {HOW_TO_READ[panels]}"
     made = " \\\n    ".join(command)
     parts = [table, how, f"```bash\n{made}\n```"]
     if runs[0]["command"]:
@@ -120,13 +100,83 @@ def family_table(found: Sequence[Mapping[str, Any]], *, command: Sequence[str]) 
     return "\n\n".join(parts) + "\n"
 
 
-def report_command(groups: Sequence[Group], *, out: str, table: str) -> list[str]:
+def _final(name: str, how: str, *, spread: bool = False) -> Callable[[_Facts], str]:
+    """The cell of a metric: where it ended; with `spread` also the range over the runs."""
+
+    def cell(group: _Facts) -> str:
+        if name not in group["metrics"]:
+            return "–"
+        return _range(group["metrics"][name]["final"], how, spread and len(group["runs"]) > 1, False)
+
+    return cell
+
+
+def _of_minibatches(name: str, how: str) -> Callable[[_Facts], str]:
+    """The cell of a metric in the first, the second and the last mini-batch."""
+
+    def cell(group: _Facts) -> str:
+        values = group["minibatches"][name]
+        shown = [*values[:2], *values[2:][-1:]]
+        return " / ".join(f"{value:{how}}" for value in shown) or "–"
+
+    return cell
+
+
+def _seconds(group: _Facts) -> str:
+    seconds = group["seconds_per_iteration"]
+    return "–" if seconds is None else f"{seconds:.2f}"
+
+
+def _collapsed(group: _Facts) -> str:
+    return f"{sum(run['collapsed'] for run in group['runs'])} of {len(group['runs'])}"
+
+
+COLUMNS = {
+    "training": {
+        "held-out accuracy": _final("eval/accuracy", ".3f", spread=True),
+        "clip fraction, token": _final("clip_fraction/token", ".2%"),
+        "clip fraction, sequence": _final("clip_fraction/sequence", ".2%"),
+        "flip rate": _final("routing/flip_rate", ".2%"),
+        "entropy": _final("actor/entropy", ".3f"),
+        "s per iteration": _seconds,
+    },
+    "routing": {
+        "held-out accuracy": _final("eval/accuracy", ".3f", spread=True),
+        "reward": _final("reward/mean", ".3f"),
+        "collapsed": _collapsed,
+        "flip rate, 1 / 2 / last": _of_minibatches("routing/flip_rate", ".2%"),
+        "ratio spread, token": _final("ratio/token_log_std", ".4f"),
+        "ratio spread, sequence": _final("ratio/sequence_log_std", ".5f"),
+        "clipped, token": _final("clip_fraction/token", ".3%"),
+        "clipped, sequence": _final("clip_fraction/sequence", ".3%"),
+        "mismatch KL": _final("mismatch/kl", ".1e"),
+    },
+}
+"""What a table tells of each group, by the page that it goes with: heading, cell."""
+HOW_TO_READ = {
+    "training": (
+        "Accuracy: the last evaluation, mean and in brackets minimum and maximum over the runs. Clip fractions, flip "
+        "rate and entropy: mean of the last tenth of the iterations. Seconds: median over all iterations but each "
+        "run's first, which holds the compilation."
+    ),
+    "routing": (
+        "Accuracy: the last evaluation, mean and in brackets minimum and maximum over the runs. Collapsed: runs whose "
+        "last evaluation is below half of their best. All else: mean of the last tenth of the iterations. Flip rate: "
+        "in the first, the second and the last mini-batch of an iteration, which is after none, one, and all but one "
+        "of its updates. Ratio spread: standard deviation of log π_new − log π_old over tokens, and over responses of "
+        "its mean per token. Mismatch: KL of the trainer's log-probabilities to the sampler's, with the same weights."
+    ),
+}
+"""What stands under the table."""
+
+
+def report_command(groups: Sequence[Group], *, flags: Sequence[str]) -> list[str]:
     """The report's command line, cut into lines: one for each group."""
     folders = [shlex.join(str(run.folder) for run in group.runs) for group in groups]
-    return ["python -m gspo_jax.report", *folders, shlex.join([f"--out={out}", f"--table={table}"])]
+    return ["python -m gspo_jax.report", *folders, shlex.join(flags)]
 
 
-def _final_accuracy(group: Mapping[str, Any]) -> float:
+def _final_accuracy(group: _Facts) -> float:
     accuracy = group["metrics"].get("eval/accuracy")
     return -np.inf if accuracy is None else accuracy["final"]["mean"]
 
@@ -137,13 +187,13 @@ def _span(numbers: set[int], noun: str) -> str:
     return f"{low} {noun}{'s' * (high != 1)}" if low == high else f"{low} to {high} {noun}s"
 
 
-def _range(value: Mapping[str, float], digits: int, several: bool, signed: bool) -> str:
-    how = f"{'+' if signed else ''},.{digits}f"
+def _range(value: Mapping[str, float], how: str, several: bool, signed: bool) -> str:
+    how = f"{'+' if signed else ''},{how}"
     text = f"{value['mean']:{how}}"
     return f"{text} [{value['min']:{how}}, {value['max']:{how}}]" if several else text
 
 
-def _run_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _run_rows(found: Sequence[_Facts]) -> list[dict[str, Any]]:
     return [
         {
             "folder": run["folder"],

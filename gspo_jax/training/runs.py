@@ -19,16 +19,24 @@ from gspo_jax.types import UserError
 
 NOT_A_SETTING = ("seed", "workdir", "command")
 """Config fields, by their last name, in which runs of one group may differ."""
+TOLD_BY_VALUE = ("name", "replay")
+"""Settings, by their last name, whose value beside others says in a label what they are."""
 SUMMARY = {
-    "eval/accuracy": ("Held-out accuracy", "share of problems", 3),
-    "reward/mean": ("Reward", "per response", 3),
-    "response_length/mean": ("Response length", "tokens", 1),
-    "actor/entropy": ("Entropy", "nats per token", 3),
-    "clip_fraction/token": ("Clip fraction", "share of tokens", 4),
-    "clip_fraction/sequence": ("Clip fraction", "share per response", 4),
-    "routing/flip_rate": ("Routing flip rate", "share of experts", 4),
+    "eval/accuracy": ("Held-out accuracy", "share of problems", ".3f"),
+    "reward/mean": ("Reward", "per response", ".3f"),
+    "response_length/mean": ("Response length", "tokens", ".1f"),
+    "actor/entropy": ("Entropy", "nats per token", ".3f"),
+    "clip_fraction/token": ("Clip fraction", "share of tokens", ".4f"),
+    "clip_fraction/sequence": ("Clip fraction", "share per response", ".4f"),
+    "routing/flip_rate": ("Routing flip rate", "share of experts", ".4f"),
+    "routing/router_kl": ("Router KL", "nats", ".1e"),
+    "ratio/token_log_std": ("Ratio spread, tokens", "nats", ".4f"),
+    "ratio/sequence_log_std": ("Ratio spread, responses", "nats per token", ".4f"),
+    "mismatch/kl": ("Sampler to trainer KL", "nats per token", ".1e"),
 }
-"""What `facts` tells of a group: metric, its title, its unit, decimals worth showing."""
+"""What `facts` tells of a group: metric, its title, its unit, the format of its numbers."""
+BY_MINIBATCH = ("routing/flip_rate",)
+"""Metrics that `facts` also tells of each mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         label = _common_name([run.folder.resolve() for run in group])
         if 0 < len(differing) <= 3 and all(run.config is not None for run in runs):
             settings = group[0].config or {}
-            label = ", ".join(_setting(name, settings.get(name)) for name in differing)
+            said = {name: settings.get(name) for name in differing}
+            something = {name: value for name, value in said.items() if not _says_none(value)}
+            told = TOLD_BY_VALUE if len(said) > 1 else ("name",)
+            label = ", ".join(_setting(name, value, told) for name, value in (something or said).items())
         labels.append(label)
     labels = [
         str(group[0].folder) if labels.count(label) > 1 else label for label, group in zip(labels, members, strict=True)
@@ -133,10 +144,23 @@ def vectors(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     return (np.array(shared), np.stack(values, axis=1)) if shared else None
 
 
+def late_by_minibatch(group: Group, name: str) -> dict[int, float]:
+    """Returns {mini-batch: mean over the last tenth of the iterations and over the runs} of a metric."""
+    numbers = {row.get("minibatch") for run in group.runs for row in run.rows}
+    found = {i: curve(group, name, minibatch=i) for i in sorted(i for i in numbers if i is not None)}
+    return {i: late(column.raw.mean(axis=0)) for i, column in found.items() if column is not None}
+
+
+def late(values: np.ndarray) -> float:
+    """The mean of the last tenth."""
+    return float(values[-max(1, len(values) // 10) :].mean())
+
+
 def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Returns initial and final value and change (mean, min, max over runs) of each SUMMARY metric of each group.
 
     Evaluations: the first and the last. All else: the mean of the first and of the last tenth of the iterations.
+    `minibatches` has a list of the final values of each mini-batch for the metrics that BY_MINIBATCH names.
     `seconds_per_iteration` is the median over all iterations but each run's first, which holds the compilation.
     """
     found = []
@@ -154,6 +178,7 @@ def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 "label": group.label,
                 "runs": [_run_facts(run) for run in group.runs],
                 "metrics": metrics,
+                "minibatches": {name: list(late_by_minibatch(group, name).values()) for name in BY_MINIBATCH},
                 "seconds_per_iteration": float(np.median(seconds)) if seconds else None,
             }
         )
@@ -166,11 +191,13 @@ def _iteration_seconds(run: Run) -> list[float]:
 
 
 def _run_facts(run: Run) -> dict[str, Any]:
+    accuracies = [value for _, value in sorted(_per_iteration(run.rows, "eval/accuracy", None).items())]
     speeds = list(_per_iteration(run.rows, "throughput/tokens_per_s", None).values())
     return {
         "folder": str(run.folder),
         "seed": None if run.config is None else run.config.get("seed"),
         "updates": run.rows[-1]["step"],
+        "collapsed": bool(accuracies) and accuracies[-1] < 0.5 * max(accuracies),
         "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
         # Not the last line's time less the first's: a run that was stopped and resumed did not run in between.
         "seconds": round(sum(row.get("timing/iteration_s") or 0 for row in run.rows), 1),
@@ -223,6 +250,11 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name.rpartition(".")[2] not in NOT_A_SETTING}
 
 
-def _setting(name: str, value: Any) -> str:
+def _setting(name: str, value: Any, told: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
-    return str(value) if last == "name" else f"{last}={value}"
+    return str(value) if last in told else f"{last}={value}"
+
+
+def _says_none(value: Any) -> bool:
+    """What a label can leave out beside other settings. 0 is a number as others are."""
+    return value is None or value is False or value in ("", "none")

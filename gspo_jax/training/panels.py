@@ -1,0 +1,305 @@
+"""The panels of a report: which there are on each page, and how each is drawn from the curves of its groups.
+
+Where they stand on the picture, and its headline, is report.py's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspo_jax.training.drawing import GREY, label_ends
+from gspo_jax.training.runs import Curve, Group, curve, late, late_by_minibatch, vectors
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MANY = 6
+"""More groups than this are drawn without bands and thinner."""
+FEW = 3
+"""More groups than this have their names beside their lines, where fewer have the numbers that they end at."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One metric, drawn in one way."""
+
+    metric: str
+    title: str
+    unit: str
+    """What its y axis says; a share is written in per cent."""
+    draw: Callable[["Axes", Sequence[Group], "Panel"], None]
+    found: Callable[[Group, str], Any] = curve
+    """What the panel needs of a group; None where its runs have it not."""
+    width: int = 1
+    """In columns of the page."""
+    log: bool = False
+    """A logarithmic y axis, where the lines go through more than a decade."""
+
+    @property
+    def share(self) -> bool:
+        """Its numbers are shares."""
+        return self.unit.startswith("share")
+
+
+def draw_accuracy(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
+    """Draws held-out accuracy: one point per evaluation, from the cold start on, with what training added to it."""
+    ends, starts = [], []
+    for group in groups:
+        found = curve(group, panel.metric)
+        if found is None:
+            continue
+        mean = found.raw.mean(axis=0)
+        low, high = found.raw.min(axis=0), found.raw.max(axis=0)
+        error = curve(group, "eval/accuracy_stderr")
+        if len(found.raw) == 1 and error is not None and np.array_equal(error.steps, found.steps):
+            low, high = mean - error.raw[0], mean + error.raw[0]
+        if len(groups) <= MANY:
+            axes.fill_between(found.steps, low, high, **_band(group, groups))
+        axes.plot(found.steps, mean, "o-", **_line(group, groups))
+        starts.append(mean[0])
+        ends.append((float(mean[-1]), _accuracy_label(group, found, alone=len(groups) == 1), group.color))
+    cold = float(np.mean(starts))
+    axes.axhline(cold, color=GREY, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+    _finish(axes, panel, ends, last=last_step(groups))
+    below = cold > 0.15 * axes.get_ylim()[1]
+    place = {"xy": (1, cold), "xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+    where = {"xytext": (-4, -4 if below else 4), "va": "top" if below else "bottom", "ha": "right"}
+    axes.annotate(f"cold start {cold:.0%}", color=GREY, fontsize=10, **place, **where)
+
+
+def _accuracy_label(group: Group, found: Curve, *, alone: bool) -> str:
+    """Says where a group ends; for one that is alone also its lift and the range over its seeds."""
+    first, last = found.raw[:, 0], found.raw[:, -1]
+    if not alone:
+        return f"{last.mean():.0%} {group.label}" if len(group.label) <= 12 else f"{last.mean():.0%}"
+    lines = [f"{last.mean():.0%}"]
+    if found.raw.shape[1] > 1:
+        lines.append(f"{100 * (last - first).mean():+.0f} points")
+    if len(last) > 1:
+        lines.append(f"seeds {100 * last.min():.0f}–{last.max():.0%}")
+    return "\n".join(lines)
+
+
+def draw_curves(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
+    """Draws a metric: the smoothed line; for one run the raw line behind it, for several the band of their lines."""
+    ends = []
+    for group in groups:
+        found = curve(group, panel.metric)
+        if found is None:
+            continue
+        if len(groups) <= MANY and len(found.raw) == 1:
+            raw = {"linewidth": 1, "alpha": 0.45 if len(groups) <= FEW else 0.25}
+            axes.plot(found.steps, found.raw[0], color=group.color, **raw)
+        elif len(groups) <= MANY:
+            low, high = found.smooth.min(axis=0), found.smooth.max(axis=0)
+            axes.fill_between(found.steps, low, high, **_band(group, groups))
+        mean = found.smooth.mean(axis=0)
+        axes.plot(found.steps, mean, **_line(group, groups))
+        end = float(mean[-1])
+        ends.append((end, group.label if len(groups) > FEW else _number(end, share=panel.share), group.color))
+    _finish(axes, panel, ends, last=last_step(groups), from_zero=panel.metric != "reward/mean")
+
+
+def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
+    """Draws each mini-batch's own value: over time for one group, the profile of the last tenth for several."""
+    from matplotlib.ticker import MaxNLocator
+
+    ends = []
+    profiles = [late_by_minibatch(group, panel.metric) for group in groups]
+    count = 1 + max(number for profile in profiles for number in profile)
+    if len(groups) == 1:
+        named = set(range(count)) if count <= 6 else {round(i * (count - 1) / 4) for i in range(5)}
+        for number in profiles[0]:
+            found = curve(groups[0], panel.metric, minibatch=number)
+            assert found is not None  # it has a profile
+            mean, color = found.smooth.mean(axis=0), _shade(number, count)
+            axes.plot(found.steps, mean, color=color, linewidth=1.8 if count <= 6 else 1.2)
+            ends += [(float(mean[-1]), str(number + 1), color)] if number in named else []
+        _finish(axes, panel, ends, last=last_step(groups))
+        return
+    for group, profile in zip(groups, profiles, strict=True):
+        if profile:
+            axes.plot([1 + number for number in profile], list(profile.values()), "o-", **_line(group, groups))
+            ends += [(list(profile.values())[-1], group.label, group.color)] if len(groups) > FEW else []
+    _finish(axes, panel, ends, x="mini-batch (last tenth of the run)")
+    if count <= 6:
+        axes.set_xticks(range(1, count + 1))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def draw_layers(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
+    """Draws a metric of each layer: a map over time for one group, the profile of the last tenth for several."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    if len(groups) == 1:
+        found = vectors(groups[0], panel.metric)
+        assert found is not None  # the page asked
+        steps, values = found
+        shades = LinearSegmentedColormap.from_list("shades", ["#f4f8fb", "#7fb2d6", "#0072B2", "#06304d"])
+        edges = np.concatenate([[2 * steps[0] - steps[1] if len(steps) > 1 else 0], steps])
+        borders = np.arange(values.shape[1] + 1) + 0.5
+        mesh = axes.pcolormesh(edges, borders, values.T, cmap=shades, vmin=0, vmax=values.max() or 0.01)
+        bar = axes.figure.colorbar(mesh, ax=axes, pad=0.03, fraction=0.04, aspect=30, format=_percent)
+        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.ax.tick_params(labelsize=9.5, length=0)
+        axes.grid(False)
+        axes.set(title=panel.title, ylabel="layer", xlabel="optimizer updates")
+        axes.set_xlim(0, last_step(groups))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        return
+    ends = []
+    for group in groups:
+        found = vectors(group, panel.metric)
+        if found is not None:
+            profile = [late(column) for column in found[1].T]
+            axes.plot(range(1, len(profile) + 1), profile, "o-", **_line(group, groups))
+            ends += [(profile[-1], group.label, group.color)] if len(groups) > FEW else []
+    _finish(axes, panel, ends, x="layer (last tenth of the run)")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+
+
+_REWARD = Panel("reward/mean", "Reward", "mean per response", draw_curves)
+_ACCURACY = Panel("eval/accuracy", "Held-out accuracy", "share of problems solved", draw_accuracy, width=2)
+_FLIPS = Panel("routing/flip_rate", "Routing flip rate", "share of chosen experts", draw_curves)
+_FLIPS_BY_UPDATE = Panel(
+    "routing/flip_rate",
+    "Flip rate by mini-batch",
+    "share of chosen experts",
+    draw_minibatches,
+    found=partial(curve, minibatch=1),
+)
+_FLIPS_BY_LAYER = Panel(
+    "routing/flip_rate_per_layer", "Flip rate by layer", "share of chosen experts", draw_layers, found=vectors
+)
+PANELS = {
+    "training": (
+        _ACCURACY,
+        _REWARD,
+        Panel("clip_fraction/token", "Clip fraction", "share of tokens", draw_curves),
+        _FLIPS,
+        Panel("response_length/mean", "Response length", "tokens, mean", draw_curves),
+        Panel("actor/entropy", "Entropy", "nats per token", draw_curves),
+        _FLIPS_BY_UPDATE,
+        _FLIPS_BY_LAYER,
+    ),
+    "routing": (
+        _ACCURACY,
+        _REWARD,
+        _FLIPS,
+        _FLIPS_BY_UPDATE,
+        _FLIPS_BY_LAYER,
+        Panel("ratio/token_log_std", "Ratio spread, tokens", "std of log-ratio, nats", draw_curves, log=True),
+        Panel("ratio/sequence_log_std", "Ratio spread, responses", "std of mean log-ratio", draw_curves, log=True),
+        Panel("routing/router_kl", "Router KL, old to new", "nats", draw_curves, log=True),
+        Panel("clip_fraction/token", "Clip fraction, tokens", "share of tokens", draw_curves, log=True),
+        Panel("clip_fraction/sequence", "Clip fraction, responses", "share per response", draw_curves, log=True),
+        Panel("mismatch/kl", "Sampler to trainer KL", "nats per token", draw_curves, log=True),
+    ),
+}
+"""Page: its panels, row by row; one without numbers is left out."""
+
+
+def _finish(
+    axes: "Axes",
+    panel: Panel,
+    ends: Sequence[tuple[float, str, str]],
+    *,
+    last: int | None = None,
+    from_zero: bool = True,
+    x: str = "optimizer updates",
+) -> None:
+    """Sets titles, limits and ticks, and writes the labels (y, text, colour) beside the ends of their lines."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title=panel.title, ylabel=panel.unit, xlabel=x)
+    axes.yaxis.set_label_coords(-0.6 * axes.figure.dpi / axes.bbox.width, 0.5)
+    low, high = axes.dataLim.intervaly
+    for line in axes.lines:
+        line.set_clip_on(False)  # a line at 0 is seen in full
+    points = _drawn(axes)
+    if panel.log and points.size and points.max() > 10 * points.min():
+        _log_scale(axes, points)
+    elif from_zero:
+        axes.set_ylim(0, 1.1 * high if high > 0 else 1)
+    else:
+        margin = 0.08 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+    if last is not None:
+        axes.set_xlim(-0.02 * last, 1.02 * last)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    if panel.share:
+        axes.yaxis.set_major_formatter(_percent)
+    elif max(abs(low), abs(high)) < 5e-3:  # else many digits stand in the unit's place, or a factor in the title's
+        axes.yaxis.set_major_formatter(_plain)
+    label_ends(axes, ends, size=10.5 if len(ends) <= MANY else 9.5)
+
+
+def _drawn(axes: "Axes") -> np.ndarray:
+    """The positive numbers that the lines go through."""
+    points = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
+    return points[np.isfinite(points) & (points > 0)]
+
+
+def _log_scale(axes: "Axes", points: np.ndarray) -> None:
+    """A logarithmic y axis around the points, of six decades at most; a line falls out of it where it is 0."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = max(points.min(), 1e-6 * points.max()) / 1.6, points.max() * 1.6
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    between = (2.0, 5.0) if high < 30 * low else (3.0,) if high < 1000 * low else ()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, *between), numticks=6))
+    axes.yaxis.set_major_formatter(_plain)
+    axes.yaxis.set_minor_locator(NullLocator())
+    for line in axes.lines:
+        line.set_clip_on(True)
+
+
+def _band(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
+    """How the band of one of the groups looks."""
+    return {"color": group.color, "alpha": 0.18 if len(groups) <= FEW else 0.08, "linewidth": 0}
+
+
+def _line(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
+    """How the line of one of the groups looks."""
+    width = 2.2 if len(groups) <= FEW else 1.9 if len(groups) <= MANY else 1.6
+    return {"color": group.color, "linewidth": width, "markersize": 2.3 * width}
+
+
+def last_step(groups: Sequence[Group]) -> int:
+    """The last update of any run."""
+    return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs), 1)
+
+
+def _shade(i: int, count: int) -> str:
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    return to_hex(LinearSegmentedColormap.from_list("shades", ["#7fb2d6", "#0072B2", "#06304d"])(i / max(1, count - 1)))
+
+
+def _percent(value: float, _: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def _plain(value: float, _: float) -> str:
+    """0.02, 5e-4, 2.5e-12."""
+    if not value or abs(value) >= 0.01:
+        return f"{value:.3g}"
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def _number(value: float, *, share: bool = False) -> str:
+    if share:
+        return f"{value:.0%}" if value >= 0.1 else f"{100 * value:.2g}%"
+    if 0 < abs(value) < 1e-3:
+        return _plain(float(f"{value:.0e}"), 0)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

@@ -1,0 +1,100 @@
+"""The routing comparison: what its config keeps equal and what it varies, and that its page is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gspo_jax import cli, experiment
+from gspo_jax.parallel.mesh import batch_shards
+from gspo_jax.types import UserError
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = ("gspo", "grpo", "grpo_r2", "grpo_r3", "rspo", "gmpo")
+DOC = (ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
+
+
+def _config(arguments: str):
+    return cli.load_config(str(ROOT / f"configs/routing_ablation.py:{arguments}"))
+
+
+def _flat(tree, prefix: str = "") -> dict:
+    flat = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _differences(one: str, other: str) -> dict:
+    first, second = (_flat(_config(arguments).to_dict()) for arguments in (one, other))
+    assert first.keys() == second.keys()
+    return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+
+
+@pytest.mark.parametrize("regime", ["", ",offpolicy", ",runlocal", ",offpolicy,runlocal", ",runlocal,offpolicy"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_a_run_that_train_accepts(variant, regime):
+    config = _config(variant + regime)
+    experiment.check(config)
+    # A mini-batch is whole groups, and its rows are spread over all devices.
+    groups, left = divmod(config.data.prompts_per_batch, config.training.minibatches)
+    assert left == 0 and groups * config.sampling.group_size % batch_shards(dict(config.mesh)) == 0
+    assert config.iterations == (2 if "runlocal" in regime else 50)
+
+
+@pytest.mark.parametrize("regime", ["", ",offpolicy"])
+def test_variants_differ_in_objective_and_replay_only(regime):
+    base = f"grpo{regime}"
+    for variant, name, replay in (
+        ("gspo", "gspo", "none"),
+        ("grpo_r2", "grpo", "r2"),
+        ("grpo_r3", "grpo", "r3"),
+        ("rspo", "rspo", "none"),
+        ("gmpo", "gmpo", "none"),
+    ):
+        wanted = {} if name == "grpo" else {"objective.name": ("grpo", name)}
+        wanted |= {} if replay == "none" else {"routing.replay": ("none", replay)}
+        assert _differences(base, variant + regime) == wanted
+    assert _config(base).training.old_logprobs == "recompute"
+    objectives = [experiment.make_objective(_config(variant + regime)) for variant in VARIANTS]
+    assert len({(objective.weights, objective.advantage) for objective in objectives}) == 1
+
+
+def test_regimes_differ_in_updates_only():
+    wanted = {"training.minibatches": (4, 16), "optimizer.learning_rate": (1e-4, 3e-4)}
+    for variant in VARIANTS:
+        assert _differences(variant, f"{variant},offpolicy") == wanted
+    tiny = _flat(cli.load_config(str(ROOT / "configs/tiny.py")).to_dict())
+    changed = {name for name, value in _flat(_config("gspo").to_dict()).items() if tiny[name] != value}
+    assert changed == {"iterations", "training.old_logprobs"}
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ("", r"begins with a variant, not ''; there are gspo, .*gmpo"),
+        ("offpolicy", "begins with a variant, not 'offpolicy'"),
+        ("grpo,r2", "no argument 'r2' after its variant; there are offpolicy, runlocal"),
+    ],
+)
+def test_a_wrong_argument_is_told_what_there_is(arguments, says):
+    with pytest.raises(UserError, match=says):
+        _config(arguments)
+
+
+def test_the_config_is_found_from_any_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert _config("gspo").objective.name == "gspo"
+
+
+def test_the_page_names_what_there_is():
+    glossary = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    metrics = set(re.findall(r"`((?:routing|ratio|mismatch|clip_fraction)/[a-z_]+)`", DOC))
+    assert len(metrics) > 10 and [name for name in metrics if f"`{name}`" not in glossary] == []
+    for flag in re.findall(r"`?--config\.([a-z_.]+)=", DOC):
+        cli.check_overrides([f"--config.{flag}="], _config("gspo"))
+    assert all(f"`{variant}`" in DOC for variant in VARIANTS)
+    made_by_the_comparison = {"routing/on_policy.png", "routing/off_policy.png", "routing/results.md"}
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", DOC) if "://" not in link}
+    assert made_by_the_comparison < links
+    assert [link for link in links - made_by_the_comparison if not (ROOT / "docs" / link).exists()] == []
