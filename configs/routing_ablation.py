@@ -12,7 +12,7 @@ argument begins with a variant:
 - `rspo`: geometric mean of clipped token ratios, damped where the router has moved.
 - `gmpo`: the same without the damping.
 
-After it may follow, joined by commas, `offpolicy` (four times as many updates per batch, three times as large) and
+After it may follow, joined by commas, `offpolicy` (four times as many updates per batch, twice as large) and
 `runlocal`, as in configs/tiny.py.
 
 What is equal in all variants: the cold start of a seed, problems and their order, sampling, reward, group z-score,
@@ -67,4 +67,4 @@ def get_config(arg: str = "") -> ConfigDict:
 def offpolicy(config: ConfigDict) -> None:
     """A batch is used up by more and larger updates: its last ones learn from a policy that is far away."""
     config.training.minibatches *= 4
-    config.optimizer.learning_rate = 3e-4
+    config.optimizer.learning_rate = 2e-4

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.grouped_matmul import grouped_matmul
 from gspo_jax.parallel.mesh import BATCH_AXES, has_mesh
@@ -74,29 +74,26 @@ def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slot: Int[Array, "N
     """out[m] = x[source[m] // K]: the token of the pair that lies in slot m. Slots without a pair hold any token.
 
     `slot` is the inverse, the slot of each pair; it lies outside [0, M) where the pair has none. With it the gradient
-    is a gather as well, dx[n] = Σ_k g[slot[n, k]]; without, it would be a scatter, which is slow everywhere.
+    is `gather_up`, which gathers as well; without, it would be a scatter, which is slow everywhere.
     """
     return x.at[source // slot.shape[1]].get(mode="clip")
 
 
 @jax.custom_vjp
-def collect(y: Float[Array, "M D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "N K D"]:
-    """out[n, k] = y[slot[n, k]], any row where the pair has no slot; the gradient is g[source], any without a pair."""
-    return y.at[slot].get(mode="clip")
+def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "N D"]:
+    """out[n] = Σ_k y[slot[n, k]] over the pairs that have a slot; its gradient is `spread`."""
+    each = y.at[slot].get(mode="clip")
+    return jnp.where(((slot >= 0) & (slot < source.size))[..., None], each, 0).sum(axis=1)
 
 
-def _spread_backward(pairs: tuple[Array, Array], grads: Array) -> tuple[Array, None, None]:
-    source, slot = pairs
-    arrived = (slot >= 0) & (slot < source.size)
-    return jnp.where(arrived[..., None], collect(grads, source, slot), 0).sum(axis=1), None, None
-
-
-def _collect_backward(pairs: tuple[Array, Array], grads: Array) -> tuple[Array, None, None]:
-    return grads.reshape(-1, grads.shape[-1]).at[pairs[0]].get(mode="clip"), None, None
-
-
-spread.defvjp(lambda x, source, slot: (spread(x, source, slot), (source, slot)), _spread_backward)
-collect.defvjp(lambda y, source, slot: (collect(y, source, slot), (source, slot)), _collect_backward)
+spread.defvjp(
+    lambda x, source, slot: (spread(x, source, slot), (source, slot)),
+    lambda pairs, grads: (gather_up(grads, *pairs), None, None),
+)
+gather_up.defvjp(
+    lambda y, source, slot: (gather_up(y, source, slot), (source, slot)),
+    lambda pairs, grads: (spread(grads, *pairs), None, None),
+)
 
 
 def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int[Array, " P"], Int[Array, " G"]]:
@@ -113,32 +110,6 @@ def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int
     return order, jnp.argsort(order, stable=False).astype(jnp.int32), jnp.diff(ends, prepend=0)
 
 
-def apply_experts(
-    x: Float[Array, "N D"],
-    experts: Int[Array, "N K"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
-) -> Float[Array, "N K D"]:
-    """down_e(silu(gate_e x) · up_e x) for each token's experts held here; any row for ids outside [0, E).
-
-    The K experts of a token must differ, as a router's do: only min(K, E) of them can then be held here.
-    """
-    E, (N, K) = gate.shape[0], experts.shape
-    held = (experts >= 0) & (experts < E)
-    order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
-    source = order[: N * min(K, E)]
-    slot = jnp.where(held, place.reshape(N, K), source.size)
-    x = spread(x, source, slot)
-    gated, raised = (checkpoint_name(grouped_matmul(x, w, sizes), "dot") for w in (gate, up))
-    h = jax.nn.silu(gated) * raised
-    return collect(grouped_matmul(h, down, sizes), source, slot)
-
-
-def _weighted(y: Float[Array, "N K D"], weights: Float[Array, "N K"], there: Bool[Array, "N K"]) -> Float[Array, "N D"]:
-    return jnp.einsum("nkd,nk->nd", y, jnp.where(there, weights, 0).astype(y.dtype))
-
-
 def combine_experts(
     x: Float[Array, "N D"],
     experts: Int[Array, "N K"],
@@ -147,9 +118,24 @@ def combine_experts(
     up: Float[Array, "E D F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
-    """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over the experts held here."""
-    held = (experts >= 0) & (experts < gate.shape[0])
-    return _weighted(apply_experts(x, experts, gate, up, down), weights, held)
+    """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over a token's experts that are held here, as ids in [0, E).
+
+    They must differ, as a router's do: only min(K, E) of them can be held. The weight is put on what `down` reads: that
+    is narrower than what it writes, and no output has to be kept for the weight's gradient.
+    """
+    E, (N, K) = gate.shape[0], experts.shape
+    held = (experts >= 0) & (experts < E)
+    order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
+    source = order[: N * min(K, E)]
+    slot = jnp.where(held, place.reshape(N, K), source.size)
+    rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
+    gated, raised = (checkpoint_name(grouped_matmul(rows, w, sizes), "dot") for w in (gate, up))
+    return gather_up(grouped_matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
+
+
+def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
+    """What belongs to pairs and not to tokens: out[m] = weights of the pair in slot m, [M, 1]."""
+    return spread(weights.reshape(-1, 1), source, slot.reshape(-1, 1))
 
 
 def _gather(x: Array, experts: Array, weights: Array, *kernels: Array) -> tuple[Array, Array]:
@@ -231,14 +217,13 @@ def _capacity(experts: Int[Array, "N K"], held: int, shards: int, *, factor: flo
 def _pairs(
     x: Array, experts: Array, weights: Array, *kernels: Array, transport: Callable[..., _Transport]
 ) -> tuple[Array, Array]:
-    """Packs pairs by the shard of their expert, sends, applies the experts, sends back, weighs and adds up at home."""
+    """Packs pairs by the shard of their expert, sends them with their weights, and adds up at home what comes back."""
     held, shards = kernels[0].shape[0], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
-    y = apply_experts(there(spread(x, source, slot)), arrived[:, None], *kernels)
-    y = collect(back(y[:, 0]), source, slot)
-    sent = slot < source.size
-    dropped = ~sent & (experts < held * shards)
-    return _weighted(y, weights, sent), dropped.sum(axis=1, dtype=jnp.int32)
+    sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
+    y = gather_up(back(combine_experts(*sent, *kernels)), source, slot)
+    dropped = (slot >= source.size) & (experts < held * shards)
+    return y, dropped.sum(axis=1, dtype=jnp.int32)
 
 
 def _route(dispatch: Dispatch, shards: int) -> Callable[..., tuple[Array, Array]]:

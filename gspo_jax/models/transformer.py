@@ -19,7 +19,6 @@ from gspo_jax.models.moe import MLP, MoE, Routes, Routing
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 
-
 Remat = Literal["none", "dots", "full"]
 
 REMATS: dict[Remat, Callable[..., bool] | None] = {

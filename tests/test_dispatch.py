@@ -1,0 +1,200 @@
+"""Every dispatch equals an all-experts oracle, forward and backward, on every mesh; a new one adds a row."""
+
+import functools
+import math
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.models import dispatch as dispatch_lib
+from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.types import UserError
+from tests.tiny import leaf_errors, mesh_id
+
+B, T, D, E, F, K = 8, 4, 12, 8, 6, 2
+
+DISPATCHES = [Dispatch("gather"), Dispatch("ragged_all_to_all"), Dispatch("capacity")]
+
+MESHES = [
+    {},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"expert": 4, "fsdp": 2},
+    {"expert": 4, "tensor": 2},
+    {"expert": 8},
+]
+"""No mesh, then the axis `expert` at 1, 2, 4 and 8 with others."""
+
+
+def all_experts(x, experts, weights, gate, up, down):
+    """Every expert on every token, then the chosen ones are summed."""
+    h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
+    y = jnp.einsum("btef,efd->bted", h, down)
+    chosen = (jax.nn.one_hot(experts, E) * weights[..., None]).sum(axis=2)
+    return jnp.einsum("bted,bte->btd", y, chosen)
+
+
+def routed(load):
+    """Expert ids int32 [B, T, K], different within a token."""
+    rng = np.random.default_rng(0)
+    experts = np.stack([rng.permutation(E)[:K] for _ in range(B * T)]).reshape(B, T, K).astype(np.int32)
+    if load == "one expert":
+        experts[..., 0], experts[..., 1] = 3, np.where(experts[..., 1] == 3, 4, experts[..., 1])
+    if load == "one shard":
+        experts = experts % 2
+        experts[..., 1] = 1 - experts[..., 0]
+    if load == "padded":
+        experts[rng.random((B, T)) < 0.5] = E  # no expert
+        experts[rng.random((B, T)) < 0.1] = -1  # nor is this
+    return experts
+
+
+@functools.cache
+def numbers():
+    """Tokens, weights, kernels, and the cotangent of the output."""
+    rng = np.random.default_rng(1)
+    shapes = (B, T, D), (B, T, K), (E, D, F), (E, D, F), (E, F, D), (B, T, D)
+    x, weights, *kernels, target = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
+    return x, weights, kernels, target
+
+
+def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` by its documentation, out of what every backend has; NaN if the sizes disagree."""
+    me, rows = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    operands = jax.lax.all_gather(operand, axis_name)
+    plans = jax.lax.all_gather(jnp.stack([sent_from, sent, lands_at]), axis_name)[:, :, me]
+    for source, (start, size, at) in zip(operands, plans, strict=True):
+        inside = (rows >= at) & (rows < at + size)
+        output = jnp.where(inside[:, None], source.at[rows - at + start].get(mode="clip"), output)
+    return jnp.where((plans[:, 1] == received).all(), output, jnp.nan)
+
+
+def gradients(f):
+    """The gradients of x, weights and the three kernels, and (y, dropped), as a function of ids and weights."""
+
+    def loss(x, weights, *args):
+        *kernels, experts, target = args
+        y, dropped = f(x, experts, weights, *kernels)
+        return (y * target).sum(), (y, dropped)
+
+    grad = jax.jit(jax.grad(loss, argnums=range(5), has_aux=True))
+    x, weights, kernels, target = numbers()
+    return lambda experts, weights=weights: grad(x, weights, *kernels, experts, target)
+
+
+@functools.cache
+def compiled(name, dispatch):
+    """One compilation for all loads; where the dispatch does not compile on CPU, with its reference in its place."""
+    mesh = next(m for m in MESHES if mesh_id(m) == name)
+    run = gradients(functools.partial(exchange, dispatch=dispatch))
+    if not mesh:
+        return run
+
+    def on_mesh(*args):
+        with (
+            jax.set_mesh(mesh_lib.make_mesh(mesh)),
+            mock.patch.object(dispatch_lib, "check_dispatch"),
+            mock.patch.object(jax.lax, "ragged_all_to_all", reference_ragged),
+        ):
+            return run(*args)
+
+    return on_mesh
+
+
+@functools.cache
+def oracle():
+    """The same, of the oracle, which drops nothing."""
+    return gradients(lambda x, experts, *args: (all_experts(x, experts, *args), jnp.zeros((B, T), jnp.int32)))
+
+
+@pytest.mark.parametrize("load", ["random", "one expert", "one shard", "padded"])
+@pytest.mark.parametrize("dispatch", DISPATCHES, ids=lambda d: d.name)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: mesh_id(m) or "none")
+def test_dispatch_equals_the_oracle(mesh, dispatch, load):
+    """Capacity too: without a factor there is room for every pair."""
+    experts = routed(load)
+    assert leaf_errors(oracle()(experts), compiled(mesh_id(mesh), dispatch)(experts)) < 2e-6
+
+
+def kept(experts, mesh, factor):
+    """Which pairs find room, by counting: row by row on each shard of the batch, token by token, expert by expert."""
+    shards = math.prod(mesh.get(axis, 1) for axis in mesh_lib.BATCH_AXES)
+    room = math.ceil(factor * (B * T * K / shards) / mesh["expert"])
+    keep = np.zeros(experts.shape, bool)
+    for rows in np.split(np.arange(B), shards):
+        filled = np.zeros(mesh["expert"], int)
+        for pair in np.ndindex(len(rows), T, K):
+            pair = (rows[pair[0]], *pair[1:])
+            if 0 <= experts[pair] < E:
+                target = experts[pair] // (E // mesh["expert"])
+                keep[pair] = filled[target] < room
+                filled[target] += 1
+    return keep
+
+
+@pytest.mark.parametrize("load", ["random", "one shard", "padded"])
+@pytest.mark.parametrize("mesh", [m for m in MESHES if m.get("expert", 1) > 1], ids=mesh_id)
+def test_capacity_drops_the_later_pairs(mesh, load):
+    """A dropped pair is one of weight zero, in the output and in every gradient, and is counted."""
+    experts, weights = routed(load), numbers()[1]
+    keep = kept(experts, mesh, factor=0.75)
+    (dx, dw, *d_kernels), (y, dropped) = compiled(mesh_id(mesh), Dispatch("capacity", 0.75))(experts)
+    (dx_, dw_, *d_kernels_), (y_, _) = oracle()(experts, jnp.where(keep, weights, 0))
+    assert leaf_errors((y_, dx_, jnp.where(keep, dw_, 0), d_kernels_), (y, dx, dw, d_kernels)) < 2e-6
+    np.testing.assert_array_equal(dropped, (~keep & (experts >= 0) & (experts < E)).sum(axis=-1))
+    assert dropped.sum() > 0
+
+
+def test_a_token_without_experts_touches_nothing():
+    """Infinite as it may be: it comes out zero, and the others as if it were not there."""
+    x, weights, kernels, _ = numbers()
+    experts = jnp.asarray(routed("padded"))
+    nowhere = ((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True)
+    y, y_ = (
+        exchange(jnp.where(nowhere, fill, x), experts, weights, *kernels, dispatch=Dispatch())[0]
+        for fill in (jnp.inf, 0)
+    )
+    assert nowhere.any()
+    assert not y[nowhere[..., 0]].any()
+    np.testing.assert_array_equal(y, y_)
+
+
+def test_bfloat16_stays_bfloat16():
+    x, weights, kernels, _ = numbers()
+    low = [a.astype(jnp.bfloat16) for a in (x, *kernels)]
+    y, _ = exchange(low[0], jnp.asarray(routed("random")), weights, *low[1:], dispatch=Dispatch())
+    assert y.dtype == jnp.bfloat16
+    expected = all_experts(x, jnp.asarray(routed("random")), weights, *kernels)
+    assert leaf_errors(expected, y.astype(jnp.float32)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("gathr",), "unknown dispatch 'gathr'; did you mean 'gather'"),
+        (("gather", 2.0), "capacity_factor 2.0 has no meaning for dispatch 'gather'"),
+        (("capacity", 0.0), "capacity_factor 0.0 is not a positive number"),
+        (("capacity", math.inf), "capacity_factor inf is not a positive number"),
+    ],
+)
+def test_a_wrong_dispatch_says_what_is_wrong(fields, message):
+    with pytest.raises(UserError, match=message):
+        Dispatch(*fields)
+
+
+def test_ragged_all_to_all_is_refused_on_cpu():
+    """Before anything compiles; but an axis of one exchanges nothing, and then it is no matter."""
+    x, weights, kernels, _ = numbers()
+    ragged = functools.partial(exchange, dispatch=Dispatch("ragged_all_to_all"))
+    with (
+        jax.set_mesh(mesh_lib.make_mesh({"expert": 8})),
+        pytest.raises(UserError, match="does not compile on cpu, only on tpu; use 'gather' or 'capacity'"),
+    ):
+        jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, *kernels)
+    with jax.set_mesh(mesh_lib.make_mesh({"data": 8})):
+        jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, *kernels)
+    assert len({Dispatch(), Dispatch("gather"), Dispatch("capacity", 1.0)}) == 2  # static: equal ones hash alike
