@@ -1,7 +1,7 @@
 """Rows times the weights of their expert: one function, the best implementation per backend behind it.
 
-CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. Elsewhere:
-`jax.lax.ragged_dot`.
+CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: megablox.
+Elsewhere: `jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from gspo_jax.kernels import grouped_matmul_tpu
+from gspo_jax.kernels.backend import platform
 
 _BLOCK, _STEP = 64, 16
 """Rows of a block on CPU, and the steps in which the last block of a group may be smaller: large enough for the matmul
@@ -136,14 +139,9 @@ def _ragged_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
     return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
 
 
-def _matmul(rows: Array, weights: Array, group_sizes: Array, transposed: bool) -> Array:
-    return jax.lax.platform_dependent(
-        rows,
-        weights,
-        group_sizes,
-        cpu=partial(_blocked, transposed=transposed),
-        default=partial(_ragged, transposed=transposed),
-    )
+def _matmul(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool) -> Array:
+    kernel = {"cpu": _blocked, "tpu": grouped_matmul_tpu.matmul}.get(platform(), _ragged)
+    return kernel(rows, weights, group_sizes, transposed=transposed)
 
 
 @jax.custom_vjp
@@ -157,18 +155,18 @@ def grouped_matmul(
       weights: one [D, F] matrix per group, of the rows' dtype.
       group_sizes: int32, summing to at most N. Rows beyond the sum come out zero and get no gradient.
     """
-    return _matmul(rows, weights, group_sizes, False)
+    return _matmul(rows, weights, group_sizes, transposed=False)
 
 
 def _forward(rows: Array, weights: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _matmul(rows, weights, group_sizes, False), (rows, weights, group_sizes)
+    return _matmul(rows, weights, group_sizes, transposed=False), (rows, weights, group_sizes)
 
 
 def _backward(residuals: tuple[Array, Array, Array], grads: Array) -> tuple[Array, Array, None]:
     rows, weights, group_sizes = residuals
-    d_rows = _matmul(grads, weights, group_sizes, True)
-    d_weights = jax.lax.platform_dependent(rows, grads, group_sizes, cpu=_blocked_outer, default=_ragged_outer)
-    return d_rows, d_weights.astype(weights.dtype), None
+    d_rows = _matmul(grads, weights, group_sizes, transposed=True)
+    outer = {"cpu": _blocked_outer, "tpu": grouped_matmul_tpu.outer}.get(platform(), _ragged_outer)
+    return d_rows, outer(rows, grads, group_sizes).astype(weights.dtype), None
 
 
 grouped_matmul.defvjp(_forward, _backward)

@@ -76,18 +76,19 @@ def matmul(
 ) -> Float[Array, "N F"]:
     """out[n] = rows[n] @ weights[e(n)], or its transpose; rows beyond the last group come out zero.
 
-    Products are accumulated in float32 and rounded once to the rows' dtype. `interpret` runs the kernel anywhere,
-    slowly, for tests.
+    Products are accumulated in float32 and rounded once to the rows' dtype. `interpret` runs the kernel on any
+    backend, slowly, for tests, and not inside `jax.shard_map`.
     """
-    width, (inner, outer), size = rows.shape[1], weights.shape[1:], rows.dtype.itemsize
-    outer = inner if transposed else outer
+    width, size = weights.shape[1 if transposed else 2], rows.dtype.itemsize
     tile = _row_tile(rows.shape[0], weights.shape[0])
     # Two buffers each of rows, weights and output, and the accumulator.
-    across, along = _tiles(width, outer, lambda k, n: 2 * size * (tile * k + k * n + tile * n) + 4 * tile * n <= _VMEM)
+    inner, across = _tiles(
+        rows.shape[1], width, lambda k, n: 2 * size * (tile * k + k * n + tile * n) + 4 * tile * n <= _VMEM
+    )
     kernel = functools.partial(
         _kernels.gmm,
         preferred_element_type=rows.dtype,
-        tiling=(tile, across, along),
+        tiling=(tile, inner, across),
         transpose_rhs=transposed,
         interpret=interpret,
     )
@@ -103,12 +104,12 @@ def outer(
     size = rows.dtype.itemsize
     tile = _row_tile(rows.shape[0], group_sizes.shape[0])
     # Two buffers each of rows, gradients and output, the accumulator, and both inputs masked in float32.
-    across, along = _tiles(
+    down, across = _tiles(
         rows.shape[1],
         grads.shape[1],
         lambda k, n: 2 * size * (tile * k + tile * n + k * n) + 4 * k * n + 4 * tile * (k + n) <= _VMEM,
     )
     kernel = functools.partial(
-        _kernels.tgmm, preferred_element_type=rows.dtype, tiling=(tile, across, along), interpret=interpret
+        _kernels.tgmm, preferred_element_type=rows.dtype, tiling=(tile, down, across), interpret=interpret
     )
     return _unchecked(kernel, _padded(rows, tile).T, _padded(grads, tile), group_sizes.astype(jnp.int32))
