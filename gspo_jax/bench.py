@@ -5,14 +5,20 @@
 Runs the functions that a training run is made of, with rewards drawn on the host; the parts of an iteration add up to
 it. Each time stands beside a floor: the floating-point operations that the part cannot do without, at the speed that
 this machine multiplies matrices with in the same process. Left out: data, reward functions, checkpoints, metrics files.
+
+Programs are compiled ahead, by a process of its own that leaves them in a cache: the compiler's memory, which on CPU is
+the larger part, is told apart from that of the process that samples and learns. `--compile=here` does both in one.
 """
 
 import dataclasses
+import json
 import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -335,7 +341,8 @@ def show(found: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(make_table(rows, title=f"{size}, {work['minibatches']} updates, {work['dtype']}"))
     print(
-        f"peak memory {found['peak_rss_mb']:,.0f} MB, compilation {found['compile_s']:.1f} s; {work['devices']} × "
+        f"peak memory {found['peak_rss_mb']:,.0f} MB, with the compiler {found['compile_peak_rss_mb']:,.0f} MB; "
+        f"compilation {found['compile_s']:.1f} s; {work['devices']} × "
         f"{found['device']}, {found['cores']} cores; matrices multiply at "
         f"{floor['matmul_flops_per_s'] / 1e9:,.0f} GFLOP/s"
     )
@@ -370,22 +377,61 @@ def parser() -> Parser:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}")
     parser.add_argument("--dtype", default=defaults["dtype"], help=f"of the computation: {' or '.join(DTYPES)}")
     parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="of the devices, as in fsdp:-1,expert:2; -1 is the rest")
+    parser.add_argument("--compile", default="ahead", help="ahead, in a process of its own, or here; ahead")
     parser.add_argument("--json", metavar="FILE", help="writes the same facts for programs")
     return parser
 
 
+def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
+    """Fills the cache by running the same workload in a process of its own; seconds and memory that this took.
+
+    Raises:
+      UserError: that process failed; it has said why.
+    """
+    file = cache / "compiled.json"
+    command = [sys.executable, "-m", "gspo_jax.bench", *arguments]
+    command += ["--compile=here", "--warmup=1", "--repeats=1", f"--json={file}"]
+    environment = {name.upper(): str(value) for name, value in cache_settings(cache).items()}
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise UserError(f"compiling ahead failed with exit code {done.returncode}; see above, or use --compile=here")
+    found = json.loads(file.read_text())
+    return {"compile_s": found["compile_s"], "compile_peak_rss_mb": found["peak_rss_mb"]}
+
+
+def cache_settings(cache: Path) -> dict[str, Any]:
+    """jax's options, in capitals its environment variables, that keep programs of any size in a folder."""
+    return {
+        "jax_compilation_cache_dir": str(cache),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         given: dict[str, Any] = vars(parser().parse_args(arguments))
-        file, mesh = given.pop("json"), given.pop("mesh")
+        file, mesh, place = given.pop("json"), given.pop("mesh"), given.pop("compile")
         if mesh is not None:
             given["mesh"] = read_mesh(mesh)
+        if place not in ("ahead", "here"):
+            raise UserError(f"--compile is {place!r}; use ahead or here")
         work = Workload(**given)
         work.check()
+        cli.trim_around_compiling()
         if work.devices > 1:
             cli.simulate_devices(work.devices)
-        found = measure(work)
+        if place == "ahead":
+            with tempfile.TemporaryDirectory(prefix="gspo_jax-compiled-") as folder:
+                compiled = compile_ahead(arguments, Path(folder))
+                for name, value in cache_settings(Path(folder)).items():
+                    jax.config.update(name, value)
+                found = measure(work) | compiled
+        else:
+            found = measure(work)
+            found["compile_peak_rss_mb"] = found["peak_rss_mb"]
         show(found)
         cli.write_facts(file, found)
     except (UserError, OSError) as error:
