@@ -1,4 +1,4 @@
-"""Every objective trains, by a config line; so do PPO's two critics, a reference, DAPO's loop and step rewards.
+"""Every objective trains, by a config line; so do PPO's two critics, a reference, DAPO's loop, step rewards, replay.
 
 All runs begin from one policy that gets some small sums right, so that groups have something to tell apart.
 """
@@ -9,13 +9,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, experiment, objectives
+from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.rewards import steps
 from gspo_jax.train import train
 from gspo_jax.training.metrics import read_metrics
 from gspo_jax.types import UserError
+from tests.tiny import quick_compilation
 
 ROOT = Path(__file__).parent.parent
 CLOCK = ("time", "timing/", "throughput/")
@@ -42,6 +45,13 @@ def make_policy(config: ConfigDict, folder: Path) -> Path:
     with jax.set_mesh(mesh):
         coldstart.coldstart(config, experiment.load_records(config, "train"), mesh, folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Runs of seconds that compile for minutes: they pay for no optimisation."""
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +98,9 @@ def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, 
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reward/mean"] > 0
     assert ("critic/loss" in rows[0]) == (name == "ppo")
-    assert ("routing/router_shift" in rows[0]) == (name == "rspo")
-    if name == "rspo":
-        assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "nothing has moved yet"
-        assert 0.5 < rows[1]["routing/router_shift"] < 1.0
+    assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "nothing has moved yet"
+    assert 0.5 < rows[1]["routing/router_shift"] < 1.0
+    assert rows[0]["routing/flip_rate"] == rows[0]["routing/dropped"] == 0 < rows[1]["routing/flip_rate"]
     if name == "ppo":
         losses = [row["critic/loss"] for row in rows]
         assert losses[-1] < 0.8 * losses[0], losses
@@ -107,20 +116,23 @@ def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, 
 def test_ppo_with_a_head_on_the_policy_and_its_kl_in_the_reward(data, adder, tmp_path, written):
     config = settings(data, model__folder=str(adder), objective__name="ppo", critic__trunk="policy")
     config.reference.update({"kl_weight": 0.05, "place": "reward"})
+    config.routing.replay = "r3"
     config.training.entropy_weight = 0.01
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the first policy"
     assert rows[-1]["reference/kl"] > 1e-7
     assert rows[-1]["critic/loss"] < rows[0]["critic/loss"]
+    assert all(0.8 < row["routing/replayed"] < 1 for row in rows), "all but the last token of each response"
 
 
 def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
-    """Dynamic sampling, both kinds of overlong shaping, a reference in the loss, and a mismatch correction."""
+    """Dynamic sampling, both kinds of overlong shaping, a reference in the loss, a mismatch correction; and R2."""
     config = settings(data, arg="dapo,runlocal", model__folder=str(adder), sampling__max_response_length=18)
     config.overlong.cache = 6
     config.reference.kl_weight = 0.01
     config.training.old_logprobs = "recompute"
     config.mismatch.correction = "tis"
+    config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
     rows = run(config, tmp_path / "run", written)
     last = [row for row in rows if "dynamic/rounds" in row]
     assert [row["minibatch"] for row in last] == [1] * config.iterations
@@ -133,11 +145,16 @@ def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
     assert min(row["reward/overlong"] for row in rows) < 0
     assert all(row["response/learned"] <= 1 - row["response/truncated"] + 1e-6 for row in rows)
     assert min(row["response/learned"] for row in rows) < 1
+    assert all(row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5 for row in rows)
+    assert rows[0]["routing/flip_rate"] == 0 < rows[1]["routing/flip_rate"], "of the choice that is not followed"
 
 
 def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written):
+    """And with experts that have room for a balanced load alone."""
     config = settings(data, arg="steps,runlocal", model__folder=str(counter))
+    config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     rows = run(config, tmp_path / "run", written)
+    assert all(0 < row["routing/dropped"] < 0.5 for row in rows)
     assert config.objective.name == "gspo_token"
     assert all(0 <= row["reward/countdown_steps"] <= 1 for row in rows)
     assert max(row["reward/countdown_steps"] for row in rows) > 0
@@ -157,6 +174,15 @@ def test_a_response_whose_steps_cannot_be_scored_is_counted_and_not_learned_from
     failed, batch = rows[-1]["reward/failed"], config.data.prompts_per_batch * config.sampling.group_size
     assert 0 < failed < batch
     assert np.mean([row["response/learned"] for row in rows]) == pytest.approx(1 - failed / batch)
+
+
+def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data, adder):
+    config = settings(data, model__folder=str(adder), objective__name="ppo", model__dispatch="capacity")
+    config.model.capacity_factor = 1.5
+    policy = experiment.open_policy(config, adder)
+    critic = experiment.make_critic(config, policy)
+    models = [nnx.merge(policy.graph, policy.shapes), nnx.merge(critic.graph, critic.shapes).trunk]
+    assert [model.layers.mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
 
 
 def warnings(said: str) -> list[str]:

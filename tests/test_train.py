@@ -137,7 +137,7 @@ def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_pat
     assert not [name for name in rows[-1] if name.startswith("routing/")]
     assert all(np.isfinite(row["actor/loss"]) for row in rows[1:])
     config.objective.name = "rspo"
-    with pytest.raises(UserError, match="rspo damps tokens by the shift of their router, but the model is dense"):
+    with pytest.raises(UserError, match="rspo is for mixtures of experts, and the model is dense; use gmpo"):
         train(config, tmp_path / "other")
 
 

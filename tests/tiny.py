@@ -1,6 +1,8 @@
 """The smallest mixture of experts with all of its parts, and helpers to put it on a mesh."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,19 @@ MESHES = [
     {"expert": 4, "tensor": 2},
 ]
 """Ways to split eight devices that the tiny model allows."""
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Leaves out most of the compiler's optimisations, for large programs that run once on little.
+
+    What programs mean stays, and how they are partitioned over devices.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def mesh_id(sizes: dict[str, int]) -> str:

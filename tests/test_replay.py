@@ -1,0 +1,381 @@
+"""Replay and capture: what is recorded of routers, a forward that follows a record, and the routers' losses."""
+
+import dataclasses
+import functools
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from gspo_jax import objectives
+from gspo_jax.kernels.attention import segment_attention
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import rms_norm
+from gspo_jax.models.moe import Routing, route
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import generate, response_keys
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.routing import drift
+from gspo_jax.routing.replay import replayed
+from gspo_jax.training import statistics
+from gspo_jax.training.scoring import Scoring, make_old_policy, of_responses, score
+from gspo_jax.training.state import new_state
+from gspo_jax.training.update import Penalties, make_update
+from gspo_jax.types import Experience, OldPolicy, RouterRecord
+from tests import tiny
+from tests.tiny import leaf_errors, place, prompts, quick_compilation
+
+CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
+"""More experts than a byte can count."""
+GRAPH, _ = transformer.abstract(CONFIG)
+params = partial(tiny.params, CONFIG)
+P, G, S, T, E = 4, 4, 5, 6, CONFIG.num_experts
+SCORING = Scoring(logprob_chunk=64, group_size=G)
+NO_PENALTIES = Penalties()
+MESH = {"data": 2, "fsdp": 2, "expert": 2}
+REFERENCE = jax.tree.map(lambda x: x * 1.1, params())
+
+
+@partial(jax.jit, static_argnames="scoring")
+def learn(weights, rollout, replay=None, scoring=SCORING):
+    """Scores, and the gradient of a fixed sum of log-probs."""
+    target = jnp.cos(jnp.arange(rollout.mask.size, dtype=jnp.float32)).reshape(rollout.mask.shape)
+
+    def loss(w):
+        scores = score(GRAPH, w, rollout, scoring, routing=Routing(replay))
+        return jnp.where(rollout.mask, scores.logprobs * target, 0).sum(), scores
+
+    return jax.grad(loss, has_aux=True)(weights)
+
+
+OLD_POLICY = {
+    replay: make_old_policy(GRAPH, SCORING, recompute=True, replay=replay) for replay in ("r2", "r3")
+}  # no program until it is called
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    keys = response_keys(jax.random.key(1), jnp.arange(P * G))
+    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
+    with quick_compilation():
+        return jax.device_get(generate(GRAPH, params(), prompts(P=P, S=S), keys, **settings))
+
+
+def real(rollout) -> np.ndarray:
+    """[B, N]: where prompts and responses have tokens."""
+    in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
+    return np.concatenate([in_prompt, rollout.mask], axis=1)
+
+
+@pytest.fixture(scope="module")
+def native(rollout):
+    """Of the plain forward: its gradient and scores."""
+    return jax.device_get(learn(params(), rollout))
+
+
+@pytest.fixture(scope="module")
+def foreign(native):
+    """Other experts for every token of every layer."""
+    return (native[1].routes.experts + 1) % E
+
+
+@pytest.fixture(scope="module")
+def followed(rollout, foreign):
+    """Of the forward that is made to take those."""
+    return jax.device_get(learn(params(), rollout, foreign))
+
+
+def assert_same(expected, found):
+    """Gradient, log-probs, entropies and hidden states are bitwise equal."""
+    chex.assert_trees_all_equal(expected[0], found[0])
+    for name in ("logprobs", "entropy", "hidden"):
+        np.testing.assert_array_equal(getattr(expected[1], name), getattr(found[1], name), err_msg=name)
+
+
+def test_replaying_the_own_routes_changes_no_bit(rollout, native):
+    own = learn(params(), rollout, native[1].routes.experts)
+    assert_same(native, own)
+    np.testing.assert_array_equal(own[1].routes.native, native[1].routes.experts)
+    assert_same(native, learn(params(), rollout, np.full_like(native[1].routes.experts, -1)))
+
+
+def test_nor_does_it_on_eight_devices(rollout, native):
+    mesh = mesh_lib.make_mesh(MESH)
+    with jax.set_mesh(mesh), quick_compilation():
+        weights, rows = place(params(), mesh, CONFIG), mesh_lib.to_rows(mesh, rollout)
+        expected = jax.device_get(learn(weights, rows))
+        assert_same(expected, learn(weights, rows, expected[1].routes.experts))
+    there = real(rollout)
+    np.testing.assert_array_equal(expected[1].routes.experts[:, there], native[1].routes.experts[:, there])
+
+
+def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, foreign, followed):
+    (gradient, scores), mask = followed, rollout.mask
+    np.testing.assert_array_equal(scores.routes.experts, foreign)
+    assert np.abs(scores.logprobs - native[1].logprobs)[mask].min() > 1e-4
+    router = gradient["layers"]["mlp"]["router"][...]
+    assert (np.abs(router).max(axis=(1, 2)) > 1e-3).all(), "in every layer"
+    at = partial(of_responses, responses=rollout)
+    assert not drift.compare(at(foreign), at(scores.routes.experts), mask).flips.any()
+    assert (drift.compare(at(foreign), at(scores.routes.native), mask).flips > 0).all()
+    # Layer 0 sees the same tokens either way.
+    np.testing.assert_array_equal(scores.routes.native[0], native[1].routes.experts[0])
+
+
+def test_weights_are_those_of_the_current_router_at_the_replayed_experts():
+    """Probabilities 1/2, 1/4, 1/8, 1/8: experts 1 and 2 weigh 2/3 and 1/3, experts 0 and 1 as native 2/3 and 1/3."""
+    logits = jnp.log(jnp.broadcast_to(jnp.asarray([0.5, 0.25, 0.125, 0.125]), (1, 4, 4))) + 7.0
+    replay = jnp.asarray([[[1, 2], [2, 1], [-1, 3], [3, -1]]], jnp.int8)
+    routes, weights = route(logits, k=2, renormalise=True, asked=Routing(replay))
+    assert routes.experts.tolist() == [[[1, 2], [2, 1], [0, 1], [0, 1]]]
+    assert routes.native.tolist() == [[[0, 1]] * 4]
+    np.testing.assert_allclose(weights, [[[2 / 3, 1 / 3], [1 / 3, 2 / 3], [2 / 3, 1 / 3], [2 / 3, 1 / 3]]], rtol=1e-6)
+    np.testing.assert_allclose(jnp.exp(routes.logprobs[0, :2]), [[0.25, 0.125], [0.125, 0.25]], rtol=1e-6)
+    plain = route(logits, k=2, renormalise=False, asked=Routing(replay))[1]
+    np.testing.assert_allclose(plain[0, :2], [[0.25, 0.125], [0.125, 0.25]], rtol=1e-6)
+
+
+def test_the_gradient_of_replayed_weights_is_that_of_a_softmax_over_these_experts():
+    """w = softmax(z_1, z_2), so ∂w_1/∂z = w_1 w_2 (0, 1, −1, 0): nothing for experts that are not replayed."""
+    z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.125, 0.125]]]))
+    asked = Routing(jnp.asarray([[[1, 2]]]))
+    found = jax.grad(lambda z: route(z, k=2, renormalise=True, asked=asked)[1][0, 0, 0])(z)
+    np.testing.assert_allclose(found, [[[0, 2 / 9, -2 / 9, 0]]], atol=1e-6)
+
+
+def test_tokens_without_a_record_are_routed_natively_one_by_one(rollout, native, foreign):
+    """A single -1 among its K is enough; and tokens before the first replayed one do not see the difference."""
+    replay = foreign.copy()
+    replay[:, :, ::2, -1] = -1
+    routes = learn(params(), rollout, replay)[1].routes
+    np.testing.assert_array_equal(routes.experts[:, :, 1::2], foreign[:, :, 1::2])
+    np.testing.assert_array_equal(routes.experts[:, :, ::2], routes.native[:, :, ::2])
+    late = foreign.copy()
+    late[:, :, : S + 2] = -1
+    scores = learn(params(), rollout, late)[1]
+    np.testing.assert_allclose(scores.logprobs[:, :3], native[1].logprobs[:, :3], atol=1e-5)
+    there = rollout.mask[:, 3]
+    assert np.abs(scores.logprobs - native[1].logprobs)[there, 3].min() > 1e-4
+
+
+def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, foreign, followed):
+    again = partial(learn, params(), rollout, scoring=dataclasses.replace(SCORING, remat="full"))
+    for expected, replay in ((native, native[1].routes.experts), (followed, foreign)):
+        with quick_compilation():
+            gradient, scores = again(replay)
+        np.testing.assert_array_equal(scores.routes.experts, expected[1].routes.experts)
+        assert leaf_errors(expected[0], gradient) < 1e-5
+
+
+def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
+    with pytest.raises(ValueError, match="r2 replays the routes of the old policy, and there is no record"):
+        replayed("r2", rollout.routes, None)
+    assert replayed("none", rollout.routes, None) is None
+    found = replayed("r3", rollout.routes, None)
+    np.testing.assert_array_equal(found, np.moveaxis(rollout.routes.experts, 2, 0))
+
+
+@pytest.fixture(scope="module")
+def olds(rollout):
+    """What the old policy says under r2 and under r3, with a reference that is another."""
+    with quick_compilation():
+        return {replay: jax.device_get(f(params(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
+
+
+@functools.cache
+def make(replay: str, microbatches: int, group_size: int, penalties: Penalties):
+    """An update on all of the experience, whose new state holds the gradient."""
+    settings = {"minibatches": 1, "microbatches": microbatches, "group_size": G, "replay": replay}
+    scoring = dataclasses.replace(SCORING, group_size=group_size)
+    record = optax.trace(decay=0.0), optax.constant_schedule(1.0)
+    return make_update(GRAPH, scoring, objectives.gspo(), *record, penalties=penalties, **settings)
+
+
+def update(experience, weights, *, replay="none", microbatches=1, group_size=G, penalties=NO_PENALTIES):
+    """Gradient and metrics."""
+    state = new_state(jax.tree.map(jnp.array, weights), optax.trace(decay=0.0))
+    with quick_compilation():
+        after, metrics = make(replay, microbatches, group_size, penalties)(state, experience, 0)
+    return jax.device_get((after.policy.opt_state.trace, metrics))
+
+
+def experience_of(rollout, old, *, scale: float = 1.0) -> Experience:
+    advantages = scale * np.random.default_rng(0).standard_normal(P * G)
+    return Experience(rollout, rollout.mask, old, advantages.astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def first(rollout, olds):
+    """The first update under r2."""
+    return update(experience_of(rollout, olds["r2"]), params(), replay="r2")
+
+
+def test_the_first_update_under_r2_has_not_drifted_at_all(first):
+    _, metrics = first
+    for name in ("flip_rate", "tokens_changed", "layers_changed", "top1_changed"):
+        assert metrics[f"routing/{name}"] == 0, name
+    assert not metrics["routing/flip_rate_per_layer"].any()
+    assert metrics["routing/replayed"] == 1
+    # Scoring and update are two programs: their router log-probs may differ in the last bit.
+    np.testing.assert_allclose(metrics["routing/router_kl"], 0, atol=1e-7)
+    np.testing.assert_allclose(metrics["routing/router_shift"], 1, atol=1e-6)
+    assert metrics["ratio/token_log_max"] < 1e-5
+
+
+def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollout, olds, first):
+    weights = jax.tree.map(lambda x, g: x - 0.03 * jnp.sign(g), params(), first[0])
+    old = olds["r2"]
+    _, metrics = update(experience_of(rollout, old), weights, replay="r2")
+    assert 0 < metrics["routing/flip_rate"] <= metrics["routing/tokens_changed"]
+    assert metrics["routing/router_kl"] > 0
+    assert metrics["routing/router_shift"] < 1
+    assert metrics["routing/replayed"] == 1
+    record = np.moveaxis(old.routes.experts, 2, 0)
+    scores = learn(weights, rollout, record.astype(np.int32))[1]
+    np.testing.assert_array_equal(scores.routes.experts[:, real(rollout)], record[:, real(rollout)])
+    at = partial(of_responses, responses=rollout)
+    flips = drift.metrics(drift.compare(at(record), at(scores.routes.chosen), rollout.mask))
+    np.testing.assert_allclose(flips["routing/flip_rate"], metrics["routing/flip_rate"], rtol=1e-6)
+    free = learn(weights, rollout)[1].logprobs
+    assert np.abs(scores.logprobs - free)[rollout.mask].max() > 1e-3, "replay is what keeps the experts"
+
+
+def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
+    """Also where the sampler's routes, which r3 makes the old policy follow, are others than anyone would take."""
+    expected = learn(REFERENCE, rollout)[1].logprobs
+    other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
+    led = OLD_POLICY["r3"](params(), None, REFERENCE, dataclasses.replace(rollout, routes=other))
+    for old in (*olds.values(), led):
+        np.testing.assert_allclose(old.reference_logprobs[rollout.mask], expected[rollout.mask], atol=1e-5)
+    there = real(rollout)
+    np.testing.assert_array_equal(led.routes.experts[there], other.experts[there])
+    assert np.abs(led.logprobs - native[1].logprobs)[rollout.mask].min() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(1, np.int8), (128, np.int8), (129, np.int16), (300, np.int16), (40_000, np.int32)]
+)
+def test_ids_are_the_smallest_integer_that_holds_all_and_none(experts, dtype):
+    assert dataclasses.replace(CONFIG, num_experts=experts, experts_per_token=1).expert_dtype == dtype
+
+
+def test_records_of_prefill_decode_and_scoring_agree(rollout, olds):
+    """Prompts included; the last token of a response is not in the sampler's record, padding in none."""
+    sampler, trainer = rollout.routes, olds["r2"].routes
+    assert sampler.experts.dtype == trainer.experts.dtype == np.int16
+    assert sampler.experts.shape == (P * G, S + T, CONFIG.num_layers, CONFIG.experts_per_token)
+    assert sampler.experts.max() > 255, "the case has experts that no byte holds"
+    there, fed = real(rollout), real(rollout)
+    fed[np.arange(P * G), S + rollout.mask.sum(axis=1) - 1] = False
+    for known in ((trainer.experts >= 0).all, (trainer.experts >= 0).any):
+        np.testing.assert_array_equal(known(axis=(2, 3)), there)
+    for known in ((sampler.experts >= 0).all, (sampler.experts >= 0).any):
+        np.testing.assert_array_equal(known(axis=(2, 3)), fed)
+    np.testing.assert_array_equal(sampler.experts[fed], trainer.experts[fed])
+    np.testing.assert_allclose(sampler.logprobs[fed], trainer.logprobs[fed], atol=1e-5)
+    assert not sampler.logprobs[~fed].any() and not trainer.logprobs[~there].any()
+
+
+def router_logits(weights, rollout) -> list:
+    """[B, T, E] of every layer at the response tokens: a plain loop, every row with its own prompt."""
+    model = nnx.merge(GRAPH, weights)
+    graph, stacked = nnx.split(model.layers)
+    valid, found, eps = jnp.asarray(real(rollout)), [], CONFIG.rms_norm_eps
+    positions = jnp.cumsum(valid, axis=1) - 1
+    x = model.embed[...][jnp.concatenate([rollout.prompts, rollout.tokens], axis=1)]
+
+    def attend(q, k, v):
+        return segment_attention(q, k, v, valid, 0, 1), None
+
+    for layer in range(CONFIG.num_layers):
+        block = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], stacked))
+        y, _ = block.attention(rms_norm(x, block.attention_norm[...], eps), positions, attend)
+        found.append((rms_norm(x + y, block.mlp_norm[...], eps) @ block.mlp.router[...])[:, S:])
+        x, _, _ = block(x, positions, valid, attend)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected_losses(rollout, olds):
+    """Of all router probabilities: balance loss, z-loss, and the gradient of 0.3 and 0.01 of them, as gspo weighs."""
+    mask, experts = rollout.mask, olds["r2"].routes.experts[:, S:]
+    shares = [np.bincount(experts[mask][:, layer].ravel(), minlength=E) for layer in range(CONFIG.num_layers)]
+    shares = [jnp.asarray(counts / counts.sum(), jnp.float32)[None, None] for counts in shares]
+    weights = mask / mask.sum(axis=1, keepdims=True) / len(mask)
+
+    def loss(w):
+        logits = router_logits(w, rollout)
+        balance = sum(E * (jax.nn.softmax(z) * f).sum(axis=-1) for z, f in zip(logits, shares, strict=True))
+        squares = sum(jnp.log(jnp.exp(z).sum(axis=-1)) ** 2 for z in logits)
+        each = jnp.stack([balance, squares]) / len(logits)
+        return (jnp.asarray([0.3, 0.01])[:, None, None] * weights[None] * each).sum(), each
+
+    with quick_compilation():
+        gradient, each = jax.jit(jax.grad(loss, has_aux=True))(params())
+    return gradient, *np.asarray(each)[:, mask].mean(axis=1)
+
+
+LOSSES = Penalties(balance=0.3, router_z=0.01)
+
+
+def test_the_routers_losses_are_those_of_all_probabilities(rollout, olds, expected_losses):
+    """With advantages of 0 there is nothing else to learn; four micro-batches, no prompt shared."""
+    experience = experience_of(rollout, olds["r2"], scale=0)
+    found = update(experience, params(), microbatches=4, group_size=1, penalties=LOSSES)
+    assert_losses(expected_losses, *found)
+
+
+def assert_losses(expected_losses, gradient, metrics):
+    """That gradient and means are the expected ones."""
+    expected, balance, z = expected_losses
+    assert leaf_errors(expected, gradient) < 1e-5
+    np.testing.assert_allclose(metrics["routing/balance_loss"], balance, rtol=1e-6)
+    np.testing.assert_allclose(metrics["routing/z_loss"], z, rtol=1e-6)
+    assert balance > 1.0, "load and router are uneven in the same way"
+
+
+def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, first, expected_losses):
+    """But for the last token of a response, which the sampler did not feed: it is routed natively, so alike here.
+
+    One micro-batch and no losses there, two and the routers' losses here.
+    """
+    settings = {"replay": "r3", "penalties": LOSSES, "microbatches": 2}
+    both, metrics = update(experience_of(rollout, olds["r3"]), params(), **settings)
+    router, seen = update(experience_of(rollout, olds["r3"], scale=0), params(), **settings)
+    assert_losses(expected_losses, router, seen)
+    expected, expected_metrics = first
+    assert leaf_errors(jax.tree.map(jnp.add, expected, router), both) < 1e-5
+    tokens = expected_metrics["update/tokens"]
+    np.testing.assert_allclose(metrics["routing/replayed"], 1 - P * G / tokens, rtol=1e-6)
+    assert metrics.keys() - expected_metrics.keys() == {"routing/balance_loss", "routing/z_loss"}
+    for name in expected_metrics.keys() - {"routing/replayed", "actor/loss", "actor/grad_norm"}:
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(olds["r3"].logprobs, olds["r2"].logprobs, atol=1e-6)
+
+
+def test_dropped_is_a_share_of_all_pairs(rollout, native):
+    """One of its K = 2 experts is out of reach for every token, in one of two layers: a quarter."""
+    scores = native[1]
+    routes = scores.routes._replace(dropped=np.zeros_like(scores.routes.dropped), watched=scores.routes.logprobs)
+    routes.dropped[0] = 1
+    batch = experience_of(rollout, OldPolicy(rollout.logprobs))
+    _, info = objectives.loss(
+        objectives.gspo(),
+        scores.logprobs,
+        old_logprobs=batch.old.logprobs,
+        mask=batch.mask,
+        advantages=batch.advantages,
+    )
+    sums, maxima = statistics.of_policy(dataclasses.replace(scores, routes=routes), batch, info, num_experts=E)
+    assert statistics.metrics(sums, maxima)["routing/dropped"] == 0.25
+
+
+def test_without_coefficients_there_are_no_router_losses(rollout, olds, first):
+    gradient, metrics = update(experience_of(rollout, olds["r2"], scale=0), params(), replay="r2")
+    assert not any(np.any(g) for g in jax.tree.leaves(gradient))
+    assert not {"routing/balance_loss", "routing/z_loss"} & (metrics.keys() | first[1].keys())
