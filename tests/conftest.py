@@ -27,7 +27,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # rebuilt with a leading axis by `scan`.
 jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
 
-LONGEST_FIRST = ("test_family", "test_update", "test_objectives_catalogue", "test_train", "test_resume", "test_decoder")
+LONGEST_FIRST = (
+    "test_family",
+    "test_update",
+    "test_tpu_compile",
+    "test_objectives_catalogue",
+    "test_train",
+    "test_resume",
+    "test_decoder",
+)
 """Files that take a minute or more: begun first, so that no worker is left alone with one at the end."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_jax import cli, experiment
+from gspo_jax.run import check_same_run
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +75,23 @@ def test_a_config_argument_that_does_not_exist(name):
             "'format', which is no reward of this config; use one of exact_answer",
         ),
         ({"mesh.data": 0}, "data=0.*sizes are positive"),
+        ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3'"),
+        ({"routing.replay": "r2"}, "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'"),
+        (
+            {"objective.name": "rspo", "routing.router_logprobs": False},
+            "rspo damps .* whose log-probs nobody keeps; set routing.router_logprobs to True",
+        ),
+        ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a positive number, or 0 for none"),
+        ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a positive number, or 0 for none"),
+        (
+            {"model.dispatch": "ragged_all_to_al"},
+            "unknown dispatch 'ragged_all_to_al'; did you mean 'ragged_all_to_all'",
+        ),
+        ({"model.capacity_factor": 1.25}, "capacity_factor 1.25 has no meaning for dispatch 'gather'"),
+        (
+            {"model.dispatch": "capacity", "model.capacity_factor": 0.0},
+            "capacity_factor 0.0 is not a positive number; use 1",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -82,6 +100,36 @@ def test_a_config_that_cannot_run_is_refused_before_devices_are_touched(changes,
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError, match=says):
         experiment.check(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"routing.replay": "r3"}, "routing.replay 'r3' is for .* and the model is dense; use 'none'"),
+        ({"routing.balance_weight": 0.1}, "routing.balance_weight 0.1 is for .*; use 0"),
+        ({"routing.z_weight": 0.1}, "routing.z_weight 0.1 is for .*; use 0"),
+        ({"objective.name": "rspo"}, "rspo is for .*; use gmpo"),
+        ({"model.dispatch": "capacity"}, "model.dispatch 'capacity' is for .*; use 'gather'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_only_a_mixture_of_experts_has_is_refused_for_a_dense_model(changes, says):
+    config = cli.load_config(TINY)
+    config.update_from_flattened_dict(changes | {"mesh.expert": 1, "mesh.data": 4})
+    experiment.check(config)
+    config.model.architecture.num_experts = 0
+    with pytest.raises(UserError, match=says):
+        experiment.check(config)
+
+
+def test_a_run_may_go_on_with_another_dispatch_but_not_drop_other_tokens():
+    config = cli.load_config(TINY)
+    saved = config.to_dict()
+    config.model.dispatch = "capacity"
+    check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+    config.model.capacity_factor = 1.25
+    with pytest.raises(UserError, match=r"model.capacity_factor is 1.25 here and None in the run in runs/tiny; set it"):
+        check_same_run(config.to_dict(), saved, Path("runs/tiny"))
 
 
 def run(*words):
@@ -97,6 +145,10 @@ def run(*words):
         (["--workdir=x"], "--config is missing"),
         (["--config=configs/tiny.py", "--workdir=x", "--config.iterations=many"], "many"),
         (["--config=configs/tiny.py", "--workdir=x", "--config.mesh.data=4"], "needs 16 devices but there are 8"),
+        (
+            ["--config=configs/tiny.py:runlocal", "--workdir=x", "--config.model.dispatch=ragged_all_to_all"],
+            "error: dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'",
+        ),
         (["--config=configs/gsm8k.py", "--workdir=x", "--config.model.folder=no/such"], "no/such is not a folder"),
     ],
     ids=lambda x: x[-1] if isinstance(x, list) else "",

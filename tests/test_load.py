@@ -13,7 +13,9 @@ def test_load_by_hand():
     assert counts.tolist() == [[2, 1, 1, 0]]
     found = load.metrics(counts)
     assert found["routing/max_violation"] == 1.0, "half of the pairs, where a quarter is even"
-    np.testing.assert_allclose(found["routing/load_entropy"], (0.5 * np.log(2) + 0.5 * np.log(4)) / np.log(4), rtol=1e-6)
+    np.testing.assert_allclose(
+        found["routing/load_entropy"], (0.5 * np.log(2) + 0.5 * np.log(4)) / np.log(4), rtol=1e-6
+    )
     assert found["routing/dead_experts"] == 0.25
 
 

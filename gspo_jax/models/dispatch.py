@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import grouped_matmul
 from gspo_jax.parallel.mesh import BATCH_AXES, has_mesh
 from gspo_jax.types import UserError, choices
@@ -274,8 +275,8 @@ def exchange(
 
     mesh = jax.sharding.get_abstract_mesh()
     shards = mesh.shape["expert"]
-    if mesh.abstract_device is not None and shards > 1:
-        check_dispatch(dispatch, mesh.abstract_device.platform)
+    if shards > 1:
+        check_dispatch(dispatch, platform())
 
     def shard(x: Array, experts: Array, weights: Array, *kernels: Array) -> tuple[Array, Array]:
         # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients

@@ -140,9 +140,8 @@ def metrics(sums: Metrics, maxima: Metrics) -> Metrics:
 
 
 def _routing_metrics(sums: Metrics, tokens: Array) -> Metrics:
-    pairs = jnp.maximum(sums["load"].sum() + sums["dropped"], 1)
     found = drift_lib.metrics(sums["drift"]) | load_lib.metrics(sums["load"])
-    found["routing/dropped"] = sums["dropped"] / pairs
+    found["routing/dropped"] = sums["dropped"] / jnp.maximum(sums["load"].sum(), 1)
     if "replayed" in sums:
         found["routing/replayed"] = sums["replayed"] / tokens
     return found
