@@ -219,7 +219,7 @@ class Iterations:
             sampling=experiment.make_sampling(config),
             eos_ids=(),
             pad_id=0,
-            router_logprobs=bool(model.num_experts) and config.routing.router_logprobs,
+            router_logprobs=experiment.keeps_router_logprobs(config, model),
         )
         self._old_policy = make_old_policy(graph, scoring, recompute=True, replay=config.routing.replay)
         self._experience = make_experience(objective, group_size=work.group, correction=None, kl_in_reward=0.0)

@@ -38,12 +38,7 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
     """Trains `config.model.architecture` for `config.coldstart.steps` steps; writes `folder` whole or not at all."""
     cold, data = config.coldstart, config.data
     tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
-    model_config = ModelConfig(
-        vocab_size=cold.vocab_size,
-        eos_token_ids=tokenizer.eos_ids,
-        pad_token_id=tokenizer.pad_id,
-        **config.model.architecture,
-    )
+    model_config = experiment.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
     model_config.check_mesh(dict(mesh.shape))
     worked, mixed = (
         worked_batches(
@@ -93,7 +88,9 @@ def _begin(
 ) -> tuple[Learner, Callable[[Learner, Responses], tuple[Learner, Float[Array, ""]]]]:
     """A fresh model on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
     cold = config.coldstart
-    graph, shapes = transformer.abstract(model_config, dtype=jnp.dtype(config.model.dtype))
+    graph, shapes = transformer.abstract(
+        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=experiment.make_dispatch(config)
+    )
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
     scoring = Scoring(logprob_chunk=config.training.logprob_chunk, remat=config.model.remat)
 

@@ -17,7 +17,9 @@ def base() -> ConfigDict:
     config.model.dtype = "bfloat16"  # of the computation; parameters are float32
     config.model.remat = "full"  # the backward pass finds each layer's input; dots: its matmuls too; none: everything
     config.model.dispatch = "gather"  # of tokens to experts: or "ragged_all_to_all" (TPU), "capacity"
-    config.model.capacity_factor = placeholder(float)  # of capacity: times a balanced load; None: nothing is dropped
+    config.model.capacity_factor = placeholder(
+        float
+    )  # of capacity: times a balanced load, the rest dropped; None: no drops
     config.model.architecture = ConfigDict()  # of a model that the cold start makes: fields of ModelConfig
 
     config.coldstart = ConfigDict()
@@ -75,7 +77,7 @@ def base() -> ConfigDict:
 
     config.routing = ConfigDict()  # of mixtures of experts
     config.routing.replay = "none"  # r2: the trainer uses the old policy's experts; r3: the sampler's
-    config.routing.router_logprobs = True  # the sampler keeps them, for router KL, router shift and rspo
+    config.routing.router_logprobs = True  # the sampler keeps them for router KL and rspo, if no trainer does
     config.routing.balance_weight = 0.0  # of the load-balancing loss
     config.routing.z_weight = 0.0  # of the router z-loss
     config.reference = ConfigDict()  # the policy that the run begins from, kept as it is

@@ -106,10 +106,23 @@ def check(config: ConfigDict) -> None:
     make_update_rule(config)
     make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
     if not config.model.folder:
-        check_experts(config, ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture))
+        check_experts(config, cold_start_model(config))
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         check_batch(config, sizes)
+
+
+def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
+    """The shape of the model that a cold start makes.
+
+    Raises:
+      UserError: model.architecture lacks a field, or has one too many.
+    """
+    try:
+        return ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
+    except TypeError as error:
+        what = str(error).partition(" ")[2]
+        raise UserError(f"model.architecture is no model: {what}; see the fields of ModelConfig") from None
 
 
 def check_learning(config: ConfigDict, objective: Objective) -> None:
@@ -329,8 +342,14 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
         sampling=make_sampling(config),
         eos_ids=policy.tokenizer.eos_ids,
         pad_id=policy.tokenizer.pad_id,
-        router_logprobs=bool(policy.config.num_experts) and config.routing.router_logprobs,
+        router_logprobs=keeps_router_logprobs(config, policy.config),
     )
+
+
+def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
+    """Whether the sampler does: where the trainer makes a record of its own, nobody would read them."""
+    wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
+    return bool(model.num_experts) and wanted
 
 
 def completions(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from gspo_jax import coldstart, evaluate, experiment
+from gspo_jax.config import base
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
@@ -47,10 +48,10 @@ SHOWN_CHARACTERS = 400
 
 MAY_CHANGE = (
     *("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir"),
-    *("cpu_devices", "mesh.", "model.dispatch"),
+    *("cpu_devices", "mesh.", "model.dispatch", "model.remat", "training.microbatches", "training.logprob_chunk"),
 )
 """Fields of a config in which a run may differ from the checkpoint that it goes on from: those that leave its numbers
-as they are, up to rounding. What a capacity factor drops is not among them.
+as they are, up to rounding and to what a capacity factor drops.
 """
 
 
@@ -395,8 +396,12 @@ def earlier_evaluations(workdir: Path) -> list[dict[str, float]]:
 
 
 def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: Path) -> None:
-    """Raises a UserError where the config is another run's than the checkpoint's, but for what may change."""
-    ours, theirs = _flat(here), _flat(saved)
+    """Raises a UserError where the config is another run's than the checkpoint's, but for what may change.
+
+    A field that one of them lacks has its default there: checkpoints outlive the versions that wrote them.
+    """
+    defaults = _flat(base().to_dict())
+    ours, theirs = defaults | _flat(here), defaults | _flat(saved)
     for name in sorted(ours.keys() | theirs.keys()):
         if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
             raise UserError(

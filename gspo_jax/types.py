@@ -44,7 +44,7 @@ class RouterRecord:
     """
 
     experts: Int[Array, "B N L K"]
-    """The experts it chose, most probable first, in the smallest integer that holds their number."""
+    """The experts that were used: its choice, most probable first, or what was replayed. In the smallest integer."""
     logprobs: Float[Array, "B N L K"] | None
     """log softmax of the router at those experts, float32; None if they were not asked for."""
 
@@ -88,7 +88,7 @@ class OldPolicy:
     values: Float[Array, "B T"] | None = None
     """The critic's value before each token; None without a critic."""
     routes: RouterRecord | None = None
-    """What the trainer's routers did under the old policy; None unless old log-probs are recomputed."""
+    """How the trainer's forward routed under the old policy, under r3 as the sampler did; None unless recomputed."""
 
 
 @struct.dataclass

@@ -26,7 +26,7 @@ OPTIMIZER, _ = make_optimizer(
     weight_decay=0.0,
     max_grad_norm=1.0,
 )
-RUN = {"iteration": 3, "prompts": '{"next": 7}', "key": [1, 2], "config": {"remat": False, "data": {}}}
+RUN = {"iteration": 3, "prompts": '{"next": 7}', "key": [1, 2], "config": {"seed": 0, "data": {}}}
 
 
 def spec(sizes, config=CONFIG):

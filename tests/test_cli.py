@@ -132,6 +132,18 @@ def test_a_run_may_go_on_with_another_dispatch_but_not_drop_other_tokens():
         check_same_run(config.to_dict(), saved, Path("runs/tiny"))
 
 
+def test_a_run_of_an_older_version_goes_on():
+    """Its config lacks what came later, and has `remat` in another form."""
+    config = cli.load_config(TINY)
+    saved = config.to_dict()
+    del saved["routing"], saved["model"]["dispatch"]
+    saved["model"]["remat"] = False
+    check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+    config.routing.replay = "r3"
+    with pytest.raises(UserError, match=r"routing.replay is 'r3' here and 'none' in the run"):
+        check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+
+
 def run(*words):
     command = [sys.executable, "-m", "gspo_jax.train", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -47,9 +47,9 @@ def make_policy(config: ConfigDict, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def quick():
-    """Runs of seconds that compile for minutes: they pay for no optimisation."""
+    """Runs of a second that compile for many pay for no optimisation; the cold starts, which go on longer, do."""
     with quick_compilation():
         yield
 

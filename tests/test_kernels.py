@@ -80,6 +80,14 @@ def test_grouped_matmul_gradient_is_its_own(dtype):
     assert not ours[0][80:].any(), "rows beyond the groups get no gradient"
 
 
+@pytest.mark.parametrize("backend", backends())
+def test_what_lies_beyond_the_groups_is_not_read(backend):
+    rows, grads = (jnp.full((40, width), jnp.nan).at[:20].set(1.0) for width in (8, 4))
+    counts = jnp.asarray([7, 13], jnp.int32)
+    assert np.isfinite(backend["matmul"](rows, jnp.ones((2, 8, 4)), counts, transposed=False)).all()
+    np.testing.assert_array_equal(backend["outer"](rows, grads, counts)[:, 0, 0], [7, 13])
+
+
 def naive_attention(q, k, v, mask):
     out = np.zeros_like(q)
     for b, t, n in np.ndindex(q.shape[:3]):
@@ -135,13 +143,20 @@ def test_causal_attention_s_gradient_is_that_of_the_plain_form(dtype):
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=tolerance * float(jnp.abs(b).max()))
 
 
-def test_attention_over_nothing_is_finite():
-    """Left padding sees no key at all."""
-    x = jnp.ones((1, 3, 2, 4))
+def test_a_query_that_sees_nothing_gets_nothing_and_gives_nothing():
+    """Left padding: its two queries have no key; the gradient is that of the last query alone."""
+    rng = np.random.default_rng(5)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 3, 2, 4)), jnp.float32) for _ in range(3))
     valid = jnp.asarray([[False, False, True]])
-    out, grad = jax.value_and_grad(lambda q: causal_attention(q, x, x, valid).sum())(x)
-    assert np.isfinite(out)
-    assert np.isfinite(grad).all()
+
+    def loss(q, k, v, rows):
+        return (causal_attention(q, k, v, valid)[:, rows] ** 2).sum()
+
+    assert not causal_attention(q, k, v, valid)[:, :2].any()
+    every, last = (jax.grad(loss, argnums=(0, 1, 2))(q, k, v, rows) for rows in (slice(None), slice(2, None)))
+    for a, b in zip(every, last, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert every[2][:, 2].any()
 
 
 def test_responses_that_share_a_prompt_see_it_and_themselves():

@@ -360,9 +360,9 @@ def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, fir
 
 def test_dropped_is_a_share_of_all_pairs(rollout, native):
     """One of its K = 2 experts is out of reach for every token, in one of two layers: a quarter."""
-    scores = native[1]
-    routes = scores.routes._replace(dropped=np.zeros_like(scores.routes.dropped), watched=scores.routes.logprobs)
-    routes.dropped[0] = 1
+    scores = jax.tree.map(jnp.asarray, native[1])
+    dropped = jnp.zeros_like(scores.routes.dropped).at[0].set(1)
+    routes = scores.routes._replace(dropped=dropped, watched=scores.routes.logprobs)
     batch = experience_of(rollout, OldPolicy(rollout.logprobs))
     _, info = objectives.loss(
         objectives.gspo(),

@@ -12,7 +12,8 @@ _MASKED = -1e30
 
 
 _CHUNK, _CHUNKS = 64, 8
-"""Queries whose scores exist at once: at least so many, and at most so many chunks of them."""
+"""Queries whose scores exist at once: at least so many, and at most so many chunks of them, as each is code of its own.
+An eighth of the [T, N] scores is therefore what long rows take."""
 
 
 def causal_attention(
@@ -24,7 +25,8 @@ def causal_attention(
     """softmax(q k^T / sqrt(h)) v over the valid keys at or before each query; the queries are the last T of N tokens.
 
     Query head i reads key/value head i // (H / Kv). The output has q's dtype. A chunk of queries at a time meets the
-    keys up to its end, and the backward pass computes the scores again: of the [T, N] scores nothing is kept.
+    keys up to its end, and the backward pass computes the scores again: of the [T, N] scores nothing is kept. A query
+    that sees no key gets 0.
     """
     B, T, H, h = q.shape
     Kv, heads = k.shape[2], H // k.shape[2]
@@ -75,9 +77,10 @@ def _attend_forward(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, 
     outs, log_sums = [], []
     for rows, n in _chunks(q.shape[3], k.shape[2]):
         scores = _scores(q[:, :, :, rows], k[:, :, :n], valid[:, :n])
-        highest = scores.max(axis=-1, keepdims=True)
+        # A row that sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
+        highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
         probs = jnp.exp(scores - highest)
-        total = probs.sum(axis=-1, keepdims=True)
+        total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
         out = _float32(_rows(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
         outs.append((out / total).astype(q.dtype))
         log_sums.append(highest + jnp.log(total))

@@ -102,8 +102,8 @@ def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
 
         def part(block: int) -> Array:
             start = jnp.minimum(group.rest, n - block)
-            x = jnp.where(group.inside(start, block), _take(rows, start, block), 0)
-            return product(x, _take(grads, start, block))
+            inside = group.inside(start, block)
+            return product(*(jnp.where(inside, _take(a, start, block), 0) for a in (rows, grads)))
 
         none = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
         sum_ = group.remainder([lambda: none, *(partial(part, block) for block in _block_sizes(n))])

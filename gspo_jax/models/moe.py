@@ -1,5 +1,6 @@
 """The feed-forward layers: Qwen3's dense SwiGLU, and its mixture of experts as route -> dispatch -> combine."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -48,8 +49,12 @@ class Routes(NamedTuple):
         return self.experts if self.native is None else self.native
 
 
+@partial(jax.checkpoint, prevent_cse=False)
 def _at(every: Float[Array, "B T E"], experts: Int[Array, "B T K"]) -> Float[Array, "B T K"]:
-    """every[experts]; 0 at -1. By comparison, whose transpose is a sum, and not a scatter as that of a gather."""
+    """every[experts]; 0 at -1. By comparison, whose transpose is a sum, and not a scatter as that of a gather.
+
+    The backward pass compares again: what it would keep is [B, T, K, E].
+    """
     columns = jax.lax.broadcasted_iota(experts.dtype, (1, 1, 1, every.shape[-1]), 3)
     return jnp.where(experts[..., None] == columns, every[..., None, :], 0).sum(axis=-1)
 

@@ -28,7 +28,8 @@ REMATS: dict[Remat, Callable[..., bool] | None] = {
 }
 """What each layer keeps for its backward pass: all of it, its input and the outputs of its matmuls, or its input alone.
 
-"dots" computes only what is cheap to compute again, and is the fastest where memory is slow; "full" is the smallest.
+"dots" computes only what is cheap to compute again, and is the fastest where memory is slow; of experts it keeps the
+whole buffers, sized for the worst load. "full" is the smallest.
 """
 
 
@@ -39,7 +40,7 @@ class Output:
     hidden: Float[Array, "B T D"]
     """After the final norm, in the compute dtype."""
     routes: Routes
-    """Stacked over layers: its arrays are [L, B, T, K]; K = 0 for a dense model."""
+    """Stacked over layers: its arrays lead with L; K = 0 for a dense model."""
     head: Float[Array, "D V"]
     """The unembedding, in the compute dtype."""
 

@@ -17,7 +17,7 @@ from gspo_jax.types import UserError
 AXES = ("data", "fsdp", "expert", "tensor")
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Rows are spread over all of these: experts see the tokens of their whole group by an all-gather over `expert`."""
+"""Rows are spread over all of these: the dispatch brings tokens to experts over `expert`."""
 
 Tree = TypeVar("Tree")
 

@@ -83,7 +83,7 @@ def router_kl(old: Float[Array, "L B T K"], new: Float[Array, "L B T K"]) -> Flo
     """KL(old ‖ new) of two routers over the K experts that the old one chose and all others as one, in nats.
 
     A lower bound of the KL over all experts, by the data-processing inequality, that needs K numbers for each token and
-    not E. Arguments as for `router_shift`.
+    not E (up to a floor of 1e-7 on the rest). Arguments as for `router_shift`.
     """
     old_rest, new_rest = (jnp.maximum(1 - jnp.exp(x).sum(axis=-1), 1e-7) for x in (old, new))
     return (jnp.exp(old) * (old - new)).sum(axis=-1) + old_rest * jnp.log(old_rest / new_rest)

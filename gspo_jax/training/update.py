@@ -40,8 +40,8 @@ class Penalties:
     entropy: float = 0.0
     """c_e: a positive number rewards entropy."""
     balance: float = 0.0
-    """Of E Σ_e f_e p_e, mean over layers: f each expert's share of the mini-batch's pairs when it was sampled (of the
-    mini-batch, as arXiv 2501.11873 asks, whatever micro-batches it is cut into), p the router's probability now."""
+    """Of E Σ_e f_e p_e, mean over layers: f each expert's share of the old policy's pairs in the mini-batch (in all of
+    it, as arXiv 2501.11873 asks, whatever micro-batches it is cut into), p the router's probability now."""
     router_z: float = 0.0
     """Of the router's z-loss, mean over layers."""
 
