@@ -372,7 +372,7 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
         advantages=batch.advantages,
     )
     sums, maxima = statistics.of_policy(dataclasses.replace(scores, routes=routes), batch, info, num_experts=E)
-    assert statistics.metrics(sums, maxima)["routing/dropped"] == 0.25
+    assert statistics.metrics({"loss": 0.0, **sums}, maxima)["routing/dropped"] == 0.25
 
 
 def test_without_coefficients_there_are_no_router_losses(rollout, olds, first):
