@@ -118,11 +118,11 @@ def segment_attention(
 ) -> Float[Array, "B N H h"]:
     """Causal attention over rows of a prompt (`prompt` tokens) and `responses` responses to it, of equal lengths.
 
-    Every response sees the valid tokens of the prompt and its own; with prompt 0 and one response, plain causal.
+    Every response sees the valid tokens of the prompt and its own; one response goes on as one text, plain causal.
     """
     B, N = valid.shape
     S, G, T = prompt, responses, (N - prompt) // responses
-    if S == 0 or G == 1:
+    if G == 1:
         return causal_attention(q, k, v, valid)
 
     def joined(x: Array) -> Array:

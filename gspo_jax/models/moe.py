@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.models.config import ModelConfig, parameter
 from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.types import RouterRecord
 
 
 @struct.dataclass
@@ -47,6 +48,14 @@ class Routes(NamedTuple):
     def chosen(self) -> Int[Array, "*L B T K"]:
         """The router's own choice, whether it was followed or not."""
         return self.experts if self.native is None else self.native
+
+
+def record(routes: Routes, fed: Bool[Array, "B N"], config: ModelConfig, *, logprobs: bool = True) -> RouterRecord:
+    """What is kept of the routes of all layers, where a token was fed; with the router's log-probs or without."""
+    experts, kept = (jnp.moveaxis(x, 0, 2) for x in (routes.experts, routes.logprobs))
+    fed = fed[..., None, None]
+    experts = jnp.where(fed, experts, -1).astype(config.expert_dtype)
+    return RouterRecord(experts, jnp.where(fed, kept, 0) if logprobs else None)
 
 
 @partial(jax.checkpoint, prevent_cse=False)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from gspo_jax.models import moe
 from gspo_jax.models.cache import Cache, new_cache
-from gspo_jax.models.moe import Routes
 from gspo_jax.models.transformer import Output, Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
@@ -78,18 +78,12 @@ def generate(
     model = nnx.merge(graph, params)
     B, T = keys.shape[0], length
     stops = jnp.asarray(eos_ids, jnp.int32)
+    of_routers = partial(moe.record, config=model.config, logprobs=router_logprobs)
 
     def pick(t: Array, output: Output) -> tuple[Array, Array, Array]:
         """The token after the output's (one) position."""
         logits = constrain(output.logits[:, 0], "batch", "vocab")
         return draw(jax.vmap(jax.random.fold_in, (0, None))(keys, t), logits, sampling)
-
-    def of_routers(routes: Routes, fed: Bool[Array, "n t"]) -> RouterRecord:
-        """[L, n, t, K] -> [n, t, L, K], where a token was fed."""
-        experts, logprobs = (jnp.moveaxis(x, 0, 2) for x in (routes.experts, routes.logprobs))
-        fed = fed[..., None, None]
-        experts = jnp.where(fed, experts, -1).astype(model.config.expert_dtype)
-        return RouterRecord(experts, jnp.where(fed, logprobs, 0) if router_logprobs else None)
 
     def record(state: _State, token: Array, behaviour: Array, full: Array) -> _State:
         alive = ~state.ended

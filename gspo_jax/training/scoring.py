@@ -10,13 +10,12 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.logprobs import token_logprobs
-from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.critic import Critic
-from gspo_jax.models.moe import Routes, Routing
+from gspo_jax.models.moe import Routes, Routing, record
 from gspo_jax.models.transformer import Output, Remat, Transformer
 from gspo_jax.parallel.mesh import shared_rows
 from gspo_jax.routing.replay import Replay, replayed
-from gspo_jax.types import OldPolicy, Responses, Rollout, RouterRecord
+from gspo_jax.types import OldPolicy, Responses, Rollout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +142,10 @@ def make_old_policy(
         if not recompute:
             return OldPolicy(rollout.logprobs, reference, value)
         return OldPolicy(
-            scores.logprobs, reference, value, _record(scores.routes, rollout, nnx.merge(graph, params).config)
+            scores.logprobs,
+            reference,
+            value,
+            record(scores.routes, _inputs(rollout)[1], nnx.merge(graph, params).config),
         )
 
     return old_policy
@@ -162,13 +164,6 @@ def _forward(
     tokens, valid = (pack(x, S, share) for x in _inputs(responses))
     out = model(tokens, valid, prompt=S, responses=share, routing=routing, remat=scoring.remat)
     return out, at_predictions(out.hidden, responses, share), jax.tree.map(unpacked, out.routes)
-
-
-def _record(routes: Routes, responses: Responses, config: ModelConfig) -> RouterRecord:
-    """[L, B, N, K] -> [B, N, L, K], without padding."""
-    experts, logprobs = (jnp.moveaxis(x, 0, 2) for x in (routes.experts, routes.logprobs))
-    real = _inputs(responses)[1][..., None, None]
-    return RouterRecord(jnp.where(real, experts, -1).astype(config.expert_dtype), jnp.where(real, logprobs, 0))
 
 
 def _inputs(responses: Responses) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
