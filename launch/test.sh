@@ -2,6 +2,7 @@
 # What CI runs: bash launch/test.sh [pytest arguments …]
 # Style, layers, types, then the tests with every line and branch of gspo_jax/objectives covered. With a selection of
 # tests (a path, -k, -m, --lf …) coverage is not asked for. Makes .venv first where it is missing.
+# -m slow runs what is left out otherwise: more cases of what is tested, and what needs the TPU's compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -33,7 +34,9 @@ check() {
   fi
 }
 
-ensure_venv test
+extra=test
+case " $* " in *" -m slow "*) extra=slow ;; esac
+ensure_venv $extra
 bin=.venv/bin
 check "ruff check" $bin/ruff check .
 check "ruff format" $bin/ruff format --check .

@@ -18,7 +18,7 @@ from gspo_jax.rewards import steps
 from gspo_jax.train import train
 from gspo_jax.training.metrics import read_metrics
 from gspo_jax.types import UserError
-from tests.tiny import quick_compilation
+from tests.tiny import mostly_slow, quick_compilation
 
 ROOT = Path(__file__).parent.parent
 CLOCK = ("time", "timing/", "throughput/")
@@ -92,7 +92,7 @@ def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("name", objectives.catalogue.__all__)
+@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo", "ppo", "rspo")))
 def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, written):
     config = settings(data, model__folder=str(adder), objective__name=name)
     rows = run(config, tmp_path / "run", written)

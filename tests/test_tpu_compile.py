@@ -91,6 +91,7 @@ def figures(dispatch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 @pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
 def test_the_tpu_compiler_takes_the_layer(dispatch):

@@ -28,7 +28,7 @@ from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, 
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord
-from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, params, prompts, quick_compilation
+from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, mostly_slow, params, prompts, quick_compilation
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 G, P, T = 4, 16, 10
@@ -141,13 +141,16 @@ def reference(experience):
 
 @pytest.mark.parametrize(
     ("sizes", "microbatches"),
-    [
-        ({"data": 1}, 1),
-        ({"data": 2}, 4),
-        ({"data": 2, "expert": 2}, 4),
-        *((sizes, 2 if sizes == EIGHT else 1) for sizes in MESHES),
-        (None, 4),
-    ],
+    mostly_slow(
+        [
+            ({"data": 1}, 1),
+            ({"data": 2}, 4),
+            ({"data": 2, "expert": 2}, 4),
+            *((sizes, 2 if sizes == EIGHT else 1) for sizes in MESHES),
+            (None, 4),
+        ],
+        always=[(None, 4), (EIGHT, 2), ({"fsdp": 2, "expert": 2, "tensor": 2}, 1)],
+    ),
     ids=lambda x: f"micro{x}" if isinstance(x, int) else mesh_id(x or {"unsharded": 1}),
 )
 def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, microbatches, experience, reference):
@@ -223,7 +226,7 @@ def by_the_definition(batch: Experience, name: str, replay: str):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", objectives.catalogue.__all__)
+@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo", "ppo", "cispo")))
 def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches(name, whole):
     """With critic, reference, entropy bonus and mismatch correction in the loss; every third replays r2, or r3."""
     replay = REPLAYS[objectives.catalogue.__all__.index(name) % len(REPLAYS)]

@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from gspo_jax.models import transformer
@@ -50,6 +52,14 @@ def quick_compilation() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
+
+
+def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
+    """The cases of a parametrised test: those in `always` for every run of the tests, the others marked `slow`."""
+    marks = {False: pytest.mark.slow, True: ()}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in always]) for case in cases
+    ]
 
 
 def mesh_id(sizes: dict[str, int]) -> str:
