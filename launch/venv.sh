@@ -3,6 +3,7 @@
 # installs the project. What was cut off is finished by the next call. PYTHON=/path/to/python chooses another interpreter.
 
 SUPPORTED="3.13 3.12 3.11"
+EXTRAS="report test slow" # each holds those before it
 
 PROBE='
 import sys, sysconfig
@@ -48,10 +49,10 @@ show_install() {
   if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
-# Succeeds where .venv has the extra $1 as pyproject.toml asks for it now; the extra `test` holds every other.
+# Succeeds where .venv has the extra $1 as pyproject.toml asks for it now.
 installed() {
   local stamp
-  for stamp in "$1" test; do
+  for stamp in "$1" ${EXTRAS#*"$1"}; do
     if [ "$(cat ".venv/installed-$stamp" 2>/dev/null)" = "$(install_state)" ]; then
       .venv/bin/python -c "" >/dev/null 2>&1 && return
     fi
