@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.kernels import grouped_matmul as gm
-from gspo_jax.kernels.attention import causal_attention, segment_attention, shared_prompt_attention
+from gspo_jax.kernels.attention import Rows, causal_attention, decode_attention, segment_attention
 from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
 
 GROUPS = {
@@ -175,20 +175,42 @@ def test_responses_that_share_a_prompt_see_it_and_themselves():
         np.testing.assert_allclose(got[:, :S], expected[:, :S], atol=1e-5)
 
 
-def test_two_segments_are_one_softmax():
-    """The prompt stored once and the response's own keys give what one concatenated segment gives."""
-    rng = np.random.default_rng(3)
-    P, G, S, T = 2, 3, 4, 5
-    q = rng.standard_normal((P * G, 4, 8)).astype(np.float32)
-    prompt_k, prompt_v = rng.standard_normal((2, P, S, 2, 8)).astype(np.float32)
-    k, v = rng.standard_normal((2, P * G, T, 2, 8)).astype(np.float32)
-    prompt_mask = np.arange(S)[None] < np.array([[2], [4]])
-    mask = np.broadcast_to(np.arange(T) <= 2, (P * G, T))
-    arguments = (q, prompt_k, prompt_v, prompt_mask, k, v, mask)
-    got = shared_prompt_attention(*(jnp.asarray(a) for a in arguments))
-    joined_k, joined_v = (np.concatenate([np.repeat(a, G, 0), b], 1) for a, b in ((prompt_k, k), (prompt_v, v)))
-    joined = np.concatenate([np.repeat(prompt_mask, G, 0), mask], 1)[:, None]
-    np.testing.assert_allclose(got, naive_attention(q[:, None], joined_k, joined_v, joined)[:, 0], atol=1e-5)
+RING = 2, 3  # segments and their columns
+
+
+@pytest.mark.parametrize("slots", ["aligned", "few", "one"])
+@pytest.mark.parametrize("step", [0, 2, 4, 7, 11])
+def test_two_segments_are_one_softmax(slots, step):
+    """Prompts stored once and own keys in a ring give what each response's own row of keys gives, wherever they lie."""
+    rng = np.random.default_rng(step)
+    L, P, G, S, Kv, h, layer = 2, 3, 2, 4, 2, 8, 1
+    (N, C), n = RING, P * G
+    responses = {"aligned": np.arange(n), "few": np.array([5, 0, 4, 1]), "one": np.array([3])}[slots]
+    B = len(responses)
+    lengths = np.array([2, 4, 1])
+    ages = np.minimum(rng.integers(1, N * C + 1, B), step + 1)
+    if B > 1:
+        ages[1] = 0  # idle
+    q = rng.standard_normal((B, 4, h)).astype(np.float32)
+    prompt_k, prompt_v = rng.standard_normal((2, L, P, Kv, S, h)).astype(np.float32)
+    k, v = rng.standard_normal((2, L, N, B, Kv, C, h)).astype(np.float32)
+    rows = None
+    if slots != "aligned":
+        rows = Rows.of(jnp.asarray(responses), jnp.asarray(ages > 0), P, G)
+    arrays = (jnp.asarray(a) for a in (q, prompt_k, prompt_v, lengths, k, v))
+    where = {"layer": jnp.asarray(layer), "step": jnp.asarray(step), "ages": jnp.asarray(ages), "rows": rows}
+    got = jax.jit(decode_attention)(*arrays, **where)
+
+    ring_k, ring_v = (np.moveaxis(a[layer], 3, 1).reshape(N * C, B, Kv, h) for a in (k, v))
+    for b in np.flatnonzero(ages):
+        p = responses[b] // G
+        newest = [(step - i) % (N * C) for i in range(ages[b])]
+        own_k, own_v = (
+            np.concatenate([np.swapaxes(prompt[layer, p], 0, 1)[: lengths[p]], ring[newest, b]])[None]
+            for prompt, ring in ((prompt_k, ring_k), (prompt_v, ring_v))
+        )
+        expected = naive_attention(q[b][None, None], own_k, own_v, np.ones((1, 1, own_k.shape[1]), bool))
+        np.testing.assert_allclose(got[b], expected[0, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 6, 14, 1000])

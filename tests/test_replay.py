@@ -63,7 +63,7 @@ def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
     with quick_compilation():
-        return jax.device_get(generate(GRAPH, params(), prompts(P=P, S=S), keys, **settings))
+        return jax.device_get(generate(GRAPH, params(), prompts(P=P, S=S), keys, **settings)[0])
 
 
 def real(rollout) -> np.ndarray:

@@ -28,7 +28,7 @@ SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
-    return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings))
+    return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings)[0])
 
 
 def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):

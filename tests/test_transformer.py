@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from gspo_jax.models import transformer
-from gspo_jax.models.cache import new_cache
+from gspo_jax.models.cache import Cache, Slots, empty_ring
 from tests.tiny import CONFIG, leaf_errors, params, prompts
 
 
@@ -41,11 +41,12 @@ def test_cached_decode_equals_a_full_forward(group_size):
     B = 4 * group_size
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, 64, (B, T)))
     out, (k, v) = jax.jit(net.prefill)(batch.tokens, batch.lengths)
-    cache = new_cache(k, v, jnp.asarray(batch.lengths), group_size=group_size, length=T)
+    ring = empty_ring(CONFIG, B, T, k.dtype)
+    cache = Cache(k, v, jnp.asarray(batch.lengths), ring, ring, jnp.zeros((), jnp.int32), group_size)
     decode = jax.jit(net.decode)
     stepped, routes = [], []
     for t in range(T):
-        step, cache = decode(tokens[:, t], jnp.ones(B, bool), cache)
+        step, cache = decode(tokens[:, t], Slots(jnp.arange(B), jnp.full(B, t + 1), aligned=True), cache)
         stepped.append(step.logits[:, 0])
         routes.append(step.routes.experts[:, :, 0])
     for b in range(B):

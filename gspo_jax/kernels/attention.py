@@ -1,11 +1,13 @@
 """Softmax attention with grouped key/value heads (GQA). Every backend runs the plain XLA form; scores are float32."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 _MASKED = -1e30
 """Finite, so that a row with no visible key (padding) softmaxes to something finite instead of NaN."""
@@ -134,28 +136,151 @@ def segment_attention(
     return jnp.concatenate([of_prompt, own.reshape(B, G * T, *q.shape[2:])], axis=1)
 
 
-def shared_prompt_attention(
-    q: Float[Array, "B H h"],
-    prompt_k: Float[Array, "P S Kv h"],
-    prompt_v: Float[Array, "P S Kv h"],
-    prompt_mask: Bool[Array, "P S"],
-    k: Float[Array, "B T Kv h"],
-    v: Float[Array, "B T Kv h"],
-    mask: Bool[Array, "B T"],
-) -> Float[Array, "B H h"]:
-    """One query per row over two segments with one softmax: its prompt's keys, stored once per group, and its own.
+class _Softmax(NamedTuple):
+    """A softmax over some of the keys, to be joined with those over others: all float32."""
 
-    Rows of a group are adjacent: row b reads prompt b // (B / P).
+    out: Float[Array, "*b h"]
+    """Σ exp(score − highest) · value."""
+    highest: Float[Array, "*b 1"]
+    total: Float[Array, "*b 1"]
+    """Σ exp(score − highest)."""
+
+    def joined(self, other: "_Softmax") -> "_Softmax":
+        """The softmax over the keys of both."""
+        highest = jnp.maximum(self.highest, other.highest)
+        a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
+        return _Softmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
+
+
+def _softmax(q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array) -> _Softmax:
+    """Of queries over the keys that they see; `seen` broadcasts to the scores, [*b, T, N]."""
+    scores = jnp.where(seen, _float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
+    # Who sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
+    highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
+    probs = jnp.exp(scores - highest)
+    return _Softmax(_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
+
+
+@struct.dataclass
+class Rows:
+    """Where the queries of slots stand among the P·G responses, and which prompts they need: the same for all layers.
+
+    Prompts are read in blocks, so many at a time as there are slots for their groups.
     """
-    P, S, Kv, h = prompt_k.shape
-    B, H, _ = q.shape
-    q = q.reshape(P, B // P, Kv, H // Kv, h)  # prompt, member of its group, key head, query heads of it
-    own_k, own_v = (a.reshape(P, B // P, *a.shape[1:]) for a in (k, v))
-    shared = jnp.einsum("pnkgh,pskh->pnkgs", q, prompt_k, preferred_element_type=jnp.float32)
-    own = jnp.einsum("pnkgh,pntkh->pnkgt", q, own_k, preferred_element_type=jnp.float32)
-    shared = jnp.where(prompt_mask[:, None, None, None], shared * h**-0.5, _MASKED)
-    own = jnp.where(mask.reshape(P, B // P, 1, 1, -1), own * h**-0.5, _MASKED)
-    probs = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(v.dtype)
-    out = jnp.einsum("pnkgs,pskh->pnkgh", probs[..., :S], prompt_v)
-    out += jnp.einsum("pnkgt,pntkh->pnkgh", probs[..., S:], own_v)
-    return out.reshape(B, H, h)
+
+    responses: Int[Array, " B"]
+    """The response in each slot."""
+    slots: Int[Array, " n"]
+    """The slot of each response; anything for one that is in none."""
+    blocks: Int[Array, " m"]
+    """Blocks of prompts, those with a slot first."""
+    needed: Int[Array, ""]
+    """How many of them have one."""
+
+    @classmethod
+    def of(cls, responses: Int[Array, " B"], active: Bool[Array, " B"], prompts: int, group_size: int) -> "Rows":
+        """Of slots that hold these responses where they are active."""
+        B, n = responses.shape[0], prompts * group_size
+        count = n // (_prompts_per_block(B, prompts, group_size) * group_size)
+        responses = jnp.where(active, responses, n)
+        slots = jnp.zeros(n, jnp.int32).at[responses].set(jnp.arange(B, dtype=jnp.int32), mode="drop")
+        needed = jnp.zeros(count, bool).at[responses // (n // count)].set(True, mode="drop")
+        blocks = jnp.argsort(~needed, stable=True).astype(jnp.int32)
+        return cls(responses, slots, blocks, needed.sum(dtype=jnp.int32))
+
+
+def _prompts_per_block(slots: int, prompts: int, group_size: int) -> int:
+    return next(w for w in range(min(prompts, max(1, slots // group_size)), 0, -1) if prompts % w == 0)
+
+
+def decode_attention(
+    q: Float[Array, "B H h"],
+    prompt_k: Float[Array, "L P Kv S h"],
+    prompt_v: Float[Array, "L P Kv S h"],
+    prompt_lengths: Int[Array, " P"],
+    k: Float[Array, "L N B Kv C h"],
+    v: Float[Array, "L N B Kv C h"],
+    *,
+    layer: Int[Array, ""],
+    step: Int[Array, ""],
+    ages: Int[Array, " B"],
+    rows: Rows | None,
+) -> Float[Array, "B H h"]:
+    """One query per slot over two segments with one softmax: its prompt's keys, stored once per group, and its own.
+
+    Own keys lie in a ring of N·C columns, this step's at `step` modulo their number; a slot sees its newest `ages`.
+    Only what some slot sees is read: blocks of prompts, and segments of the ring. A slot of age 0 gets anything.
+
+    Args:
+      q: the queries.
+      prompt_k: keys of the prompts in all layers, of which `layer` is read.
+      prompt_v: values.
+      prompt_lengths: how many of the S are there.
+      k: keys of the slots' own tokens.
+      v: values.
+      layer: which layer this is.
+      step: columns written before this step's.
+      ages: own tokens of each slot, this step's included.
+      rows: whose prompts are whose; None where slot b holds response b of all P·G.
+    """
+    B, H, h = q.shape
+    Kv = prompt_k.shape[2]
+    q = q.reshape(B, Kv, H // Kv, h)
+    if rows is None:
+        prompt = _whole_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
+    else:
+        prompt = _prompts_in_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
+    out = _own(prompt, q, k, v, layer, step, ages)
+    return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
+
+
+def _whole_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _Softmax:
+    """Queries of all responses to some prompts, in order: those of a group, and of one key head, are one matrix."""
+    P, Kv, S, h = k.shape
+    n, _, g, _ = q.shape
+    grid = jnp.swapaxes(q.reshape(P, n // P, Kv, g, h), 1, 2).reshape(P, Kv, -1, h)
+    found = _softmax(grid, k, v, jnp.arange(S)[None, None, None] < lengths[:, None, None, None])
+    return jax.tree.map(
+        lambda x: jnp.swapaxes(x.reshape(P, Kv, n // P, g, x.shape[-1]), 1, 2).reshape(n, Kv, g, x.shape[-1]), found
+    )
+
+
+def _prompts_in_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Array, rows: Rows) -> _Softmax:
+    B, Kv, g, h = q.shape
+    _, P, _, S, _ = k.shape
+    n, m = rows.slots.shape[0], rows.blocks.shape[0]
+    prompts, responses = P // m, n // m
+
+    def visit(i: Array | int, found: _Softmax) -> _Softmax:
+        block = rows.blocks[i]
+        own_k, own_v = (
+            jax.lax.dynamic_slice(x, (layer, block * prompts, 0, 0, 0), (1, prompts, Kv, S, h))[0] for x in (k, v)
+        )
+        first = block * responses
+        slots = jax.lax.dynamic_slice_in_dim(rows.slots, first, responses)
+        here = _whole_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
+        at = rows.responses - first
+        mine = ((at >= 0) & (at < responses))[:, None, None, None]
+        return jax.tree.map(lambda x, new: jnp.where(mine, new.at[at].get(mode="clip"), x), found, here)
+
+    none = jnp.full((B, Kv, g, 1), _MASKED / 10)
+    found = _Softmax(jnp.zeros((B, Kv, g, h)), none, jnp.zeros_like(none))
+    return visit(0, found) if m == 1 else jax.lax.fori_loop(0, rows.needed, visit, found)
+
+
+def _own(found: _Softmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array) -> _Softmax:
+    """Joins the softmax over each slot's own tokens, segment by segment of the ring."""
+    _, N, B, Kv, C, h = k.shape
+    first = jnp.maximum(step + 1 - ages.max(), 0) // C
+    count = jnp.minimum(step // C - first + 1, N)
+
+    def visit(i: Array | int, found: _Softmax) -> _Softmax:
+        segment = (first + i) % N
+        own_k, own_v = (
+            jax.lax.dynamic_slice(x, (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h))[0, 0] for x in (k, v)
+        )
+        age = (step - segment * C - jnp.arange(C)) % (N * C)
+        seen = age[None, None, None] < ages[:, None, None, None]
+        return found.joined(_softmax(q, own_k, own_v, seen))
+
+    return visit(0, found) if N == 1 else jax.lax.fori_loop(0, count, visit, found)

@@ -65,13 +65,16 @@ def _block_sizes(n: int) -> list[int]:
     return [min(rows, n) for rows in range(_STEP, _BLOCK + _STEP, _STEP)]
 
 
-def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool) -> Array:
-    """out[n] = rows[n] @ weights[e(n)] (or its transpose), block by block; rows beyond the last group come out zero."""
+def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool, first: Array | int = 0) -> Array:
+    """out[n] = rows[n] @ weights[e(n)] (or its transpose), block by block; rows beyond the last group come out zero.
+
+    The matrix of the first group is number `first` of the weights.
+    """
     n = rows.shape[0]
     product = partial(jnp.einsum, "nf,df->nd" if transposed else "nd,df->nf")
 
     def one(e: Array, group: _Group, out: Array) -> Array:
-        w = jax.lax.dynamic_index_in_dim(weights, e, keepdims=False)
+        w = jax.lax.dynamic_index_in_dim(weights, first + e, keepdims=False)
 
         def whole(i: Array, out: Array) -> Array:
             start = group.first + i * _BLOCK
@@ -170,3 +173,24 @@ def _backward(residuals: tuple[Array, Array, Array], grads: Array) -> tuple[Arra
 
 
 grouped_matmul.defvjp(_forward, _backward)
+
+
+def stacked_matmul(
+    rows: Float[Array, "N D"],
+    weights: Float[Array, "L E D F"],
+    group_sizes: Int[Array, " E"],
+    *,
+    layer: Int[Array, ""],
+) -> Float[Array, "N F"]:
+    """grouped_matmul(rows, weights[layer], group_sizes), but the layer's weights are read where they lie.
+
+    For a loop over layers, such as a decoder's, in which a copy would cost as much as the product. Without a gradient.
+    """
+    L, E = weights.shape[:2]
+    whole = weights.reshape(L * E, *weights.shape[2:])
+    if platform() == "cpu":
+        return _blocked(rows, whole, group_sizes, transposed=False, first=layer * E)
+    if platform() == "tpu":  # the groups of other layers have no rows, and none of their tiles is visited
+        sizes = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(L * E, jnp.int32), group_sizes, layer * E, 0)
+        return grouped_matmul_tpu.matmul(rows, whole, sizes, transposed=False)
+    return _ragged(rows, jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False), group_sizes, transposed=False)

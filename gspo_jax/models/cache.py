@@ -1,30 +1,88 @@
-"""The decoder's key/value cache: each prompt once, and each response's own tokens."""
+"""The decoder's key/value cache: each prompt once, and the newest tokens of each slot in a ring."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel.mesh import constrain
+
+_SEGMENT, _SEGMENTS = 64, 8
+"""Columns of a segment, at least, and segments of a ring, at most: attention reads whole segments, one at a time."""
+
+
+@struct.dataclass
+class Slots:
+    """What the B slots are at: each decodes one response at a time."""
+
+    responses: Int[Array, " B"]
+    """The response in each slot, in [0, P·G); its prompt is that number // G. Anything where a slot is idle."""
+    ages: Int[Array, " B"]
+    """Tokens of its response that a slot has fed, that of this step included; 0 where it is idle."""
+    aligned: bool = struct.field(pytree_node=False, default=False)
+    """Whether slot b holds response b, for all of P·G."""
+
+    @property
+    def active(self) -> Bool[Array, " B"]:
+        """Where a slot is not idle."""
+        return self.ages > 0
 
 
 @struct.dataclass
 class Cache:
-    """Keys and values of all layers, in two segments. Rows of a group are adjacent: row b belongs to prompt b // G."""
+    """Keys and values of all layers: the prompts', and a ring of columns that all slots write together, one a step.
 
-    prompt_k: Float[Array, "L P S Kv h"]
-    prompt_v: Float[Array, "L P S Kv h"]
+    Rotary positions are in the keys, so the order of columns means nothing: the live ones of a slot are its newest
+    `age`, wherever the ring is. A slot is emptied by setting its age to 0.
+    """
+
+    prompt_k: Float[Array, "L P Kv S h"]
+    prompt_v: Float[Array, "L P Kv S h"]
     prompt_lengths: Int[Array, " P"]
-    """Filled slots of the prompt segment."""
-    k: Float[Array, "L B T Kv h"]
-    v: Float[Array, "L B T Kv h"]
+    """Filled columns of each prompt."""
+    k: Float[Array, "L N B Kv C h"]
+    """N segments of C columns."""
+    v: Float[Array, "L N B Kv C h"]
     step: Int[Array, ""]
-    """Filled slots of the response segment: all rows advance together."""
+    """Columns written so far; the next goes to `step` modulo N·C."""
+    group_size: int = struct.field(pytree_node=False)
+    """G: responses to each prompt."""
 
 
-def new_cache(prompt_k: Array, prompt_v: Array, prompt_lengths: Array, *, group_size: int, length: int) -> Cache:
-    """A cache with the prompts prefilled and room for `length` tokens in each of `group_size` responses per prompt."""
-    L, P, _, Kv, h = prompt_k.shape
-    empty = constrain(
-        jnp.zeros((L, P * group_size, length, Kv, h), prompt_k.dtype), "layers", "batch", None, "kv_heads", None
-    )
-    return Cache(prompt_k, prompt_v, prompt_lengths, empty, empty, jnp.zeros((), jnp.int32))
+def segments(length: int) -> tuple[int, int]:
+    """How many segments of how many columns make a ring for `length` tokens."""
+    size = -(-length // _SEGMENTS)
+    size = min(length, -(-size // _SEGMENT) * _SEGMENT)
+    return -(-length // size), size
+
+
+def empty_ring(config: ModelConfig, slots: int, length: int, dtype: DTypeLike) -> Float[Array, "L N B Kv C h"]:
+    """Room for the newest `length` tokens of each slot, keys or values."""
+    N, C = segments(length)
+    ring = jnp.zeros((config.num_layers, N, slots, config.num_kv_heads, C, config.head_dim), dtype)
+    return constrain(ring, "layers", None, "batch", "kv_heads", None, None)
+
+
+def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
+    """The cache of these slots alone."""
+    k, v = (jnp.take(ring, kept, axis=2) for ring in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v)
+
+
+def to_cache_layout(
+    kept: tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]],
+) -> tuple[Float[Array, "L P Kv S h"], Float[Array, "L P Kv S h"]]:
+    """A forward's keys and values, with the columns of each head together: so a matmul reads them in place."""
+    k, v = (constrain(jnp.swapaxes(a, 2, 3), "layers", "batch", "kv_heads", None, None) for a in kept)
+    return k, v
+
+
+def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv h"]) -> Array:
+    """The ring with the newest token of every slot in the column of this step."""
+    N, C = ring.shape[1], ring.shape[4]
+    segment, column = jnp.divmod(step % (N * C), C)
+    return jax.lax.dynamic_update_slice(ring, new[None, None, :, :, None], (layer, segment, 0, 0, column, 0))

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import grouped_matmul
-from gspo_jax.parallel.mesh import BATCH_AXES, has_mesh
+from gspo_jax.kernels.grouped_matmul import grouped_matmul, stacked_matmul
+from gspo_jax.parallel.mesh import AXES, BATCH_AXES, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
 
 NAMES = ("gather", "ragged_all_to_all", "capacity")
@@ -115,23 +115,26 @@ def combine_experts(
     x: Float[Array, "N D"],
     experts: Int[Array, "N K"],
     weights: Float[Array, "N K"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    gate: Float[Array, "*L E D F"],
+    up: Float[Array, "*L E D F"],
+    down: Float[Array, "*L E F D"],
+    *,
+    layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "N D"]:
     """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over a token's experts that are held here, as ids in [0, E).
 
     They must differ, as a router's do: only min(K, E) of them can be held. The weight is put on what `down` reads: that
     is narrower than what it writes, and no output has to be kept for the weight's gradient.
     """
-    E, (N, K) = gate.shape[0], experts.shape
+    E, (N, K) = gate.shape[-3], experts.shape
+    matmul = grouped_matmul if layer is None else partial(stacked_matmul, layer=layer)
     held = (experts >= 0) & (experts < E)
     order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
     source = order[: N * min(K, E)]
     slot = jnp.where(held, place.reshape(N, K), source.size)
     rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
-    gated, raised = (checkpoint_name(grouped_matmul(rows, w, sizes), "dot") for w in (gate, up))
-    return gather_up(grouped_matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
+    gated, raised = (checkpoint_name(matmul(rows, w, sizes), "dot") for w in (gate, up))
+    return gather_up(matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
@@ -139,11 +142,11 @@ def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: 
     return spread(weights.reshape(-1, 1), source, slot.reshape(-1, 1))
 
 
-def _gather(x: Array, experts: Array, weights: Array, *kernels: Array) -> tuple[Array, Array]:
+def _gather(x: Array, experts: Array, weights: Array, *kernels: Array, layer: Array | None) -> tuple[Array, Array]:
     """All-gather of tokens, own experts' share of every token, reduce-scatter of the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
-    ids = everyone(experts) - jax.lax.axis_index("expert") * kernels[0].shape[0]
-    y = combine_experts(everyone(x), ids, everyone(weights), *kernels)
+    ids = everyone(experts) - jax.lax.axis_index("expert") * kernels[0].shape[-3]
+    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer)
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), jnp.zeros_like(experts[:, 0])
 
 
@@ -216,13 +219,18 @@ def _capacity(experts: Int[Array, "N K"], held: int, shards: int, *, factor: flo
 
 
 def _pairs(
-    x: Array, experts: Array, weights: Array, *kernels: Array, transport: Callable[..., _Transport]
+    x: Array,
+    experts: Array,
+    weights: Array,
+    *kernels: Array,
+    transport: Callable[..., _Transport],
+    layer: Array | None,
 ) -> tuple[Array, Array]:
     """Packs pairs by the shard of their expert, sends them with their weights, and adds up at home what comes back."""
-    held, shards = kernels[0].shape[0], jax.lax.axis_size("expert")
+    held, shards = kernels[0].shape[-3], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
     sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, *kernels)), source, slot)
+    y = gather_up(back(combine_experts(*sent, *kernels, layer=layer)), source, slot)
     dropped = (slot >= source.size) & (experts < held * shards)
     return y, dropped.sum(axis=1, dtype=jnp.int32)
 
@@ -239,17 +247,19 @@ def exchange(
     x: Float[Array, "B T D"],
     experts: Int[Array, "B T K"],
     weights: Float[Array, "B T K"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    gate: Float[Array, "*L E D F"],
+    up: Float[Array, "*L E D F"],
+    down: Float[Array, "*L E F D"],
     *,
     dispatch: Dispatch,
+    layer: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
     """The experts' weighted sum for every token, and how many of a token's pairs were dropped.
 
     On the mesh in scope rows lie over the batch axes, experts over `expert` and F over `tensor`; without one all is
-    here. Only `capacity` drops, and only with a factor: a pair that finds its buffer full adds nothing and has no
-    gradient. An axis `expert` of one has no buffers.
+    here. Axes that are manual already, all of the batch axes or none, have cut the arguments. Only `capacity` drops,
+    and only with a factor: a pair that finds its buffer full adds nothing and has no gradient. An axis `expert` of one
+    has no buffers.
 
     Args:
       x: the tokens.
@@ -259,38 +269,44 @@ def exchange(
       up: second.
       down: third.
       dispatch: how tokens reach their experts.
+      layer: which of L layers the kernels are taken from, without a gradient; None where there is no L.
 
     Raises:
       UserError: this platform does not have the collective.
     """
-    E = gate.shape[0]
-    experts = jnp.where((experts >= 0) & (experts < E), experts, E).astype(jnp.int32)
 
     def flat(a: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
         return a.reshape(-1, a.shape[-1])
 
     if not has_mesh():
-        y = combine_experts(flat(x), flat(experts), flat(weights), gate, up, down)
+        y = combine_experts(flat(x), flat(experts), flat(weights), gate, up, down, layer=layer)
         return y.reshape(x.shape), jnp.zeros_like(experts[..., 0])
 
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = mesh.shape["expert"]
+    manual = manual_axes()
+    shards = jax.sharding.get_abstract_mesh().shape["expert"]
+    E = gate.shape[-3] * (shards if "expert" in manual else 1)
+    experts = jnp.where((experts >= 0) & (experts < E), experts, E).astype(jnp.int32)
     if shards > 1:
         check_dispatch(dispatch, platform())
 
-    def shard(x: Array, experts: Array, weights: Array, *kernels: Array) -> tuple[Array, Array]:
+    def shard(
+        x: Array, experts: Array, weights: Array, kernels: tuple[Array, ...], layer: Array | None
+    ) -> tuple[Array, Array]:
         # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients
         # are summed over these.
-        kernels = tuple(jax.lax.pcast(w, ("data", "fsdp"), to="varying") for w in kernels)
-        tokens = jax.lax.pcast(flat(x), "tensor", to="varying")
-        y, dropped = _route(dispatch, shards)(tokens, flat(experts), flat(weights), *kernels)
+        kernels = tuple(varying(w, "data", "fsdp") for w in kernels)
+        tokens = varying(flat(x), "tensor")
+        y, dropped = _route(dispatch, shards)(tokens, flat(experts), flat(weights), *kernels, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
 
+    stack = () if layer is None else (None,)
     rows, wide, tall = (
-        PartitionSpec(BATCH_AXES),
-        PartitionSpec("expert", None, "tensor"),
-        PartitionSpec("expert", "tensor", None),
+        without_axes(PartitionSpec(*axes), manual)
+        for axes in ((BATCH_AXES,), (*stack, "expert", None, "tensor"), (*stack, "expert", "tensor", None))
     )
-    return jax.shard_map(shard, in_specs=(rows, rows, rows, wide, wide, tall), out_specs=(rows, rows))(
-        x, experts, weights, gate, up, down
-    )
+    return jax.shard_map(
+        shard,
+        in_specs=(rows, rows, rows, (wide, wide, tall), PartitionSpec()),
+        out_specs=(rows, rows),
+        axis_names=set(AXES) - manual,
+    )(x, experts, weights, (gate, up, down), layer)

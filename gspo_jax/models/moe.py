@@ -1,7 +1,7 @@
 """The feed-forward layers: Qwen3's dense SwiGLU, and its mixture of experts as route -> dispatch -> combine."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,16 @@ def route(
     return Routes(experts, logprobs, native, watched, balance, z=log_z**2), weights
 
 
+_EXPERTS = ("gate", "up", "down")
+
+
+def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The experts' kernels of a stack of blocks, empty if they are dense, and all other parameters."""
+    is_expert = nnx.All(lambda path, leaf: path[-1] in _EXPERTS and leaf.get_metadata("axes")[1] == "expert")
+    experts, others = nnx.split_state(block, is_expert, ...)
+    return experts, others
+
+
 class MoE(nnx.Module):
     """Qwen3-MoE's sparse layer. Parameters carry a leading layer axis; `__call__` sees one layer's slice."""
 
@@ -105,16 +115,23 @@ class MoE(nnx.Module):
         self.down = parameter(rngs, (L, E, F, D), ("layers", "expert", "mlp", "embed"))
 
     def __call__(
-        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], asked: Routing | None = None
+        self,
+        x: Float[Array, "B T D"],
+        valid: Bool[Array, "B T"],
+        asked: Routing | None = None,
+        layer: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes]:
-        """Padding (`valid` False) reaches no expert: it comes out zero and costs no rows."""
+        """Padding (`valid` False) reaches no expert: it comes out zero and costs no rows.
+
+        With `layer` the kernels are those of all layers: a loop over layers need not copy the experts of each.
+        """
         logits = checkpoint_name(jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.router[...]), "dot")
         routes, weights = route(
             logits, k=self.config.experts_per_token, renormalise=self.config.norm_topk_prob, asked=asked
         )
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = (w.astype(x.dtype) for w in (self.gate, self.up, self.down))
-        y, dropped = exchange(x, ids, weights, *kernels, dispatch=self.dispatch)
+        y, dropped = exchange(x, ids, weights, *kernels, dispatch=self.dispatch, layer=layer)
         return y, routes._replace(dropped=dropped)
 
 
@@ -128,10 +145,10 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (L, F, D), ("layers", "mlp", "embed"))
 
     def __call__(
-        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], asked: Routing | None = None
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], asked: Routing | None = None, layer: Any = None
     ) -> tuple[Float[Array, "B T D"], Routes]:
         """Returns no routes (K = 0), so that dense and sparse blocks are called alike."""
-        del asked  # there is no router to ask
+        del asked, layer  # there is no router to ask, and there are no experts
         gate, up, down = (w.astype(x.dtype) for w in (self.gate, self.up, self.down))
         none = jnp.zeros((*valid.shape, 0))
         gated, raised = (checkpoint_name(x @ w, "dot") for w in (gate, up))

@@ -10,12 +10,12 @@ from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import segment_attention, shared_prompt_attention
+from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
 from gspo_jax.models.attention import Attend, Attention, rms_norm, segment_positions
-from gspo_jax.models.cache import Cache
+from gspo_jax.models.cache import Cache, Slots, to_cache_layout, write_column
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
-from gspo_jax.models.moe import MLP, MoE, Routes, Routing
+from gspo_jax.models.moe import MLP, MoE, Routes, Routing, split_experts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 
@@ -68,12 +68,16 @@ class Block(nnx.Module):
         valid: Bool[Array, "B T"],
         attend: Attend,
         asked: Routing | None = None,
+        layer: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes, Any]:
-        """Returns the residual stream, this layer's routes, and what `attend` kept."""
+        """Returns the residual stream, this layer's routes, and what `attend` kept.
+
+        With `layer` the experts' kernels are still those of all layers; the other parameters are this layer's.
+        """
         eps = self.config.rms_norm_eps
         y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
         x = constrain(x + y, "batch", None, None)
-        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked)
+        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer)
         return constrain(x + y, "batch", None, None), routes, kept
 
 
@@ -129,38 +133,37 @@ class Transformer(nnx.Module):
 
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, " P"]
-    ) -> tuple[Output, tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]]]:
+    ) -> tuple[Output, tuple[Float[Array, "L P Kv S h"], Float[Array, "L P Kv S h"]]]:
         """Runs right-padded prompts and keeps each layer's keys and values."""
         valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        return self._causal(tokens, valid, (0, 1), None, keep_cache=True, remat="none")
+        out, kept = self._causal(tokens, valid, (0, 1), None, keep_cache=True, remat="none")
+        return out, to_cache_layout(kept)
 
-    def decode(self, tokens: Int[Array, " B"], active: Bool[Array, " B"], cache: Cache) -> tuple[Output, Cache]:
-        """Feeds one token per row at response slot `cache.step`; rows not `active` reach no expert."""
-        G = tokens.shape[0] // cache.prompt_lengths.shape[0]
-        positions = jnp.repeat(cache.prompt_lengths, G)[:, None] + cache.step
-        prompt_mask = jnp.arange(cache.prompt_k.shape[2])[None] < cache.prompt_lengths[:, None]
-        own_mask = jnp.broadcast_to(jnp.arange(cache.k.shape[2]) <= cache.step, (tokens.shape[0], cache.k.shape[2]))
+    def decode(self, tokens: Int[Array, " B"], slots: Slots, cache: Cache) -> tuple[Output, Cache]:
+        """Feeds one token to every slot; idle ones reach no expert, and what comes out there means nothing."""
+        P = cache.prompt_lengths.shape[0]
+        prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
+        positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
+        rows = None if slots.aligned else Rows.of(slots.responses, slots.active, P, cache.group_size)
         graph, stacked = nnx.split(self.layers)
+        whole, sliced = split_experts(stacked)
 
-        def layer(carry: tuple[Array, Array, Array], xs: tuple[nnx.State, Array, Array, Array]) -> tuple[Any, Routes]:
+        def layer(carry: tuple[Array, Array, Array], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes]:
             x, ks, vs = carry
-            params, prompt_k, prompt_v, index = xs
+            params, index = xs
 
             def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-                at = (index, 0, cache.step, 0, 0)
-                new_ks = jax.lax.dynamic_update_slice(ks, k[None], at)
-                new_vs = jax.lax.dynamic_update_slice(vs, v[None], at)
-                own_k, own_v = (jax.lax.dynamic_index_in_dim(a, index, keepdims=False) for a in (new_ks, new_vs))
-                out = shared_prompt_attention(q[:, 0], prompt_k, prompt_v, prompt_mask, own_k, own_v, own_mask)
-                return out[:, None], (new_ks, new_vs)
+                own = write_column(ks, index, cache.step, k[:, 0]), write_column(vs, index, cache.step, v[:, 0])
+                prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
+                where = {"layer": index, "step": cache.step, "ages": slots.ages, "rows": rows}
+                return decode_attention(q[:, 0], *prompt, *own, **where)[:, None], own
 
-            x, routes, (ks, vs) = nnx.merge(graph, params)(x, positions, active[:, None], attend)
+            block = nnx.merge(graph, params, whole)
+            x, routes, (ks, vs) = block(x, positions, slots.active[:, None], attend, layer=index)
             return (x, ks, vs), routes
 
         layers = jnp.arange(self.config.num_layers)
-        (x, k, v), routes = jax.lax.scan(
-            layer, (self._embed(tokens[:, None]), cache.k, cache.v), (stacked, cache.prompt_k, cache.prompt_v, layers)
-        )
+        (x, k, v), routes = jax.lax.scan(layer, (self._embed(tokens[:, None]), cache.k, cache.v), (sliced, layers))
         return self._output(x, routes), dataclasses.replace(cache, k=k, v=v, step=cache.step + 1)
 
     def _causal(

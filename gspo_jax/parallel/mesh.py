@@ -5,7 +5,7 @@ mesh in scope (`jax.set_mesh`) every constraint is the identity, so the same cod
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -132,6 +132,27 @@ def has_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
+def manual_axes() -> frozenset[str]:
+    """The axes of the mesh in scope over which arrays are cut by hand (`jax.shard_map`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """What is left of a spec once arrays are cut over these axes."""
+    parts = ((part,) if isinstance(part, str) else part or () for part in spec)
+    return PartitionSpec(*(tuple(axis for axis in part if axis not in axes) or None for part in parts))
+
+
+def varying(x: jax.Array, *axes: str) -> jax.Array:
+    """Marks x as different on the shards of manual axes, where it is not marked so."""
+    new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, new, to="varying") if new else x
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins x's layout by logical axes; the identity where no mesh is in scope."""
-    return jax.lax.with_sharding_constraint(x, spec(axes, TRAINER)) if has_mesh() else x
+    """Pins x's layout by logical axes over the axes that are not manual; the identity where no mesh is in scope."""
+    if not has_mesh():
+        return x
+    return jax.lax.with_sharding_constraint(x, without_axes(spec(axes, TRAINER), manual_axes()))

@@ -1,42 +1,104 @@
-"""The in-graph decoder: each prompt is prefilled once, its G responses decode against the shared prompt cache.
+"""The in-graph decoder: each prompt is prefilled once for its group, and slots never wait for the longest response.
 
-One jitted program per shape. All rows advance together and the loop ends when every response has ended; slots refilled
-in graph belong in the loop's body. Every response has its own key, so what it samples does not depend on
-the batch around it.
+Two programs per shape. `prefill` reads the prompts and draws the first token of every response; `decode` lets the
+responses queue for slots, and a slot whose response has ended takes the next one in the same step. When the queue is
+empty and half of the slots are idle, the others move together and the program goes on with half as many. Under a mesh
+both are cut over the batch axes: shards that share no experts stop each by itself.
+
+Every response has its own key, so what it samples depends neither on the batch around it nor on its slot.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, new_cache
-from gspo_jax.models.transformer import Output, Transformer
+from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots
+from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.sampling import Sampling, draw
-from gspo_jax.types import Prompts, Rollout, RouterRecord
+from gspo_jax.types import Prompts, Rollout, RouterRecord, UserError
+
+_SHRINKS, _FEWEST = 3, 4
+"""How often the slots are halved towards the end, each time with code of its own, and the fewest that are left."""
+
+
+@struct.dataclass
+class Draws:
+    """Tokens with their log-probs; where they stand is said by whoever holds them."""
+
+    tokens: Int[Array, "*b"]
+    behaviour_logprobs: Float[Array, "*b"]
+    logprobs: Float[Array, "*b"]
+
+
+class Prefilled(NamedTuple):
+    """Prompts that have been read, and the first token of each response to them."""
+
+    prompts: Prompts
+    k: Float[Array, "L P Kv S h"]
+    v: Float[Array, "L P Kv S h"]
+    routes: RouterRecord
+    """Of the prompts, [P S L K]."""
+    first: Draws
+    """Of the B responses."""
+
+
+_ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
+_SECOND = PartitionSpec(None, mesh_lib.BATCH_AXES)
+_PREFILLED: Any = Prefilled(*cast(Any, (_ROWS, _SECOND, _SECOND, _ROWS, _ROWS)))
+"""How they lie on a mesh."""
+
+
+@struct.dataclass
+class Work:
+    """What a decode loop did, by shard."""
+
+    steps: Int[Array, " shards"]
+    """Steps of the loop: each feeds one token per slot."""
+    slot_steps: Int[Array, " shards"]
+    """Steps times the slots there were: what a step costs follows its slots."""
+    tokens: Int[Array, " shards"]
+    """Tokens drawn in those; the first of each response is drawn by the prefill."""
+
+
+@struct.dataclass
+class _Log:
+    """What each step drew in each slot, and the routes of the token that it fed."""
+
+    draws: Draws
+    routes: RouterRecord
 
 
 @struct.dataclass
 class _State:
-    """The loop's state after `t` tokens of every response; it stops when `t` reaches the limit or all have ended."""
+    """The loop's state; slots are idle where `responses` is n, their number."""
 
-    t: Int[Array, ""]
-    ended: Bool[Array, " B"]
-    tokens: Int[Array, "B T"]
-    behaviour_logprobs: Float[Array, "B T"]
-    logprobs: Float[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    routes: RouterRecord
-    """Of the response tokens; those of the prompts are known before the loop."""
+    row: Int[Array, ""]
+    """Rows of the log written in this phase."""
+    responses: Int[Array, " B"]
+    drawn: Int[Array, " B"]
+    """Tokens of its response that a slot has drawn."""
+    newest: Int[Array, " B"]
+    """The last of these, to be fed next."""
+    queued: Int[Array, ""]
+    """Responses handed out, in the order of the queue."""
+    more: Bool[Array, ""]
+    """Whether any shard that this one shares experts with goes on in this phase."""
+    slot: Int[Array, " n"]
+    """The slot that each response is or was in during this phase; B for none."""
+    row_of_first: Int[Array, " n"]
+    """The row of the log that its token 0 would be in; negative where it began in an earlier phase."""
+    log: _Log
     cache: Cache
 
 
@@ -45,7 +107,6 @@ def response_keys(key: Key[Array, ""], responses: Int[Array, " B"]) -> Key[Array
     return jax.vmap(jax.random.fold_in, (None, 0))(key, responses)
 
 
-@partial(jax.jit, static_argnames=("graph", "group_size", "length", "sampling", "eos_ids", "pad_id", "router_logprobs"))
 def generate(
     graph: nnx.GraphDef[Transformer],
     params: nnx.State,
@@ -57,8 +118,10 @@ def generate(
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     pad_id: int = 0,
+    slots: int | None = None,
+    limits: Int[Array, " B"] | None = None,
     router_logprobs: bool = False,
-) -> Rollout:
+) -> tuple[Rollout, Work]:
     """Samples `group_size` responses of at most `length` tokens to every prompt.
 
     Args:
@@ -70,76 +133,324 @@ def generate(
       sampling: temperature, top-k and top-p.
       eos_ids: a response ends with the first of these; the empty tuple never ends one early.
       pad_id: what stands in `tokens` after the end.
+      slots: how many responses decode at a time, over all devices; None is all of them.
+      limits: a limit for each response, 1 to `length`; None is `length` for all.
       router_logprobs: also return the router's log-probs of the experts it chose.
 
     Returns:
-      A Rollout; `truncated` marks the responses that met the limit without an EOS.
+      A Rollout; `truncated` marks the responses that met the limit without an EOS. And what it took.
+
+    Raises:
+      UserError: the slots do not divide into shards, or are more than there are responses.
     """
+    slots = check_slots(slots, keys.shape[0])
+    begun = prefill(
+        graph, params, prompts, keys, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs
+    )
+    ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "slots": slots}
+    return decode(graph, params, begun, keys, limits, sampling=sampling, **ends)
+
+
+def check_slots(slots: int | None, responses: int) -> int:
+    """How many slots there are, when so many are asked for.
+
+    Raises:
+      UserError: the number does not fit the mesh in scope or the responses.
+    """
+    shards = mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
+    if slots is None:
+        return responses
+    if not 0 < slots <= responses:
+        raise UserError(f"{slots} slots for {responses} responses; use 1 to {responses}, or None for all of them")
+    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", shards)
+    return slots
+
+
+def _over_batch(run: Callable[..., Any], params: nnx.State, args: tuple[Any, ...], *, inside: Any, out: Any) -> Any:
+    """run(params, *args) on each batch shard's part of args and its own experts; `tensor` is left to the compiler.
+
+    `inside` and `out` are the specs of args and of what comes out.
+    """
+    if not mesh_lib.has_mesh():
+        return run(params, *args)
+    axes = set(mesh_lib.BATCH_AXES)
+    rest = set(mesh_lib.AXES) - axes
+    specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, rest), mesh_lib.param_specs(params, mesh_lib.SAMPLER))
+    # The loop's state begins as constants, alike on all shards until the first step: nothing to be checked.
+    layout = {"in_specs": (specs, *inside), "out_specs": out, "axis_names": axes, "check_vma": False}
+    return jax.shard_map(run, **layout)(params, *args)
+
+
+@partial(jax.jit, static_argnames=("graph", "group_size", "sampling", "router_logprobs"))
+def prefill(
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.State,
+    prompts: Prompts,
+    keys: Key[Array, " B"],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    router_logprobs: bool = False,
+) -> Prefilled:
+    """Reads each prompt once and draws the first token of its responses; the arguments are those of `generate`."""
+    run = partial(_prefill, graph, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs)
+    return _over_batch(run, params, (prompts, keys), inside=(_ROWS, _ROWS), out=_PREFILLED)
+
+
+def _prefill(
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.State,
+    prompts: Prompts,
+    keys: Key[Array, " B"],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    router_logprobs: bool,
+) -> Prefilled:
     model = nnx.merge(graph, params)
-    B, T = keys.shape[0], length
+    output, (k, v) = model.prefill(prompts.tokens, prompts.lengths)
+    last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
+    logits = constrain(dataclasses.replace(output, hidden=last).logits[:, 0], "batch", "vocab")
+    first = draw(_at_token(keys, jnp.zeros_like(keys, jnp.int32)), jnp.repeat(logits, group_size, axis=0), sampling)
+    fed = jnp.arange(prompts.tokens.shape[1])[None] < prompts.lengths[:, None]
+    routes = moe.record(output.routes, fed, model.config, logprobs=router_logprobs)
+    return Prefilled(prompts, k, v, routes, Draws(*first))
+
+
+def _at_token(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
+    return jax.vmap(jax.random.fold_in)(keys, t)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("graph", "length", "sampling", "eos_ids", "pad_id", "slots"),
+)
+def decode(
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.State,
+    begun: Prefilled,
+    keys: Key[Array, " B"],
+    limits: Int[Array, " B"] | None = None,
+    *,
+    length: int,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    slots: int,
+) -> tuple[Rollout, Work]:
+    """Goes on with what `prefill` has begun until every response has ended; the arguments are those of `generate`."""
+    ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "share": slots / keys.shape[0]}
+    run = partial(_decode, graph, sampling=sampling, **ends)
+    return _over_batch(run, params, (begun, keys, limits), inside=(_PREFILLED, _ROWS, _ROWS), out=_ROWS)
+
+
+def _decode(
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.State,
+    begun: Prefilled,
+    keys: Key[Array, " n"],
+    limits: Int[Array, " n"] | None,
+    *,
+    length: int,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    share: float,
+) -> tuple[Rollout, Work]:
+    """The share of one batch shard: its n responses queue for a `share` of n slots."""
+    model = nnx.merge(graph, params)
+    n, T = keys.shape[0], length
+    B = round(n * share)
     stops = jnp.asarray(eos_ids, jnp.int32)
-    of_routers = partial(moe.record, config=model.config, logprobs=router_logprobs)
+    last = jnp.full(n, T, jnp.int32) if limits is None else jnp.minimum(limits, T)
+    alike = not eos_ids and limits is None  # all responses end together
 
-    def pick(t: Array, output: Output) -> tuple[Array, Array, Array]:
-        """The token after the output's (one) position."""
+    def is_stop(tokens: Array) -> Array:
+        return (tokens[..., None] == stops.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
+
+    ended = is_stop(begun.first.tokens) | (last <= 1)
+    waiting = n - ended.sum(dtype=jnp.int32)
+    queue = jnp.argsort(ended, stable=True).astype(jnp.int32)  # those that have ended never get a slot
+
+    def advance(state: _State, *, aligned: bool, least: int) -> _State:
+        """Feeds the newest token of every slot, draws the next, and refills the slots whose response has ended.
+
+        The phase goes on while there are more than `least` responses.
+        """
+        active = state.responses < n
+        mine = jnp.minimum(state.responses, n - 1)
+        slots = Slots(mine, jnp.where(active, state.drawn, 0), aligned=aligned)
+        output, cache = model.decode(state.newest, slots, state.cache)
         logits = constrain(output.logits[:, 0], "batch", "vocab")
-        return draw(jax.vmap(jax.random.fold_in, (0, None))(keys, t), logits, sampling)
+        draws = Draws(*draw(_at_token(keys if aligned else keys[mine], state.drawn), logits, sampling))
+        routes = moe.record(output.routes, active[:, None], model.config, logprobs=begun.routes.logprobs is not None)
+        log = jax.tree.map(
+            lambda kept, new: jax.lax.dynamic_update_index_in_dim(kept, new, state.row, 0),
+            state.log,
+            _Log(draws, jax.tree.map(lambda r: r[:, 0], routes)),
+        )
+        drawn = state.drawn + 1
+        ends = is_stop(draws.tokens) | (drawn >= last[mine])
+        state = dataclasses.replace(
+            state,
+            row=state.row + 1,
+            responses=jnp.where(ends, n, state.responses),
+            drawn=drawn,
+            newest=draws.tokens,
+            log=log,
+            cache=cache,
+        )
+        if n > B:
+            state = jax.lax.cond(jnp.any(ends & active) & (state.queued < waiting), refill, lambda s: s, state)
+        left = (state.responses < n).sum() + jnp.maximum(waiting - state.queued, 0)
+        return dataclasses.replace(state, more=_any_of_group(left > least))
 
-    def record(state: _State, token: Array, behaviour: Array, full: Array) -> _State:
-        alive = ~state.ended
-        token = jnp.where(alive, token, pad_id)
+    def refill(state: _State) -> _State:
+        """Hands the next responses of the queue to the idle slots, in order."""
+        idle = state.responses == n
+        place = state.queued + jnp.cumsum(idle, dtype=jnp.int32) - 1
+        taken = idle & (place < waiting)
+        new = jnp.where(taken, queue.at[place].get(mode="clip"), n)
+        at = jnp.arange(idle.size, dtype=jnp.int32)
         return dataclasses.replace(
             state,
-            t=state.t + 1,
-            ended=state.ended | (token[:, None] == stops[None]).any(axis=1),
-            tokens=state.tokens.at[:, state.t].set(token),
-            behaviour_logprobs=state.behaviour_logprobs.at[:, state.t].set(jnp.where(alive, behaviour, 0)),
-            logprobs=state.logprobs.at[:, state.t].set(jnp.where(alive, full, 0)),
-            mask=state.mask.at[:, state.t].set(alive),
+            responses=jnp.where(taken, new, state.responses),
+            drawn=jnp.where(taken, 1, state.drawn),
+            newest=jnp.where(taken, begun.first.tokens.at[new].get(mode="clip"), state.newest),
+            queued=state.queued + taken.sum(dtype=jnp.int32),
+            slot=state.slot.at[new].set(at, mode="drop"),
+            row_of_first=state.row_of_first.at[new].set(state.row - 1, mode="drop"),
         )
 
-    def advance(state: _State) -> _State:
-        """Feeds the newest token of every row, keeps its routes, draws the next."""
-        fed = state.t - 1
-        alive = ~state.ended
-        output, cache = model.decode(
-            jax.lax.dynamic_index_in_dim(state.tokens, fed, 1, keepdims=False), alive, state.cache
-        )
-        routes = jax.tree.map(
-            lambda kept, new: kept.at[:, fed].set(new[:, 0]), state.routes, of_routers(output.routes, alive[:, None])
-        )
-        state = dataclasses.replace(state, cache=cache, routes=routes)
-        return record(state, *pick(state.t, output))
+    def empty_log(rows: int, slots: int) -> _Log:
+        routes = jax.tree.map(lambda r: jnp.zeros((rows, slots, *r.shape[2:]), r.dtype), begun.routes)
+        draws = jax.tree.map(lambda d: jnp.zeros((rows, slots), d.dtype), begun.first)
+        return _Log(draws, routes)
 
-    output, (prompt_k, prompt_v) = model.prefill(prompts.tokens, prompts.lengths)
-    last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
-    first = dataclasses.replace(output, hidden=constrain(jnp.repeat(last, group_size, axis=0), "batch", None, None))
-    of_prompts = of_routers(output.routes, jnp.arange(prompts.tokens.shape[1])[None] < prompts.lengths[:, None])
-    none = (B, T, *of_prompts.experts.shape[2:])
+    def enter(state: _State, kept: Array) -> _State:
+        """The next phase: these slots of the last one, and an empty log."""
+        responses, size = state.responses[kept], kept.shape[0]
+        slot = jnp.full(n, size, jnp.int32).at[responses].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+        return dataclasses.replace(
+            state,
+            row=jnp.zeros((), jnp.int32),
+            responses=responses,
+            drawn=state.drawn[kept],
+            newest=state.newest[kept],
+            slot=slot,
+            row_of_first=jnp.zeros(n, jnp.int32).at[responses].set(-state.drawn[kept], mode="drop"),
+            log=empty_log(T, size),
+            cache=keep_slots(state.cache, kept),
+            more=_any_of_group((responses < n).any()),
+        )
+
+    at = jnp.arange(B, dtype=jnp.int32)
+    responses = jnp.where(at < waiting, queue[:B], n) if n > B else jnp.where(ended, n, at)
+    dtype, ring = begun.k.dtype, partial(empty_ring, model.config, B, T)
     state = _State(
-        t=jnp.zeros((), jnp.int32),
-        ended=jnp.zeros(B, bool),
-        tokens=jnp.full((B, T), pad_id, jnp.int32),
-        behaviour_logprobs=jnp.zeros((B, T)),
-        logprobs=jnp.zeros((B, T)),
-        mask=jnp.zeros((B, T), bool),
-        routes=RouterRecord(jnp.full(none, -1, of_prompts.experts.dtype), jnp.zeros(none) if router_logprobs else None),
-        cache=new_cache(prompt_k, prompt_v, prompts.lengths, group_size=group_size, length=T),
-    )
-    state = record(state, *pick(state.t, first))
-    state = jax.lax.while_loop(lambda s: (s.t < T) & ~s.ended.all(), advance, state)
-    return Rollout(
-        prompts=jnp.repeat(prompts.tokens, group_size, axis=0),
-        prompt_lengths=jnp.repeat(prompts.lengths, group_size, axis=0),
-        tokens=state.tokens,
-        mask=state.mask,
-        truncated=~state.ended,
-        behaviour_logprobs=state.behaviour_logprobs,
-        logprobs=state.logprobs,
-        routes=jax.tree.map(
-            lambda p, own: jnp.concatenate([jnp.repeat(p, group_size, axis=0), own], axis=1), of_prompts, state.routes
+        row=jnp.zeros((), jnp.int32),
+        responses=responses,
+        drawn=jnp.ones(B, jnp.int32),
+        newest=begun.first.tokens[jnp.minimum(responses, n - 1)],
+        queued=jnp.minimum(waiting, B) if n > B else waiting,
+        more=_any_of_group(waiting > 0),
+        slot=jnp.full(n, B, jnp.int32).at[responses].set(at, mode="drop"),
+        row_of_first=jnp.full(n, -1, jnp.int32),
+        log=empty_log(T if n == B else (n * T) // B + T, B),
+        cache=Cache(
+            begun.k,
+            begun.v,
+            begun.prompts.lengths,
+            ring(dtype),
+            ring(dtype),
+            jnp.zeros((), jnp.int32),
+            n // begun.k.shape[1],
         ),
     )
+    found = _Found.of(begun.first, begun.routes, T)
+    steps = slot_steps = jnp.zeros((), jnp.int32)
+    sizes = [B]
+    while not alike and len(sizes) <= _SHRINKS and sizes[-1] // 2 >= _FEWEST:
+        sizes.append(sizes[-1] // 2)
+    if T > 1:
+        for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
+            if size < B:
+                state = enter(state, jnp.argsort(state.responses == n, stable=True)[:size])
+            run = partial(advance, aligned=size == B == n, least=smaller)
+            state = jax.lax.while_loop(lambda s: s.more, run, state)
+            found = found.merged(state)
+            steps, slot_steps = steps + state.row, slot_steps + state.row * size
+    rollout = found.rollout(begun, last, is_stop, pad_id=pad_id)
+    tokens = rollout.mask.sum(dtype=jnp.int32) - n
+    return rollout, Work(steps[None], slot_steps[None], tokens[None])
+
+
+def _any_of_group(here: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Whether it is so on any shard of the expert group, which must go through the same steps."""
+    if "expert" not in mesh_lib.manual_axes():
+        return here
+    return jax.lax.pmax(here.astype(jnp.int32), "expert") > 0
+
+
+@struct.dataclass
+class _Found:
+    """Responses put together from the logs of the phases; beyond the end of one stands anything."""
+
+    draws: Draws
+    """[n, T]."""
+    routes: RouterRecord
+    """Of the tokens that were fed, [n T L K]."""
+
+    @classmethod
+    def of(cls, first: Draws, routes: RouterRecord, length: int) -> "_Found":
+        """With nothing but the first tokens."""
+        n = first.tokens.shape[0]
+        draws = jax.tree.map(lambda d: jnp.zeros((n, length), d.dtype).at[:, 0].set(d), first)
+        return cls(draws, jax.tree.map(lambda r: jnp.zeros((n, length, *r.shape[2:]), r.dtype), routes))
+
+    def merged(self, state: _State) -> "_Found":
+        """With what a phase drew: token t of a response is in row `row_of_first` + t of its slot's log."""
+        T, B = self.draws.tokens.shape[1], state.responses.shape[0]
+        at = jnp.arange(T)[None]
+        row = state.row_of_first[:, None] + at
+        # The token that row r drew follows the one that it fed, whose routes it holds.
+        drawn = (row >= 0) & (row < state.row) & (state.slot < B)[:, None] & (at > 0)
+        fed = jnp.roll(drawn, -1, axis=1).at[:, -1].set(False)
+        slot = jnp.minimum(state.slot, B - 1)[:, None]
+
+        def take(kept: Array, logged: Array, row: Array, here: Array) -> Array:
+            new = logged[jnp.clip(row, 0, logged.shape[0] - 1), slot]
+            return jnp.where(here.reshape(here.shape + (1,) * (kept.ndim - 2)), new, kept)
+
+        return _Found(
+            jax.tree.map(lambda kept, logged: take(kept, logged, row, drawn), self.draws, state.log.draws),
+            jax.tree.map(lambda kept, logged: take(kept, logged, row + 1, fed), self.routes, state.log.routes),
+        )
+
+    def rollout(self, begun: Prefilled, last: Array, is_stop: Callable[[Array], Array], *, pad_id: int) -> Rollout:
+        """Cut off at the first stop or the limit of each response."""
+        tokens, at = self.draws.tokens, jnp.arange(self.draws.tokens.shape[1])[None]
+        stop = is_stop(tokens) & (at < last[:, None])
+        before = jnp.cumsum(stop, axis=1) - stop
+        mask = (at < last[:, None]) & (before == 0)
+        fed = jnp.roll(mask, -1, axis=1).at[:, -1].set(False)[..., None, None]
+        group_size = tokens.shape[0] // begun.prompts.tokens.shape[0]
+        routes = RouterRecord(
+            jnp.where(fed, self.routes.experts, -1),
+            None if self.routes.logprobs is None else jnp.where(fed, self.routes.logprobs, 0),
+        )
+        return Rollout(
+            prompts=jnp.repeat(begun.prompts.tokens, group_size, axis=0),
+            prompt_lengths=jnp.repeat(begun.prompts.lengths, group_size, axis=0),
+            tokens=jnp.where(mask, tokens, pad_id),
+            mask=mask,
+            truncated=~stop.any(axis=1),
+            behaviour_logprobs=jnp.where(mask, self.draws.behaviour_logprobs, 0),
+            logprobs=jnp.where(mask, self.draws.logprobs, 0),
+            routes=jax.tree.map(
+                lambda p, own: jnp.concatenate([jnp.repeat(p, group_size, axis=0), own], axis=1), begun.routes, routes
+            ),
+        )
 
 
 def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx.State], nnx.State]:

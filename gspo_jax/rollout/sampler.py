@@ -63,4 +63,7 @@ class Sampler:
         numbers = first + np.arange(len(prompts.lengths) * self._group_size)
         placed, numbers = mesh_lib.to_rows(self._mesh, (prompts, numbers))
         keys = decoder.response_keys(key, jnp.asarray(numbers))
-        return decoder.generate(self._graph, self._params, placed, keys, group_size=self._group_size, **self._settings)
+        rollout, _ = decoder.generate(
+            self._graph, self._params, placed, keys, group_size=self._group_size, **self._settings
+        )
+        return rollout
