@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 from ml_collections import ConfigDict
 from rich.console import Console
 
@@ -37,7 +38,7 @@ from gspo_jax.config import base
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampler import Sampler, Spent
 from gspo_jax.training.drawing import Parser
 from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.training.progress import make_table
@@ -68,7 +69,11 @@ class Workload:
     prompt_length: int = 32
     """Tokens of every prompt."""
     new_tokens: int = 128
-    """Tokens of every response."""
+    """Tokens of every response, at most."""
+    lengths: str | None = None
+    """How many tokens each response really has, as in uniform:16:128; None is `new_tokens` for all."""
+    slots: int | None = None
+    """Responses that decode at a time; None is all of them."""
     minibatches: int = 4
     """Updates per iteration."""
     microbatches: int = 1
@@ -86,9 +91,27 @@ class Workload:
     @property
     def tokens(self) -> dict[str, int]:
         """What the speed of each part, and of the iteration, is counted in."""
-        responses = self.prompts * self.group
-        sampled, read = responses * self.new_tokens, responses * (self.prompt_length + self.new_tokens)
+        sampled = int(self.limits.sum())
+        read = sampled + self.prompts * self.group * self.prompt_length
         return {"sample": sampled, "score": read, "update": read, "iteration": sampled}
+
+    @property
+    def limits(self) -> Int[np.ndarray, " B"]:
+        """Tokens of each response, the same in every iteration.
+
+        Raises:
+          UserError: `lengths` cannot be read, or reaches beyond `new_tokens`.
+        """
+        responses = self.prompts * self.group
+        if self.lengths is None:
+            return np.full(responses, self.new_tokens, np.int32)
+        kind, *ends = self.lengths.split(":")
+        if kind != "uniform" or len(ends) != 2 or not all(end.isdigit() for end in ends):
+            raise UserError(f"--lengths is {self.lengths!r}; write it as uniform:16:{self.new_tokens}")
+        low, high = map(int, ends)
+        if not 1 <= low <= high <= self.new_tokens:
+            raise UserError(f"--lengths {self.lengths} does not lie in 1 to {self.new_tokens}, which is --new_tokens")
+        return np.random.default_rng(0).integers(low, high + 1, responses).astype(np.int32)
 
     @property
     def config(self) -> ConfigDict:
@@ -101,6 +124,7 @@ class Workload:
         config.data.max_prompt_length = self.prompt_length
         config.sampling.group_size = self.group
         config.sampling.max_response_length = self.new_tokens
+        config.sampling.slots = self.slots
         config.training.minibatches = self.minibatches
         config.training.microbatches = self.microbatches
         config.training.old_logprobs = "recompute"
@@ -118,6 +142,7 @@ class Workload:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1")
+        _ = self.limits
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
         model = huggingface.read_config(self.model)
@@ -136,45 +161,43 @@ class Workload:
         return model
 
 
-def forward_flops(model: ModelConfig, *, rows: int, rows_per_prompt: int, prompt_length: int, new_tokens: int) -> int:
-    """Floating-point operations that log-probs of `rows` responses cannot be had without, when the cache is perfect.
+def forward_flops(
+    model: ModelConfig, *, lengths: Int[np.ndarray, " B"], rows_per_prompt: int, prompt_length: int
+) -> int:
+    """Floating-point operations that log-probs of responses cannot be had without, when the cache is perfect.
 
     A token's matmul parameters in one layer, with the K experts it goes to:
 
         A = D·H·h + 2·D·Kv·h + H·h·D + (D·E + 3·K·D·F, or 3·D·F in a dense layer)
 
-    A prompt of S tokens is read once for the `rows_per_prompt` rows that share it; of a response of T tokens all but
-    the last are read, since nothing is predicted from that one. A token at position c (from 1) attends to exactly c
-    keys, with 4·H·h·c operations: scores and weighted values. The vocabulary is projected to once for each response
-    token, with D·V parameters. With N = rows/rows_per_prompt·S + rows·(T − 1) tokens and Σc over their positions,
+    A prompt of S tokens is read once for the `rows_per_prompt` rows that share it; of a response of T tokens, one of
+    `lengths`, all but the last are read, since nothing is predicted from that one. A token at position c (from 1)
+    attends to exactly c keys, with 4·H·h·c operations: scores and weighted values. The vocabulary is projected to once
+    for each response token, with D·V parameters. With N = B/rows_per_prompt·S + Σ(T − 1) tokens and Σc over their
+    positions,
 
-        flops = L·(2·A·N + 4·H·h·Σc) + 2·D·V·rows·T.
+        flops = L·(2·A·N + 4·H·h·Σc) + 2·D·V·ΣT.
 
     A training pass costs three times as much: the gradient needs two products for each one of the forward. Norms,
     softmaxes, rotary positions, the embedding's lookup and the optimizer are not counted.
     """
     D, width = model.hidden_size, model.num_heads * model.head_dim
-    S, T = prompt_length, new_tokens
+    S, fed = prompt_length, lengths.astype(np.int64) - 1
     if model.num_experts:
         feed = D * model.num_experts + 3 * model.experts_per_token * D * model.moe_intermediate_size
     else:
         feed = 3 * D * model.intermediate_size
     active = 2 * D * width + 2 * D * model.num_kv_heads * model.head_dim + feed
-    prompts, fed = rows // rows_per_prompt, T - 1
-    tokens = prompts * S + rows * fed
-    contexts = prompts * (S * (S + 1) // 2) + rows * (S * fed + fed * (fed + 1) // 2)
-    return model.num_layers * (2 * active * tokens + 4 * width * contexts) + 2 * D * model.vocab_size * rows * T
+    prompts = len(lengths) // rows_per_prompt
+    tokens = prompts * S + int(fed.sum())
+    contexts = prompts * (S * (S + 1) // 2) + int((S * fed + fed * (fed + 1) // 2).sum())
+    of_head = 2 * D * model.vocab_size * int(lengths.sum(dtype=np.int64))
+    return model.num_layers * (2 * active * tokens + 4 * width * contexts) + of_head
 
 
 def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
     """Of each part, and of the iteration; the rows of a group share their prompt in all of them."""
-    forward = forward_flops(
-        model,
-        rows=work.prompts * work.group,
-        rows_per_prompt=work.group,
-        prompt_length=work.prompt_length,
-        new_tokens=work.new_tokens,
-    )
+    forward = forward_flops(model, lengths=work.limits, rows_per_prompt=work.group, prompt_length=work.prompt_length)
     return {"sample": forward, "score": forward, "update": 3 * forward, "iteration": 5 * forward}
 
 
@@ -208,6 +231,8 @@ class Iterations:
         shardings = state_shardings(shapes, optimizer, mesh)
         scoring = experiment.scoring(config)
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
+        self.spent = Spent()
+        """What sampling took in the newest iteration."""
         self._random, self._key = np.random.default_rng(0), experiment.run_key(config)
         self._sampler = Sampler(
             graph,
@@ -219,6 +244,7 @@ class Iterations:
             sampling=experiment.make_sampling(config),
             eos_ids=(),
             pad_id=0,
+            slots=config.sampling.slots,
             router_logprobs=experiment.keeps_router_logprobs(config, model),
         )
         self._old_policy = make_old_policy(graph, scoring, recompute=True, replay=config.routing.replay)
@@ -253,9 +279,10 @@ class Iterations:
         times = [time.perf_counter()]
 
         self._sampler.load(state.params)
-        rollout = jax.block_until_ready(
-            self._sampler(Prompts(tokens, lengths), experiment.sample_key(self._key, number))
-        )
+        key = experiment.sample_key(self._key, number)
+        limits = None if work.lengths is None else work.limits
+        rollout = self._sampler(Prompts(tokens, lengths), key, limits=limits)
+        self.spent = self._sampler.spent
         self._sampler.release()
         times.append(time.perf_counter())
 
@@ -283,9 +310,10 @@ def measure(work: Workload) -> dict[str, Any]:
         raise UserError(f"--devices is {work.devices} and there are {len(jax.devices())}; use what there is")
     mesh = mesh_lib.make_mesh(work.mesh, devices=jax.devices()[: work.devices])
     with jax.set_mesh(mesh):
-        iterations, seen = Iterations(work, model, mesh), []
+        iterations, seen, spent = Iterations(work, model, mesh), [], []
         for number in range(work.warmup + work.repeats):
             seen.append(iterations.run(number))
+            spent.append(iterations.spent)
             note = ", compilation included" if number == 0 else ", warm-up" if number < work.warmup else ""
             print(f"iteration {number + 1}: {seen[-1]['iteration']:.2f} s{note}", file=sys.stderr)
         peak = peak_rss_mb()
@@ -303,6 +331,10 @@ def measure(work: Workload) -> dict[str, Any]:
             }
             for name, column in columns.items()
         },
+        "prefill_s": statistics.median(s.prefill_s for s in spent[work.warmup :]),
+        "decode_s": statistics.median(s.decode_s for s in spent[work.warmup :]),
+        "decode_steps": spent[-1].steps,
+        "occupancy": spent[-1].occupancy,
         "peak_rss_mb": peak,
         "compile_s": sum(max(0.0, seen[0][part] - medians[part]) for part in PARTS),
         "floor": {
@@ -338,8 +370,14 @@ def show(found: Mapping[str, Any]) -> None:
         for name in (*PARTS, "iteration")
     ]
     size = f"{work['prompts']} × {work['group']} responses, {work['prompt_length']} + {work['new_tokens']} tokens"
+    size += f" ({work['lengths']})" if work["lengths"] else ""
+    size += f", {work['slots']} slots" if work["slots"] else ""
     console = Console(highlight=False)
     console.print(make_table(rows, title=f"{size}, {work['minibatches']} updates, {work['dtype']}"))
+    print(
+        f"sampling: prefill {found['prefill_s']:.3f} s, decode {found['decode_s']:.3f} s in {found['decode_steps']} steps, "
+        f"{found['occupancy']:.0%} of their slots in use"
+    )
     print(
         f"peak memory {found['peak_rss_mb']:,.0f} MB, with the compiler {found['compile_peak_rss_mb']:,.0f} MB; "
         f"compilation {found['compile_s']:.1f} s; {work['devices']} × "
@@ -375,6 +413,8 @@ def parser() -> Parser:
     }.items():
         default = defaults[name]
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}")
+    parser.add_argument("--lengths", metavar="KIND", help="what responses really have, as uniform:16:128; --new_tokens")
+    parser.add_argument("--slots", type=int, metavar="N", help="responses that decode at a time; all")
     parser.add_argument("--dtype", default=defaults["dtype"], help=f"of the computation: {' or '.join(DTYPES)}")
     parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="of the devices, as in fsdp:-1,expert:2; -1 is the rest")
     parser.add_argument("--compile", default="ahead", help="ahead, in a process of its own, or here; ahead")

@@ -46,6 +46,9 @@ def base() -> ConfigDict:
     config.sampling.temperature = 1.0  # scoring uses the same
     config.sampling.top_k = 0  # 0: off
     config.sampling.top_p = 1.0  # 1: off
+    config.sampling.min_p = 0.0  # 0: off
+    config.sampling.stop_ids = ()  # token ids that end a response, beside the tokenizer's
+    config.sampling.slots = placeholder(int)  # responses that decode at a time, over all devices; None: all
     config.sampling.rounds = 1  # more: DAPO's dynamic sampling; groups whose rewards are all equal are replaced
 
     config.rewards = ConfigDict()  # reward function: weight

@@ -228,7 +228,7 @@ def make_dispatch(config: ConfigDict) -> Dispatch:
 def make_sampling(config: ConfigDict) -> Sampling:
     """How training rollouts are drawn."""
     s = config.sampling
-    return Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
+    return Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
 
 def make_objective(config: ConfigDict) -> Objective:
@@ -340,8 +340,9 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
         group_size=config.sampling.group_size,
         length=config.sampling.max_response_length,
         sampling=make_sampling(config),
-        eos_ids=policy.tokenizer.eos_ids,
+        eos_ids=(*policy.tokenizer.eos_ids, *config.sampling.stop_ids),
         pad_id=policy.tokenizer.pad_id,
+        slots=config.sampling.slots,
         router_logprobs=keeps_router_logprobs(config, policy.config),
     )
 

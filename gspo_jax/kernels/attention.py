@@ -183,8 +183,8 @@ class Rows:
         B, n = responses.shape[0], prompts * group_size
         count = n // (_prompts_per_block(B, prompts, group_size) * group_size)
         responses = jnp.where(active, responses, n)
-        slots = jnp.zeros(n, jnp.int32).at[responses].set(jnp.arange(B, dtype=jnp.int32), mode="drop")
-        needed = jnp.zeros(count, bool).at[responses // (n // count)].set(True, mode="drop")
+        slots = (responses[None] == jnp.arange(n)[:, None]).argmax(axis=1).astype(jnp.int32)
+        needed = (responses[None] // (n // count) == jnp.arange(count)[:, None]).any(axis=1)
         blocks = jnp.argsort(~needed, stable=True).astype(jnp.int32)
         return cls(responses, slots, blocks, needed.sum(dtype=jnp.int32))
 

@@ -76,26 +76,29 @@ class _Log:
     """What each step drew in each slot, and the routes of the token that it fed."""
 
     draws: Draws
+    """[rows, B]."""
     routes: RouterRecord
+    """[rows, B, L·K]: one dimension, since a TPU pads the last to 128."""
 
 
 @struct.dataclass
 class _State:
-    """The loop's state; slots are idle where `responses` is n, their number."""
+    """The loop's state. There are no scatters in it: TPUs are slow at them, and their compiler has died of some."""
 
     row: Int[Array, ""]
     """Rows of the log written in this phase."""
-    responses: Int[Array, " B"]
+    places: Int[Array, " B"]
+    """The place in the queue of each slot's response; n, their number, where it is idle."""
     drawn: Int[Array, " B"]
     """Tokens of its response that a slot has drawn."""
     newest: Int[Array, " B"]
     """The last of these, to be fed next."""
     queued: Int[Array, ""]
-    """Responses handed out, in the order of the queue."""
+    """Places handed out."""
     more: Bool[Array, ""]
     """Whether any shard that this one shares experts with goes on in this phase."""
     slot: Int[Array, " n"]
-    """The slot that each response is or was in during this phase; B for none."""
+    """The slot that each place's response is or was in during this phase; B for none."""
     row_of_first: Int[Array, " n"]
     """The row of the log that its token 0 would be in; negative where it began in an earlier phase."""
     log: _Log
@@ -120,6 +123,7 @@ def generate(
     pad_id: int = 0,
     slots: int | None = None,
     limits: Int[Array, " B"] | None = None,
+    priorities: Int[Array, " B"] | None = None,
     router_logprobs: bool = False,
 ) -> tuple[Rollout, Work]:
     """Samples `group_size` responses of at most `length` tokens to every prompt.
@@ -135,6 +139,7 @@ def generate(
       pad_id: what stands in `tokens` after the end.
       slots: how many responses decode at a time, over all devices; None is all of them.
       limits: a limit for each response, 1 to `length`; None is `length` for all.
+      priorities: responses with the smaller number get a slot first; None is in order.
       router_logprobs: also return the router's log-probs of the experts it chose.
 
     Returns:
@@ -148,7 +153,7 @@ def generate(
         graph, params, prompts, keys, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs
     )
     ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "slots": slots}
-    return decode(graph, params, begun, keys, limits, sampling=sampling, **ends)
+    return decode(graph, params, begun, keys, limits, priorities, sampling=sampling, **ends)
 
 
 def check_slots(slots: int | None, responses: int) -> int:
@@ -231,6 +236,7 @@ def decode(
     begun: Prefilled,
     keys: Key[Array, " B"],
     limits: Int[Array, " B"] | None = None,
+    priorities: Int[Array, " B"] | None = None,
     *,
     length: int,
     sampling: Sampling,
@@ -241,7 +247,7 @@ def decode(
     """Goes on with what `prefill` has begun until every response has ended; the arguments are those of `generate`."""
     ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "share": slots / keys.shape[0]}
     run = partial(_decode, graph, sampling=sampling, **ends)
-    return _over_batch(run, params, (begun, keys, limits), inside=(_PREFILLED, _ROWS, _ROWS), out=_ROWS)
+    return _over_batch(run, params, (begun, keys, limits, priorities), inside=(_PREFILLED, *(_ROWS,) * 3), out=_ROWS)
 
 
 def _decode(
@@ -250,6 +256,7 @@ def _decode(
     begun: Prefilled,
     keys: Key[Array, " n"],
     limits: Int[Array, " n"] | None,
+    priorities: Int[Array, " n"] | None,
     *,
     length: int,
     sampling: Sampling,
@@ -270,15 +277,16 @@ def _decode(
 
     ended = is_stop(begun.first.tokens) | (last <= 1)
     waiting = n - ended.sum(dtype=jnp.int32)
-    queue = jnp.argsort(ended, stable=True).astype(jnp.int32)  # those that have ended never get a slot
+    order = jnp.arange(n, dtype=jnp.int32) if priorities is None else priorities
+    queue = jnp.lexsort((order, ended)).astype(jnp.int32)  # those that have ended never get a slot
 
     def advance(state: _State, *, aligned: bool, least: int) -> _State:
         """Feeds the newest token of every slot, draws the next, and refills the slots whose response has ended.
 
         The phase goes on while there are more than `least` responses.
         """
-        active = state.responses < n
-        mine = jnp.minimum(state.responses, n - 1)
+        active = state.places < n
+        mine = jnp.arange(n) if aligned else queue[jnp.minimum(state.places, n - 1)]
         slots = Slots(mine, jnp.where(active, state.drawn, 0), aligned=aligned)
         output, cache = model.decode(state.newest, slots, state.cache)
         logits = constrain(output.logits[:, 0], "batch", "vocab")
@@ -287,14 +295,14 @@ def _decode(
         log = jax.tree.map(
             lambda kept, new: jax.lax.dynamic_update_index_in_dim(kept, new, state.row, 0),
             state.log,
-            _Log(draws, jax.tree.map(lambda r: r[:, 0], routes)),
+            _Log(draws, jax.tree.map(lambda r: r.reshape(r.shape[0], -1), routes)),
         )
         drawn = state.drawn + 1
         ends = is_stop(draws.tokens) | (drawn >= last[mine])
         state = dataclasses.replace(
             state,
             row=state.row + 1,
-            responses=jnp.where(ends, n, state.responses),
+            places=jnp.where(ends, n, state.places),
             drawn=drawn,
             newest=draws.tokens,
             log=log,
@@ -302,72 +310,79 @@ def _decode(
         )
         if n > B:
             state = jax.lax.cond(jnp.any(ends & active) & (state.queued < waiting), refill, lambda s: s, state)
-        left = (state.responses < n).sum() + jnp.maximum(waiting - state.queued, 0)
+        left = (state.places < n).sum() + jnp.maximum(waiting - state.queued, 0)
         return dataclasses.replace(state, more=_any_of_group(left > least))
 
     def refill(state: _State) -> _State:
-        """Hands the next responses of the queue to the idle slots, in order."""
-        idle = state.responses == n
+        """Hands the next places of the queue to the idle slots, in order."""
+        idle = state.places == n
         place = state.queued + jnp.cumsum(idle, dtype=jnp.int32) - 1
         taken = idle & (place < waiting)
-        new = jnp.where(taken, queue.at[place].get(mode="clip"), n)
-        at = jnp.arange(idle.size, dtype=jnp.int32)
+        first = begun.first.tokens[queue[jnp.minimum(place, n - 1)]]
+        behind = jnp.arange(n, dtype=jnp.int32) - state.queued
+        new = (behind >= 0) & (behind < taken.sum())
+        slots = jnp.argsort(~idle, stable=True).astype(jnp.int32)
         return dataclasses.replace(
             state,
-            responses=jnp.where(taken, new, state.responses),
+            places=jnp.where(taken, place, state.places),
             drawn=jnp.where(taken, 1, state.drawn),
-            newest=jnp.where(taken, begun.first.tokens.at[new].get(mode="clip"), state.newest),
+            newest=jnp.where(taken, first, state.newest),
             queued=state.queued + taken.sum(dtype=jnp.int32),
-            slot=state.slot.at[new].set(at, mode="drop"),
-            row_of_first=state.row_of_first.at[new].set(state.row - 1, mode="drop"),
+            slot=jnp.where(new, slots.at[behind].get(mode="clip"), state.slot),
+            row_of_first=jnp.where(new, state.row - 1, state.row_of_first),
         )
 
     def empty_log(rows: int, slots: int) -> _Log:
-        routes = jax.tree.map(lambda r: jnp.zeros((rows, slots, *r.shape[2:]), r.dtype), begun.routes)
+        routes = jax.tree.map(lambda r: jnp.zeros((rows, slots, r.shape[2] * r.shape[3]), r.dtype), begun.routes)
         draws = jax.tree.map(lambda d: jnp.zeros((rows, slots), d.dtype), begun.first)
         return _Log(draws, routes)
 
     def enter(state: _State, kept: Array) -> _State:
         """The next phase: these slots of the last one, and an empty log."""
-        responses, size = state.responses[kept], kept.shape[0]
-        slot = jnp.full(n, size, jnp.int32).at[responses].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+        places, drawn, size = state.places[kept], state.drawn[kept], kept.shape[0]
+        held = places[None] == jnp.arange(n)[:, None]
+        slot = jnp.where(held.any(axis=1), held.argmax(axis=1).astype(jnp.int32), size)
         return dataclasses.replace(
             state,
             row=jnp.zeros((), jnp.int32),
-            responses=responses,
-            drawn=state.drawn[kept],
+            places=places,
+            drawn=drawn,
             newest=state.newest[kept],
             slot=slot,
-            row_of_first=jnp.zeros(n, jnp.int32).at[responses].set(-state.drawn[kept], mode="drop"),
+            row_of_first=-drawn.at[slot].get(mode="clip"),
             log=empty_log(T, size),
             cache=keep_slots(state.cache, kept),
-            more=_any_of_group((responses < n).any()),
+            more=_any_of_group((places < n).any()),
         )
 
-    at = jnp.arange(B, dtype=jnp.int32)
-    responses = jnp.where(at < waiting, queue[:B], n) if n > B else jnp.where(ended, n, at)
-    dtype, ring = begun.k.dtype, partial(empty_ring, model.config, B, T)
+    if n == B:  # slot b is place b is response b
+        queue, places = jnp.arange(n, dtype=jnp.int32), jnp.where(ended, n, jnp.arange(n, dtype=jnp.int32))
+        waiting = jnp.full((), n, jnp.int32)
+    else:
+        places = jnp.where(jnp.arange(B) < waiting, jnp.arange(B, dtype=jnp.int32), n)
+    ring = partial(empty_ring, model.config, B, T, begun.k.dtype)
     state = _State(
         row=jnp.zeros((), jnp.int32),
-        responses=responses,
+        places=places,
         drawn=jnp.ones(B, jnp.int32),
-        newest=begun.first.tokens[jnp.minimum(responses, n - 1)],
-        queued=jnp.minimum(waiting, B) if n > B else waiting,
-        more=_any_of_group(waiting > 0),
-        slot=jnp.full(n, B, jnp.int32).at[responses].set(at, mode="drop"),
+        newest=begun.first.tokens[queue[:B]],
+        queued=jnp.minimum(waiting, B),
+        more=_any_of_group((places < n).any()),
+        slot=jnp.minimum(jnp.arange(n, dtype=jnp.int32), B),
         row_of_first=jnp.full(n, -1, jnp.int32),
         log=empty_log(T if n == B else (n * T) // B + T, B),
         cache=Cache(
             begun.k,
             begun.v,
             begun.prompts.lengths,
-            ring(dtype),
-            ring(dtype),
+            ring(),
+            ring(),
             jnp.zeros((), jnp.int32),
             n // begun.k.shape[1],
         ),
     )
     found = _Found.of(begun.first, begun.routes, T)
+    place_of = jnp.argsort(queue)
     steps = slot_steps = jnp.zeros((), jnp.int32)
     sizes = [B]
     while not alike and len(sizes) <= _SHRINKS and sizes[-1] // 2 >= _FEWEST:
@@ -375,10 +390,10 @@ def _decode(
     if T > 1:
         for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
             if size < B:
-                state = enter(state, jnp.argsort(state.responses == n, stable=True)[:size])
+                state = enter(state, jnp.argsort(state.places == n, stable=True)[:size])
             run = partial(advance, aligned=size == B == n, least=smaller)
             state = jax.lax.while_loop(lambda s: s.more, run, state)
-            found = found.merged(state)
+            found = found.merged(state, place_of)
             steps, slot_steps = steps + state.row, slot_steps + state.row * size
     rollout = found.rollout(begun, last, is_stop, pad_id=pad_id)
     tokens = rollout.mask.sum(dtype=jnp.int32) - n
@@ -392,6 +407,11 @@ def _any_of_group(here: Bool[Array, ""]) -> Bool[Array, ""]:
     return jax.lax.pmax(here.astype(jnp.int32), "expert") > 0
 
 
+def _followed(mask: Bool[Array, "n T"]) -> Bool[Array, "n T"]:
+    """Where the next token is in the mask: those are fed."""
+    return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+
+
 @struct.dataclass
 class _Found:
     """Responses put together from the logs of the phases; beyond the end of one stands anything."""
@@ -399,24 +419,24 @@ class _Found:
     draws: Draws
     """[n, T]."""
     routes: RouterRecord
-    """Of the tokens that were fed, [n T L K]."""
+    """Of the tokens that were fed, [n, T, L·K]."""
 
     @classmethod
     def of(cls, first: Draws, routes: RouterRecord, length: int) -> "_Found":
         """With nothing but the first tokens."""
-        n = first.tokens.shape[0]
-        draws = jax.tree.map(lambda d: jnp.zeros((n, length), d.dtype).at[:, 0].set(d), first)
-        return cls(draws, jax.tree.map(lambda r: jnp.zeros((n, length, *r.shape[2:]), r.dtype), routes))
+        n, begins = first.tokens.shape[0], jnp.arange(length)[None] == 0
+        draws = jax.tree.map(lambda d: jnp.where(begins, d[:, None], jnp.zeros((), d.dtype)), first)
+        return cls(draws, jax.tree.map(lambda r: jnp.zeros((n, length, r.shape[2] * r.shape[3]), r.dtype), routes))
 
-    def merged(self, state: _State) -> "_Found":
+    def merged(self, state: _State, place_of: Int[Array, " n"]) -> "_Found":
         """With what a phase drew: token t of a response is in row `row_of_first` + t of its slot's log."""
-        T, B = self.draws.tokens.shape[1], state.responses.shape[0]
+        T, B = self.draws.tokens.shape[1], state.places.shape[0]
         at = jnp.arange(T)[None]
-        row = state.row_of_first[:, None] + at
+        row, own = state.row_of_first[place_of, None] + at, state.slot[place_of, None]
         # The token that row r drew follows the one that it fed, whose routes it holds.
-        drawn = (row >= 0) & (row < state.row) & (state.slot < B)[:, None] & (at > 0)
-        fed = jnp.roll(drawn, -1, axis=1).at[:, -1].set(False)
-        slot = jnp.minimum(state.slot, B - 1)[:, None]
+        drawn = (row >= 0) & (row < state.row) & (own < B) & (at > 0)
+        fed = _followed(drawn)
+        slot = jnp.minimum(own, B - 1)
 
         def take(kept: Array, logged: Array, row: Array, here: Array) -> Array:
             new = logged[jnp.clip(row, 0, logged.shape[0] - 1), slot]
@@ -433,12 +453,19 @@ class _Found:
         stop = is_stop(tokens) & (at < last[:, None])
         before = jnp.cumsum(stop, axis=1) - stop
         mask = (at < last[:, None]) & (before == 0)
-        fed = jnp.roll(mask, -1, axis=1).at[:, -1].set(False)[..., None, None]
-        group_size = tokens.shape[0] // begun.prompts.tokens.shape[0]
-        routes = RouterRecord(
+        fed = _followed(mask)[..., None]
+        own = RouterRecord(
             jnp.where(fed, self.routes.experts, -1),
             None if self.routes.logprobs is None else jnp.where(fed, self.routes.logprobs, 0),
         )
+        group_size = tokens.shape[0] // begun.prompts.tokens.shape[0]
+
+        def joined(prompt: Array, own: Array) -> Array:
+            whole = jnp.concatenate(
+                [jnp.repeat(prompt.reshape(*prompt.shape[:2], -1), group_size, axis=0), own], axis=1
+            )
+            return whole.reshape(*whole.shape[:2], *prompt.shape[2:])
+
         return Rollout(
             prompts=jnp.repeat(begun.prompts.tokens, group_size, axis=0),
             prompt_lengths=jnp.repeat(begun.prompts.lengths, group_size, axis=0),
@@ -447,9 +474,7 @@ class _Found:
             truncated=~stop.any(axis=1),
             behaviour_logprobs=jnp.where(mask, self.draws.behaviour_logprobs, 0),
             logprobs=jnp.where(mask, self.draws.logprobs, 0),
-            routes=jax.tree.map(
-                lambda p, own: jnp.concatenate([jnp.repeat(p, group_size, axis=0), own], axis=1), begun.routes, routes
-            ),
+            routes=jax.tree.map(joined, begun.routes, own),
         )
 
 

@@ -1,6 +1,7 @@
-"""Temperature, top-k and top-p: one definition of the distribution that tokens are drawn from."""
+"""Temperature, top-k, top-p and min-p: one definition of the distribution that tokens are drawn from."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from gspo_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
+    """How a token is drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave the distribution whole."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -25,6 +27,8 @@ class Sampling:
             raise UserError(f"top_k {self.top_k} is negative; use 0 to keep every token")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p {self.top_p} is outside (0, 1]; use 1 to keep every token")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"min_p {self.min_p} is outside [0, 1); use 0 to keep every token")
 
     @property
     def scoring_temperature(self) -> float:
@@ -32,8 +36,9 @@ class Sampling:
         return self.temperature if self.temperature > 0 else 1.0
 
 
-def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float) -> Float[Array, "B V"]:
-    """-inf for tokens outside the top k, then outside the smallest set whose probability reaches top_p.
+def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: float = 0.0) -> Float[Array, "B V"]:
+    """-inf for tokens outside the top k, then outside the smallest set whose probability reaches top_p, then for those
+    less than min_p times as probable as the most probable one (arXiv 2407.01082).
 
     Tokens tied with the last one kept stay. The most probable token always stays.
     """
@@ -46,6 +51,9 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float) -> Float[
         before = jnp.cumsum(probs, axis=-1) - probs  # probability of all tokens ranked above
         last = jnp.where(before < top_p, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < last, -jnp.inf, logits)
+    if min_p > 0:
+        least = logits.max(axis=-1, keepdims=True) + math.log(min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
 
 
@@ -62,7 +70,7 @@ def draw(
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logprobs = log_softmax_at(logits, tokens)[0]
         return tokens, jnp.zeros_like(logprobs), logprobs
-    kept = truncate(logits, top_k=sampling.top_k, top_p=sampling.top_p)
+    kept = truncate(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
     full = log_softmax_at(logits, tokens)[0]
     # Probability 1 is spread over fewer tokens: log p_kept = log p - log of the kept mass.

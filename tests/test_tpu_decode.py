@@ -1,0 +1,93 @@
+"""The TPU's compiler takes the decoder of Qwen3-30B-A3B, which copies neither a whole cache nor a layer's experts.
+
+Compiled ahead of time for a slice that is not there, in a process of its own. The figures, and the program's text:
+
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_decode [FILE.hlo]
+"""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gspo_jax.models import transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import topology
+from gspo_jax.rollout import decoder
+from gspo_jax.rollout.sampling import Sampling
+
+QWEN3_30B_A3B = ModelConfig(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    num_experts=128,
+    experts_per_token=8,
+    moe_intermediate_size=768,
+)
+TARGET = "v5p:4x4x4"
+MESH = {"data": -1, "expert": 16}
+ROWS, PROMPT, LENGTH, GROUP = 1024, 512, 4096 - 512, 16
+
+
+def shapes(mesh, graph_shapes):
+    """bfloat16 weights in the sampler's layout, prompts that have been prefilled, and keys."""
+
+    def one(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.SAMPLER)))
+
+    config, prompts = QWEN3_30B_A3B, ROWS // GROUP
+    params = jax.eval_shape(decoder.to_sampler(graph_shapes, mesh, jnp.bfloat16), graph_shapes)
+    shardings = mesh_lib.param_shardings(graph_shapes, mesh, mesh_lib.SAMPLER)
+    params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+    kv = (config.num_layers, prompts, config.num_kv_heads, PROMPT, config.head_dim)
+    k = one(kv, jnp.bfloat16, "layers", "batch", "kv_heads", None, None)
+    routes = one((prompts, PROMPT, config.num_layers, config.experts_per_token), jnp.int8, "batch", None, None, None)
+    rows = NamedSharding(mesh, PartitionSpec(mesh_lib.BATCH_AXES))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS))
+    begun = decoder.Prefilled(
+        decoder.Prompts(one((prompts, PROMPT), jnp.int32, "batch", None), one((prompts,), jnp.int32, "batch")),
+        k,
+        k,
+        decoder.RouterRecord(routes, None),
+        decoder.Draws(*(one((ROWS,), dtype, "batch") for dtype in (jnp.int32, jnp.float32, jnp.float32))),
+    )
+    return params, begun, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)
+
+
+def figures(file=None):
+    """Compiles the decode loop for TARGET and reads what one chip would hold."""
+    mesh = topology.topology_mesh(TARGET, MESH)
+    graph, graph_shapes = transformer.abstract(QWEN3_30B_A3B, dtype=jnp.bfloat16)
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        settings = {"length": LENGTH, "eos_ids": (), "pad_id": 0, "slots": ROWS, "sampling": Sampling()}
+        run = partial(decoder.decode, graph, **settings)
+        lowered = topology.lower(run, *shapes(mesh, graph_shapes))
+        if os.environ.get("LOWERED"):
+            Path(os.environ["LOWERED"]).write_text(lowered.as_text(debug_info=True))
+        compiled = lowered.compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory
+    if file:
+        Path(file).write_text(text)
+    return {
+        "compile_s": round(time.perf_counter() - start),
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(*sys.argv[1:])))
