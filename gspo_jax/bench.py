@@ -156,9 +156,20 @@ class Workload:
         try:
             experiment.check_batch(self.config, sizes)
         except UserError as error:
-            raise UserError(str(error).replace("data.prompts_per_batch", "--prompts")) from None
+            raise UserError(_as_flags(str(error))) from None
         model.check_mesh(sizes)
         return model
+
+
+def _as_flags(text: str) -> str:
+    """A message about a config, about this command's flags."""
+    for field, flag in {
+        "data.prompts_per_batch": "prompts",
+        "sampling.group_size": "group",
+        "sampling.slots": "slots",
+    }.items():
+        text = text.replace(field, f"--{flag}")
+    return text
 
 
 def forward_flops(
@@ -375,7 +386,7 @@ def show(found: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(make_table(rows, title=f"{size}, {work['minibatches']} updates, {work['dtype']}"))
     print(
-        f"sampling: prefill {found['prefill_s']:.3f} s, decode {found['decode_s']:.3f} s in {found['decode_steps']} steps, "
+        f"prefill {found['prefill_s']:.3f} s; decode {found['decode_s']:.3f} s, {found['decode_steps']} steps with "
         f"{found['occupancy']:.0%} of their slots in use"
     )
     print(

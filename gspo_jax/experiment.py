@@ -189,7 +189,7 @@ def check_experts(config: ConfigDict, model: ModelConfig) -> None:
 
 
 def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
-    """Raises a UserError unless prompts, mini-batches and micro-batches divide over the batch axes of the mesh.
+    """Raises a UserError unless prompts, slots, mini-batches and micro-batches divide over the batch axes of the mesh.
 
     Prompts are prefilled spread over the shards; a mini-batch takes whole groups, and cuts its rows into micro-batches
     that are spread over the shards again.
@@ -201,6 +201,14 @@ def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
     groups = training.minibatches * (rows // math.gcd(rows, group))
     parts = f"what {by} = {shards}, {training.minibatches} mini-batches and {training.microbatches} micro-batches need"
     mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))
+    slots, responses = config.sampling.slots, config.data.prompts_per_batch * group
+    if slots is not None:
+        if not 0 < slots <= responses:
+            raise UserError(
+                f"sampling.slots is {slots} and data.prompts_per_batch × sampling.group_size make {responses} "
+                f"responses; use 1 to {responses}, or None for all of them"
+            )
+        mesh_lib.check_divides("sampling.slots", slots, by, shards)
     if not config.model.folder:
         mesh_lib.check_divides("coldstart.batch", config.coldstart.batch, by, shards)
 

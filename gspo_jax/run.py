@@ -48,11 +48,37 @@ SHOWN_CHARACTERS = 400
 
 MAY_CHANGE = (
     *("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir"),
-    *("cpu_devices", "mesh.", "model.dispatch", "model.remat", "training.microbatches", "training.logprob_chunk"),
+    *(
+        "cpu_devices",
+        "mesh.",
+        "sampling.slots",
+        "model.dispatch",
+        "model.remat",
+        "training.microbatches",
+        "training.logprob_chunk",
+    ),
 )
 """Fields of a config in which a run may differ from the checkpoint that it goes on from: those that leave its numbers
 as they are, up to rounding and to what a capacity factor drops.
 """
+
+
+class Compiled:
+    """Counts what XLA compiles, from now on; a program that comes from a cache on disk counts too."""
+
+    def __init__(self):
+        self.programs = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def stop(self) -> None:
+        """Counts no longer."""
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs += 1
+            self.seconds += duration_secs
 
 
 class Clock:
@@ -62,6 +88,8 @@ class Clock:
         self._progress = progress
         self._begun = self._phase_begun = time.perf_counter()
         self._phase = ""
+        self.compiled = Compiled()
+        """Since the iteration began, until it stopped."""
         self.seconds: dict[str, float] = {}
         """By phase, and "iteration" for all of it once stopped."""
 
@@ -75,6 +103,7 @@ class Clock:
         """Ends the running phase and the iteration."""
         self._end()
         self.seconds["iteration"] = time.perf_counter() - self._begun
+        self.compiled.stop()
 
     def _end(self) -> None:
         now = time.perf_counter()
@@ -185,12 +214,19 @@ class Run:
         self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: "Clock"
     ) -> None:
         """One line for each update; what is known of the whole iteration goes on the last."""
-        columns = self.columns(scored)
+        columns, spent = self.columns(scored), self.sampler.spent
         of_iteration = {
             **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             **rounds.metrics(),
             "reward/failed": rounds.failures,
             "reshard/bytes": self.sampler.copy_bytes,
+            "timing/prefill_s": spent.prefill_s,
+            "timing/decode_s": spent.decode_s,
+            "decode/steps": spent.steps,
+            "decode/occupancy": spent.occupancy,
+            "decode/wasted": spent.slot_steps - spent.tokens,
+            "compile/programs": clock.compiled.programs,
+            "compile/seconds": clock.compiled.seconds,
             "throughput/tokens_per_s": rounds.tokens / clock.seconds["iteration"],
             "throughput/sample_tokens_per_s": rounds.tokens / clock.seconds["sample"],
         }

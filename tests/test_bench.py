@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gspo_jax import bench
@@ -32,6 +33,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("quick")
+def test_hidden_lengths_and_slots(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    flags = [*SMALL, "--compile=here", "--lengths=uniform:2:7", "--slots=3"]
+    assert bench.main([f"--model={MOE}", *flags, f"--json={file}"]) == 0
+    found = json.loads(file.read_text())
+    lengths = bench.Workload(model=MOE, prompts=4, group=2, new_tokens=7, lengths="uniform:2:7").limits
+    assert set(lengths) <= set(range(2, 8)) and len(lengths) == 8
+    sample = found["sample"]
+    assert sample["tokens_per_s"] * sample["median_s"] == pytest.approx(lengths.sum())
+    assert found["occupancy"] == pytest.approx((lengths - 1).sum() / (3 * found["decode_steps"]))
+    assert found["prefill_s"] + found["decode_s"] < found["sample"]["median_s"]
+    assert "(uniform:2:7), 3 slots" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("quick")
@@ -69,9 +85,9 @@ def counted(shapes: list[tuple[int, int, int]]) -> float:
 def test_flops_are_those_of_the_matrix_products(config: ModelConfig, share: int) -> None:
     """The oracle: every product of one group's three responses, attention position by position and head by head."""
     D, H, Kv, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    G, S, T = 3, 4, 5
+    G, S, lengths = 3, 4, [5, 1, 7]
     prompts = [*range(1, S + 1)] * (G // share)
-    contexts = [*prompts, *[S + t for t in range(1, T)] * G]  # of all tokens that are fed, each itself included
+    contexts = [*prompts, *(S + t for T in lengths for t in range(1, T))]  # of all fed tokens, each itself included
     N = len(contexts)
     layer = [(N, D, H * h), (N, D, Kv * h), (N, D, Kv * h), (N, H * h, D)]
     layer += [product for c in contexts for product in [(1, h, c), (1, c, h)] * H]
@@ -81,8 +97,8 @@ def test_flops_are_those_of_the_matrix_products(config: ModelConfig, share: int)
     else:
         feed, width = N, config.intermediate_size
     layer += [(feed, D, width), (feed, D, width), (feed, width, D)]
-    expected = config.num_layers * counted(layer) + counted([(G * T, D, config.vocab_size)])
-    found = bench.forward_flops(config, rows=G, rows_per_prompt=share, prompt_length=S, new_tokens=T)
+    expected = config.num_layers * counted(layer) + counted([(sum(lengths), D, config.vocab_size)])
+    found = bench.forward_flops(config, lengths=np.array(lengths), rows_per_prompt=share, prompt_length=S)
     assert found == expected
 
 
@@ -130,6 +146,9 @@ def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--model=no/such"], "no/such is not a folder"),
         (["--group=0"], "--group is 0; it must be at least 1"),
+        (["--slots=65"], "--slots is 65 and --prompts × --group make 64 responses; use 1 to 64"),
+        (["--lengths=normal:1:2"], "--lengths is 'normal:1:2'; write it as uniform:16:128"),
+        (["--lengths=uniform:16:129"], "--lengths uniform:16:129 does not lie in 1 to 128, which is --new_tokens"),
         (["--warmup=0"], "--warmup is 0; it must be at least 1"),
         (["--dtype=float16"], "--dtype is 'float16'; use float32 or bfloat16"),
         (

@@ -1,5 +1,6 @@
 """The decoder agrees with the trainer's scoring and does not depend on the batch around a response."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from gspo_jax.rollout.decoder import generate, response_keys, to_sampler
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.scoring import Scoring, score
-from gspo_jax.types import Prompts
-from tests.tiny import CONFIG, mesh_id, params, place, prompts
+from gspo_jax.types import Prompts, UserError
+from tests.tiny import CONFIG, MESHES, mesh_id, mostly_slow, params, place, prompts, quick_compilation
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 G, T = 2, 12
@@ -28,6 +29,13 @@ SETTINGS = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": EOS
 def decode(*args, **settings):
     """The responses alone."""
     return generate(GRAPH, *args, **SETTINGS | settings)[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Most programs run once."""
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +101,103 @@ def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
     np.testing.assert_allclose(alone.logprobs, rollout.logprobs[rows], atol=1e-5)
 
 
+def same(found, expected):
+    """Token for token, expert for expert; log-probs up to float32's rounding."""
+    found, expected = jax.device_get((found, expected))
+    for name in ("tokens", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
+    for a, b in (
+        (found.logprobs, expected.logprobs),
+        (found.behaviour_logprobs, expected.behaviour_logprobs),
+        (found.routes.logprobs, expected.routes.logprobs),
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+LONG = {"group_size": 4, "length": 70, "eos_ids": (3,)}  # a ring of two segments
+LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
+
+
+def long(slots=None, **changes):
+    """32 responses of all lengths, one limit each; and the work that they took."""
+    keys = response_keys(jax.random.key(1), jnp.arange(32))
+    return generate(GRAPH, params(), prompts(), keys, **SETTINGS | LONG | {"slots": slots, "limits": LIMITS} | changes)
+
+
+@pytest.fixture(scope="module")
+def one_by_one():
+    """Every response by itself, from prompts that know of no group: what all others must be like."""
+    batch, keys = prompts(), response_keys(jax.random.key(1), jnp.arange(32))
+    each = []
+    for i in range(32):
+        prompt = Prompts(batch.tokens[i // 4][None], batch.lengths[i // 4][None])
+        settings = {"group_size": 1, "limits": LIMITS[i : i + 1]}
+        each.append(jax.device_get(generate(GRAPH, params(), prompt, keys[i : i + 1], **SETTINGS | LONG | settings)[0]))
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
+
+
+@pytest.mark.parametrize("slots", [None, 1, 7, 16])
+def test_slots_change_nothing(slots, one_by_one):
+    found, work = jax.device_get(long(slots))
+    same(found, one_by_one)
+    assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), "all kinds of ends"
+    assert work.tokens == one_by_one.mask.sum() - 32, "the first tokens are the prefill's"
+    assert work.steps <= work.slot_steps <= work.steps * (slots or 32)
+
+
+def test_nor_does_the_order_of_the_queue(one_by_one):
+    same(long(5, priorities=jnp.asarray(np.random.default_rng(2).permutation(32), jnp.int32))[0], one_by_one)
+
+
+@pytest.mark.parametrize("slots", [None, 16])
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=mesh_id
+    "sizes",
+    mostly_slow(MESHES, always=[{"fsdp": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}]),
+    ids=mesh_id,
 )
-def test_eight_devices_sample_the_same(sizes, rollout):
+def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     mesh = mesh_lib.make_mesh(sizes)
     with jax.set_mesh(mesh):
         weights = to_sampler(SHAPES, mesh, jnp.float32)(place(params(), mesh))
-        batch, numbers = mesh_lib.to_rows(mesh, (prompts(), np.arange(8 * G)))
-        out = decode(weights, batch, response_keys(jax.random.key(1), numbers))
-        np.testing.assert_array_equal(out.tokens, rollout.tokens)
-        np.testing.assert_allclose(out.logprobs, rollout.logprobs, atol=1e-4)
+        batch, numbers, limits = mesh_lib.to_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        keys = response_keys(jax.random.key(1), numbers)
+        out, work = generate(GRAPH, weights, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
+        same(out, one_by_one)
         assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
+    steps = np.asarray(work.steps).reshape(-1, mesh.shape["expert"])
+    assert (steps == steps[:, :1]).all(), "shards that share experts go together"
+    assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "others stop each by itself"
+
+
+def test_slots_are_refilled_and_left_when_idle():
+    """Lengths uniform in 16 to 512: with 64 responses on 16 slots, more than nine slots in ten draw a token."""
+    batch, limits = prompts(), jnp.asarray(np.random.default_rng(0).integers(16, 513, 64), jnp.int32)
+    keys = response_keys(jax.random.key(1), jnp.arange(64))
+    settings = {"group_size": 8, "length": 512, "eos_ids": (), "slots": 16, "limits": limits}
+    found, work = jax.device_get(generate(GRAPH, params(), batch, keys, **SETTINGS | settings))
+    np.testing.assert_array_equal(found.mask.sum(axis=1), limits)
+    assert work.tokens.sum() / work.slot_steps.sum() > 0.9
+    assert work.steps.sum() < 1.25 * limits.sum() / 16
+
+
+@pytest.mark.parametrize(("slots", "says"), [(0, "0 slots for 32"), (33, "33 slots for 32 responses; use 1 to 32")])
+def test_slots_that_do_not_fit(slots, says):
+    with pytest.raises(UserError, match=says):
+        long(slots)
+
+
+def test_the_loop_copies_no_cache():
+    """In the compiled program. The two rings begin as one of zeros, which is copied before the loop."""
+    keys = response_keys(jax.random.key(1), jnp.arange(32))
+    begun = decoder.prefill(GRAPH, params(), prompts(), keys, group_size=4, sampling=Sampling())
+    settings = {"length": 200, "sampling": Sampling(), "eos_ids": (), "pad_id": 0, "slots": 32}
+    loop, _, _ = (
+        decoder.decode.lower(GRAPH, params(), begun, keys, **settings).compile().as_text().partition("\nENTRY ")
+    )
+    ring = r"f32\[2,4,32,2,64,8\]"  # layers, segments, slots, heads, columns, width
+    assert len(re.findall(rf"= {ring}\S* dynamic-update-slice\(", loop)) >= 2
+    assert not re.search(rf"= {ring}\S* copy\(", loop)
 
 
 def test_the_samplers_copy_is_cast_but_for_router_and_norms():
@@ -127,22 +220,20 @@ def test_one_program_per_shape():
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied"])
 def test_greedy_decode_equals_transformers(name):
-    """The cached decoder's 32 greedy tokens are those of transformers (tests/golden), from prompts padded unevenly."""
+    """The cached decoder's 64 greedy tokens are those of transformers (tests/golden), from ragged prompts."""
     folder = Path(__file__).parent / "golden" / name
     reference = np.load(folder / "reference.npz")
     model, _ = huggingface.load(folder)
     graph, weights = nnx.split(model)
-    tokens = reference["tokens"]
-    batch = Prompts(
-        np.pad(tokens, ((0, 0), (0, 5)), constant_values=1), np.full(len(tokens), tokens.shape[1], np.int32)
-    )
+    tokens, lengths = reference["tokens"], reference["lengths"]
+    tokens = np.where(np.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 1)
     out, _ = generate(
         graph,
         weights,
-        batch,
+        Prompts(np.pad(tokens, ((0, 0), (0, 5)), constant_values=1), lengths),
         response_keys(jax.random.key(0), jnp.arange(len(tokens))),
         group_size=1,
-        length=32,
+        length=64,
         sampling=Sampling(temperature=0.0),
         eos_ids=(),
     )

@@ -13,18 +13,38 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05]))
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
-    [(0, 1.0, 5), (2, 1.0, 2), (9, 1.0, 5), (0, 0.71, 3), (0, 0.69, 2), (0, 1e-6, 1), (4, 0.8, 3)],
+    ("top_k", "top_p", "min_p", "kept"),
+    [
+        (0, 1.0, 0.0, 5),
+        (2, 1.0, 0.0, 2),
+        (9, 1.0, 0.0, 5),
+        (0, 0.71, 0.0, 3),
+        (0, 0.69, 0.0, 2),
+        (0, 1e-6, 0.0, 1),
+        (4, 0.8, 0.0, 3),
+        (0, 1.0, 0.3, 3),
+        (0, 1.0, 0.24, 4),
+        (2, 1.0, 0.24, 2),
+        (0, 0.71, 0.5, 2),
+    ],
 )
-def test_truncation_keeps_the_most_probable(top_k, top_p, kept):
-    """By hand: cumulative .4 .7 .85 .95 1; with top_k=4 first, probabilities are .42 .32 .16 .11."""
-    out = truncate(jnp.asarray(LOGITS)[None], top_k=top_k, top_p=top_p)[0]
+def test_truncation_keeps_the_most_probable(top_k, top_p, min_p, kept):
+    """By hand: cumulative .4 .7 .85 .95 1, relative 1 .75 .375 .25 .125; with top_k=4 first, .42 .32 .16 .11."""
+    out = truncate(jnp.asarray(LOGITS)[None], top_k=top_k, top_p=top_p, min_p=min_p)[0]
     assert np.isfinite(out).tolist() == [True] * kept + [False] * (5 - kept)
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(temperature=0.5), Sampling(top_k=3), Sampling(top_p=0.8), Sampling(temperature=2.0, top_k=4)],
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=3),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.3),
+        Sampling(temperature=2.0, top_k=4),
+        Sampling(temperature=0.7, top_p=0.9, min_p=0.1),
+    ],
     ids=str,
 )
 def test_frequencies_pass_chi_square_against_the_reported_distribution(sampling):
@@ -50,7 +70,7 @@ def test_greedy_takes_the_largest_and_scores_at_temperature_one():
     np.testing.assert_allclose(full, np.log(0.4), atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 1.0}])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         Sampling(**bad)

@@ -51,12 +51,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         L, D, h = config.num_layers, config.hidden_size, config.head_dim
-        H, Kv = config.num_heads, config.num_kv_heads
+        queries, keys = config.num_heads * h, config.num_kv_heads * h
         self.config = config
-        self.q = parameter(rngs, (L, D, H, h), ("layers", "embed", "heads", "head_dim"))
-        self.k = parameter(rngs, (L, D, Kv, h), ("layers", "embed", "kv_heads", "head_dim"))
-        self.v = parameter(rngs, (L, D, Kv, h), ("layers", "embed", "kv_heads", "head_dim"))
-        self.o = parameter(rngs, (L, H, h, D), ("layers", "heads", "head_dim", "embed"))
+        # Matrices, heads side by side: split into heads, a TPU would keep them in a layout that its matmuls copy.
+        self.q = parameter(rngs, (L, D, queries), ("layers", "embed", "heads"))
+        self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
+        self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
+        self.o = parameter(rngs, (L, queries, D), ("layers", "heads", "embed"))
         self.q_norm = parameter(rngs, (L, h), ("layers", "head_dim"), ones, float32=True)
         self.k_norm = parameter(rngs, (L, h), ("layers", "head_dim"), ones, float32=True)
 
@@ -65,12 +66,11 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the attention output and what `attend` kept (keys and values of the cache, or None)."""
         eps, theta = self.config.rms_norm_eps, self.config.rope_theta
-        q, k, v = (
-            checkpoint_name(jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype)), "dot") for w in (self.q, self.k, self.v)
-        )
+        heads = (*x.shape[:2], -1, self.config.head_dim)
+        q, k, v = (checkpoint_name(x @ w.astype(x.dtype), "dot").reshape(heads) for w in (self.q, self.k, self.v))
         q = rope(rms_norm(q, self.q_norm[...], eps), positions, theta)
         k = rope(rms_norm(k, self.k_norm[...], eps), positions, theta)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
-        return checkpoint_name(jnp.einsum("btnh,nhd->btd", out, self.o.astype(x.dtype)), "dot"), kept
+        return checkpoint_name(out.reshape(*x.shape[:2], -1) @ self.o.astype(x.dtype), "dot"), kept

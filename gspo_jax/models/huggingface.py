@@ -180,7 +180,7 @@ class Rule:
     tensor: str
     """Their name; "{L}" and "{E}" stand for our leading layer and expert axes, which they keep as separate tensors."""
     axes: str
-    """"ours -> theirs" in the letters of types.py; joined letters ("Hh") are one dimension, the last one fastest."""
+    """"ours -> theirs", a letter for each dimension; H are all heads side by side."""
     half: int | None = None
     """0 or 1 where their second dimension holds two parameters of ours, one after the other, and this is that one."""
 
@@ -191,7 +191,7 @@ class Rule:
 
     @property
     def theirs(self) -> list[str]:
-        """One or more letters per dimension of theirs."""
+        """One letter per dimension of theirs."""
         return self.axes.split(" -> ")[1].split()
 
     @property
@@ -202,7 +202,7 @@ class Rule:
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each of their tensors, from the shape of our parameter."""
         size = dict(zip(self.ours, ours, strict=True))
-        shape = [math.prod(size[axis] for axis in group) for group in self.theirs]
+        shape = [size[axis] for axis in self.theirs]
         if self.half is not None:
             shape[1] *= 2
         return tuple(shape)
@@ -215,9 +215,7 @@ class Rule:
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
         """One tensor of theirs, whole, from our parameter at one index of the leading axes; only without `half`."""
         inner = self.ours[len(self.outer) :]
-        size = dict(zip(inner, ours.shape, strict=True))
-        moved = ours.transpose([inner.index(axis) for axis in "".join(self.theirs)])
-        return moved.reshape([math.prod(size[axis] for axis in group) for group in self.theirs])
+        return ours.transpose([inner.index(axis) for axis in self.theirs])
 
     def read(
         self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...], dtype: DTypeLike
@@ -225,22 +223,16 @@ class Rule:
         """The part of our parameter (of shape `ours`) at `spans`, a range per dimension; reads hardly more."""
         size = dict(zip(self.ours, ours, strict=True))
         span = dict(zip(self.ours, spans, strict=True))
-        # The first letter of a group narrows what is read; letters behind it are read whole, and cut in memory.
-        window, split, cut = [], [], []
-        for group in self.theirs:
-            first, step = span[group[0]], math.prod(size[axis] for axis in group[1:])
-            window.append(slice(first.start * step, first.stop * step))
-            split += [len(first), *(size[axis] for axis in group[1:])]
-            cut += [slice(None), *(slice(span[axis].start, span[axis].stop) for axis in group[1:])]
+        window = [slice(span[axis].start, span[axis].stop) for axis in self.theirs]
         if self.half is not None:
             skip = self.half * size[self.theirs[1]]
             window[1] = slice(window[1].start + skip, window[1].stop + skip)
-        order = ["".join(self.theirs).index(axis) for axis in self.ours[len(self.outer) :]]
+        order = [self.theirs.index(axis) for axis in self.ours[len(self.outer) :]]
         out = np.empty([len(s) for s in spans], jnp.dtype(dtype))
         for local in itertools.product(*(range(len(span[axis])) for axis in self.outer)):
             at = {axis: span[axis][i] for axis, i in zip(self.outer, local, strict=True)}
             piece = checkpoint.read(self.tensor.format(**at), tuple(window))
-            out[local] = piece.reshape(split)[tuple(cut)].transpose(order)
+            out[local] = piece.transpose(order)
         return out
 
 
@@ -248,10 +240,10 @@ _LAYER = "model.layers.{L}."
 _RULES = {
     "embed": Rule("model.embed_tokens.weight", "V D -> V D"),
     "layers.attention_norm": Rule(_LAYER + "input_layernorm.weight", "L D -> D"),
-    "layers.attention.q": Rule(_LAYER + "self_attn.q_proj.weight", "L D H h -> Hh D"),
-    "layers.attention.k": Rule(_LAYER + "self_attn.k_proj.weight", "L D H h -> Hh D"),
-    "layers.attention.v": Rule(_LAYER + "self_attn.v_proj.weight", "L D H h -> Hh D"),
-    "layers.attention.o": Rule(_LAYER + "self_attn.o_proj.weight", "L H h D -> D Hh"),
+    "layers.attention.q": Rule(_LAYER + "self_attn.q_proj.weight", "L D H -> H D"),
+    "layers.attention.k": Rule(_LAYER + "self_attn.k_proj.weight", "L D H -> H D"),
+    "layers.attention.v": Rule(_LAYER + "self_attn.v_proj.weight", "L D H -> H D"),
+    "layers.attention.o": Rule(_LAYER + "self_attn.o_proj.weight", "L H D -> D H"),
     "layers.attention.q_norm": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),
     "layers.attention.k_norm": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
     "layers.mlp_norm": Rule(_LAYER + "post_attention_layernorm.weight", "L D -> D"),

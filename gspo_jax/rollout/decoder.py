@@ -32,8 +32,7 @@ _SHRINKS, _FEWEST = 3, 4
 """How often the slots are halved towards the end, each time with code of its own, and the fewest that are left."""
 
 
-@struct.dataclass
-class Draws:
+class Draws(NamedTuple):
     """Tokens with their log-probs; where they stand is said by whoever holds them."""
 
     tokens: Int[Array, "*b"]
@@ -59,8 +58,7 @@ _PREFILLED: Any = Prefilled(*cast(Any, (_ROWS, _SECOND, _SECOND, _ROWS, _ROWS)))
 """How they lie on a mesh."""
 
 
-@struct.dataclass
-class Work:
+class Work(NamedTuple):
     """What a decode loop did, by shard."""
 
     steps: Int[Array, " shards"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,4 +158,5 @@ class Sampler:
 
 
 def _programs() -> int:
-    return sum(program._cache_size() for program in (decoder.prefill, decoder.decode))
+    programs: tuple[Any, ...] = decoder.prefill, decoder.decode
+    return sum(program._cache_size() for program in programs)

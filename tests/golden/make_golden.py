@@ -6,7 +6,8 @@ Needs torch and transformers, which gspo_jax itself does not: made with torch 2.
 folder is a real `save_pretrained` folder plus `reference.npz`:
     tokens [B,T] int32      random ids
     logits [B,T,V] float32  of the eager forward
-    greedy [B,32] int32     the greedy continuation of each row, which EOS does not stop
+    lengths [B] int32       how many of a row's ids make a prompt
+    greedy [B,64] int32     the greedy continuation of each prompt, which EOS does not stop
 The four cover: norm_topk_prob true and false; experts as one tensor each in one file, and fused in a sharded checkpoint
 with an index; head tied and untied. Norm weights are pushed away from 1, so that a forgotten scale shows.
 
@@ -23,9 +24,11 @@ import numpy as np
 import torch
 import transformers
 
-ROWS, LENGTH, NEW_TOKENS = 3, 16, 32
+ROWS, LENGTH, NEW_TOKENS = 3, 16, 64
+LENGTHS = (16, 11, 5)
 MIN_GAP = 5e-3  # in logits; float32 rounding moves them by about 1e-5
 MIN_ROUTER_GAP = 1e-4  # in router logits
+INF = float("inf")
 MIN_DISTINCT = 8  # distinct tokens in a continuation, so that a decoder stuck on one token does not pass
 
 COMMON = {
@@ -93,28 +96,27 @@ def reference(model: transformers.PreTrainedModel, seed: int) -> tuple[dict[str,
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(3, model.config.vocab_size, (ROWS, LENGTH), generator=generator)
     logits = model(tokens, use_cache=False).logits
-    path = tokens
-    for _ in range(NEW_TOKENS):
-        step = model(path, use_cache=False).logits[:, -1]
-        path = torch.cat([path, step.argmax(-1, keepdim=True)], dim=1)
     is_moe = model.config.model_type == "qwen3_moe"
-    out = model(path, use_cache=False, **({"output_router_logits": True} if is_moe else {}))
-    best = out.logits[:, LENGTH - 1 : -1].topk(2, dim=-1).values
-    greedy = path[:, LENGTH:]
-    margins = {
-        "logits_std": logits.std().item(),
-        "greedy_gap": (best[..., 0] - best[..., 1]).min().item(),
-        "distinct": min(len(set(row.tolist())) for row in greedy),
-        "router_gap": float("inf"),
-    }
-    if is_moe:
-        k = model.config.num_experts_per_tok
-        ranked = torch.stack(out.router_logits).sort(dim=-1, descending=True).values
-        margins["router_gap"] = (ranked[..., k - 1] - ranked[..., k]).min().item()
+    greedy, margins = [], {"logits_std": logits.std().item(), "greedy_gap": INF, "distinct": INF, "router_gap": INF}
+    for row, length in zip(tokens, LENGTHS, strict=True):
+        path = row[None, :length]
+        for _ in range(NEW_TOKENS):
+            step = model(path, use_cache=False).logits[:, -1]
+            path = torch.cat([path, step.argmax(-1, keepdim=True)], dim=1)
+        greedy.append(path[0, length:])
+        out = model(path, use_cache=False, **({"output_router_logits": True} if is_moe else {}))
+        best = out.logits[:, length - 1 : -1].topk(2, dim=-1).values
+        margins["greedy_gap"] = min(margins["greedy_gap"], (best[..., 0] - best[..., 1]).min().item())
+        margins["distinct"] = min(margins["distinct"], len(set(greedy[-1].tolist())))
+        if is_moe:
+            k = model.config.num_experts_per_tok
+            ranked = torch.stack(out.router_logits).sort(dim=-1, descending=True).values
+            margins["router_gap"] = min(margins["router_gap"], (ranked[..., k - 1] - ranked[..., k]).min().item())
     arrays = {
         "tokens": tokens.numpy().astype(np.int32),
         "logits": logits.numpy(),
-        "greedy": greedy.numpy().astype(np.int32),
+        "lengths": np.array(LENGTHS, np.int32),
+        "greedy": torch.stack(greedy).numpy().astype(np.int32),
     }
     return arrays, margins
 
