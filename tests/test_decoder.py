@@ -13,7 +13,7 @@ from flax import nnx
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
-from gspo_jax.rollout.decoder import generate, response_keys, to_sampler
+from gspo_jax.rollout.decoder import Prefix, generate, response_keys, to_sampler
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.scoring import Scoring, score
@@ -137,9 +137,52 @@ def one_by_one():
     return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
 
 
+@pytest.mark.parametrize("slots", [None, 7])
+@pytest.mark.parametrize("how", [{"budget": 300}, {"enough": 0.4}, {"budget": 1}], ids=str)
+def test_an_early_end_goes_on_from_where_it_was(how, slots, one_by_one):
+    """Responses cut off, read again as prefixes and gone on with, end as if they had never been cut off."""
+    begun = long(slots, **how)
+    assert 0 < begun.unfinished.sum() < 32
+    if "budget" in how:
+        assert how["budget"] <= begun.work.tokens[0] < how["budget"] + 32
+    else:
+        assert 13 <= 32 - begun.unfinished.sum() < 20
+    kept, mask = begun.rollout.tokens, begun.rollout.mask
+    one_by_one_there = np.where(mask, one_by_one.tokens, 0)
+    np.testing.assert_array_equal(kept, one_by_one_there)
+    assert not (begun.unfinished & begun.rollout.truncated).any()
+    groups = np.unique(np.flatnonzero(begun.unfinished) // 4)  # go on whole, but for members that have ended
+    rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
+    left = begun.unfinished[rows]
+    lengths = jnp.where(left, mask[rows].sum(axis=1), 0)
+    batch = prompts()
+    keys = response_keys(jax.random.key(1), jnp.asarray(rows))
+    found = generate(
+        GRAPH,
+        params(),
+        Prompts(batch.tokens[groups], batch.lengths[groups]),
+        keys,
+        **SETTINGS | LONG,
+        slots=slots,
+        limits=jnp.where(left, LIMITS[rows], 0),
+        prefix=Prefix(jnp.where(left[:, None], kept[rows], 0)[:, : int(lengths.max())], lengths),
+    )
+    assert not found.unfinished.any()
+    assert not found.rollout.mask[~left].any()
+    assert begun.work.tokens + found.work.tokens == one_by_one.mask.sum() - 32 - left.sum(), "each is drawn once"
+    expected = jax.tree.map(lambda x: x[rows[np.asarray(left)]], one_by_one)
+    found = jax.tree.map(lambda x: x[np.asarray(left)], jax.device_get(found.rollout))
+    own = np.arange(70)[None] >= lengths[left, None]
+    for name in ("tokens", "mask", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
+    np.testing.assert_allclose(found.logprobs, np.where(own, expected.logprobs, 0), atol=1e-5)
+    np.testing.assert_allclose(found.routes.logprobs, expected.routes.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("slots", [None, 1, 7, 16])
 def test_slots_change_nothing(slots, one_by_one):
-    found, work = jax.device_get(long(slots))
+    found, _, work = jax.device_get(long(slots))
     same(found, one_by_one)
     assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), "all kinds of ends"
     assert work.tokens == one_by_one.mask.sum() - 32, "the first tokens are the prefill's"
@@ -147,7 +190,7 @@ def test_slots_change_nothing(slots, one_by_one):
 
 
 def test_nor_does_the_order_of_the_queue(one_by_one):
-    same(long(5, priorities=jnp.asarray(np.random.default_rng(2).permutation(32), jnp.int32))[0], one_by_one)
+    same(long(5, priorities=jnp.asarray(np.random.default_rng(2).permutation(32), jnp.int32)).rollout, one_by_one)
 
 
 @pytest.mark.parametrize("slots", [None, 16])
@@ -162,7 +205,7 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
         weights = to_sampler(SHAPES, mesh, jnp.float32)(place(params(), mesh))
         batch, numbers, limits = mesh_lib.to_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
         keys = response_keys(jax.random.key(1), numbers)
-        out, work = generate(GRAPH, weights, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
+        out, _, work = generate(GRAPH, weights, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
         same(out, one_by_one)
         assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
     steps = np.asarray(work.steps).reshape(-1, mesh.shape["expert"])
@@ -175,7 +218,7 @@ def test_slots_are_refilled_and_left_when_idle():
     batch, limits = prompts(), jnp.asarray(np.random.default_rng(0).integers(16, 513, 64), jnp.int32)
     keys = response_keys(jax.random.key(1), jnp.arange(64))
     settings = {"group_size": 8, "length": 512, "eos_ids": (), "slots": 16, "limits": limits}
-    found, work = jax.device_get(generate(GRAPH, params(), batch, keys, **SETTINGS | settings))
+    found, _, work = jax.device_get(generate(GRAPH, params(), batch, keys, **SETTINGS | settings))
     np.testing.assert_array_equal(found.mask.sum(axis=1), limits)
     assert work.tokens.sum() / work.slot_steps.sum() > 0.9
     assert work.steps.sum() < 1.25 * limits.sum() / 16
@@ -227,7 +270,7 @@ def test_greedy_decode_equals_transformers(name):
     graph, weights = nnx.split(model)
     tokens, lengths = reference["tokens"], reference["lengths"]
     tokens = np.where(np.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 1)
-    out, _ = generate(
+    out, _, _ = generate(
         graph,
         weights,
         Prompts(np.pad(tokens, ((0, 0), (0, 5)), constant_values=1), lengths),

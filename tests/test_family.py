@@ -21,7 +21,7 @@ from gspo_jax.types import UserError
 from tests.tiny import mostly_slow, quick_compilation
 
 ROOT = Path(__file__).parent.parent
-CLOCK = ("time", "timing/", "throughput/")
+CLOCK = ("time", "timing/", "throughput/", "compile/")
 
 
 def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:

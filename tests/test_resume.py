@@ -41,9 +41,9 @@ def parameters(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def metrics(workdir: Path) -> list[dict]:
-    """Everything but wall-clock times."""
+    """Everything but wall-clock times and what was compiled."""
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    clock = ("time", "timing/", "throughput/")
+    clock = ("time", "timing/", "throughput/", "compile/")
     return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
 
 

@@ -62,9 +62,9 @@ def shapes(mesh, graph_shapes):
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS))
     begun = decoder.Prefilled(
         decoder.Prompts(one((prompts, PROMPT), jnp.int32, "batch", None), one((prompts,), jnp.int32, "batch")),
-        k,
-        k,
-        decoder.RouterRecord(routes, None),
+        None,
+        decoder.Read(k, k, decoder.RouterRecord(routes, None)),
+        None,
         decoder.Draws(*(one((ROWS,), dtype, "batch") for dtype in (jnp.int32, jnp.float32, jnp.float32))),
     )
     return params, begun, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)

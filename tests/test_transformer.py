@@ -1,5 +1,7 @@
 """The transformer agrees with itself: padding, prefill and cached decode, remat, dtype."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 
 from gspo_jax.models import transformer
-from gspo_jax.models.cache import Cache, Slots, empty_ring
+from gspo_jax.models.cache import Cache, Slots, empty_ring, heads_first
 from tests.tiny import CONFIG, leaf_errors, params, prompts
 
 
@@ -40,7 +42,9 @@ def test_cached_decode_equals_a_full_forward(group_size):
     net = model()
     B = 4 * group_size
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, 64, (B, T)))
-    out, (k, v) = jax.jit(net.prefill)(batch.tokens, batch.lengths)
+    valid = np.arange(10)[None] < batch.lengths[:, None]
+    out, kept = jax.jit(partial(net.prefill, prompt=10, responses=1))(batch.tokens, jnp.asarray(valid))
+    k, v = map(heads_first, kept)
     ring = empty_ring(CONFIG, B, T, k.dtype)
     cache = Cache(k, v, jnp.asarray(batch.lengths), ring, ring, jnp.zeros((), jnp.int32), group_size)
     decode = jax.jit(net.decode)

@@ -59,7 +59,7 @@ def quick():
 def experience() -> Experience:
     """Responses of ragged lengths, old log-probs a little off the policy's, so that ratios are not 1."""
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
-    rollout, _ = generate(
+    rollout, _, _ = generate(
         GRAPH,
         params(),
         prompts(P=P),

@@ -73,12 +73,9 @@ def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
     return dataclasses.replace(cache, k=k, v=v)
 
 
-def to_cache_layout(
-    kept: tuple[Float[Array, "L P S Kv h"], Float[Array, "L P S Kv h"]],
-) -> tuple[Float[Array, "L P Kv S h"], Float[Array, "L P Kv S h"]]:
-    """A forward's keys and values, with the columns of each head together: so a matmul reads them in place."""
-    k, v = (constrain(jnp.swapaxes(a, 2, 3), "layers", "batch", "kv_heads", None, None) for a in kept)
-    return k, v
+def heads_first(kept: Float[Array, "L R M Kv h"]) -> Float[Array, "L R Kv M h"]:
+    """A forward's keys or values, with the columns of each head together: so a matmul reads them in place."""
+    return constrain(jnp.swapaxes(kept, 2, 3), "layers", "batch", "kv_heads", None, None)
 
 
 def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv h"]) -> Array:
@@ -86,3 +83,12 @@ def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv
     N, C = ring.shape[1], ring.shape[4]
     segment, column = jnp.divmod(step % (N * C), C)
     return jax.lax.dynamic_update_slice(ring, new[None, None, :, :, None], (layer, segment, 0, 0, column, 0))
+
+
+def write_row(ring: Array, slot: Array, step: Array, own: Float[Array, "L Kv Q h"], length: Array) -> Array:
+    """The ring with the first `length` columns of `own` as the newest of one slot, before those of this step."""
+    L, N, _, Kv, C, h = ring.shape
+    from_first = (jnp.arange(N * C) - step + length) % (N * C)
+    row = own[:, :, jnp.minimum(from_first, own.shape[2] - 1)]
+    row = jnp.swapaxes(row.reshape(L, Kv, N, C, h), 1, 2)
+    return jax.lax.dynamic_update_slice(ring, row[:, :, None].astype(ring.dtype), (0, 0, slot, 0, 0, 0))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
 from gspo_jax.models.attention import Attend, Attention, rms_norm, segment_positions
-from gspo_jax.models.cache import Cache, Slots, to_cache_layout, write_column
+from gspo_jax.models.cache import Cache, Slots, write_column
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
 from gspo_jax.models.moe import MLP, MoE, Routes, Routing, split_experts
@@ -132,12 +132,10 @@ class Transformer(nnx.Module):
         return out
 
     def prefill(
-        self, tokens: Int[Array, "P S"], lengths: Int[Array, " P"]
-    ) -> tuple[Output, tuple[Float[Array, "L P Kv S h"], Float[Array, "L P Kv S h"]]]:
-        """Runs right-padded prompts and keeps each layer's keys and values."""
-        valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        out, kept = self._causal(tokens, valid, (0, 1), None, keep_cache=True, remat="none")
-        return out, to_cache_layout(kept)
+        self, tokens: Int[Array, "P M"], valid: Bool[Array, "P M"], *, prompt: int, responses: int
+    ) -> tuple[Output, tuple[Float[Array, "L P M Kv h"], Float[Array, "L P M Kv h"]]]:
+        """The forward of `__call__` that keeps each layer's keys and values."""
+        return self._causal(tokens, valid, (prompt, responses), None, keep_cache=True, remat="none")
 
     def decode(self, tokens: Int[Array, " B"], slots: Slots, cache: Cache) -> tuple[Output, Cache]:
         """Feeds one token to every slot; idle ones reach no expert, and what comes out there means nothing."""

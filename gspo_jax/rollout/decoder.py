@@ -9,6 +9,7 @@ Every response has its own key, so what it samples depends neither on the batch 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots
+from gspo_jax.models.cache import Cache, Slots, empty_ring, heads_first, keep_slots, write_row
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
@@ -40,22 +41,44 @@ class Draws(NamedTuple):
     logprobs: Float[Array, "*b"]
 
 
+@struct.dataclass
+class Prefix:
+    """Tokens that responses begin with: what they had in an earlier call, what an environment said, or a given text."""
+
+    tokens: Int[Array, "B Q"]
+    """Right padded."""
+    lengths: Int[Array, " B"]
+    """0 for none; below the limit of the response."""
+
+
+class Read(NamedTuple):
+    """Keys, values and routes of tokens that a forward has read: of R prompts, or of the prefixes of R responses."""
+
+    k: Float[Array, "L R Kv M h"]
+    v: Float[Array, "L R Kv M h"]
+    routes: RouterRecord
+    """[R M L K]."""
+
+
 class Prefilled(NamedTuple):
-    """Prompts that have been read, and the first token of each response to them."""
+    """Prompts and prefixes that have been read, and the next token of each response."""
 
     prompts: Prompts
-    k: Float[Array, "L P Kv S h"]
-    v: Float[Array, "L P Kv S h"]
-    routes: RouterRecord
-    """Of the prompts, [P S L K]."""
+    prefix: Prefix | None
+    of_prompts: Read
+    of_prefix: Read | None
     first: Draws
-    """Of the B responses."""
+    """Of the B responses, at the end of their prefixes."""
 
 
 _ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
-_SECOND = PartitionSpec(None, mesh_lib.BATCH_AXES)
-_PREFILLED: Any = Prefilled(*cast(Any, (_ROWS, _SECOND, _SECOND, _ROWS, _ROWS)))
-"""How they lie on a mesh."""
+_READ: Any = Read(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, _ROWS)))
+
+
+def _layout(prefix: Prefix | None) -> Any:
+    """How a Prefilled lies on a mesh."""
+    specs: Any = (_ROWS, None, _READ, None, _ROWS) if prefix is None else (_ROWS, _ROWS, _READ, _READ, _ROWS)
+    return Prefilled(*specs)
 
 
 class Work(NamedTuple):
@@ -67,6 +90,16 @@ class Work(NamedTuple):
     """Steps times the slots there were: what a step costs follows its slots."""
     tokens: Int[Array, " shards"]
     """Tokens drawn in those; the first of each response is drawn by the prefill."""
+
+
+class Decoded(NamedTuple):
+    """What comes of a call."""
+
+    rollout: Rollout
+    """Of prefixes there are the tokens and the routes; their log-probs are 0."""
+    unfinished: Bool[Array, " B"]
+    """Responses that an early end has cut off; not those that met their limit."""
+    work: Work
 
 
 @struct.dataclass
@@ -93,6 +126,10 @@ class _State:
     """The last of these, to be fed next."""
     queued: Int[Array, ""]
     """Places handed out."""
+    ended: Int[Array, ""]
+    """Responses that have ended."""
+    tokens: Int[Array, ""]
+    """Tokens drawn."""
     more: Bool[Array, ""]
     """Whether any shard that this one shares experts with goes on in this phase."""
     slot: Int[Array, " n"]
@@ -122,8 +159,11 @@ def generate(
     slots: int | None = None,
     limits: Int[Array, " B"] | None = None,
     priorities: Int[Array, " B"] | None = None,
+    prefix: Prefix | None = None,
+    enough: float = 1.0,
+    budget: int | None = None,
     router_logprobs: bool = False,
-) -> tuple[Rollout, Work]:
+) -> Decoded:
     """Samples `group_size` responses of at most `length` tokens to every prompt.
 
     Args:
@@ -136,22 +176,24 @@ def generate(
       eos_ids: a response ends with the first of these; the empty tuple never ends one early.
       pad_id: what stands in `tokens` after the end.
       slots: how many responses decode at a time, over all devices; None is all of them.
-      limits: a limit for each response, 1 to `length`; None is `length` for all.
+      limits: a limit for each response, at most `length`; 0 draws nothing. None is `length` for all.
       priorities: responses with the smaller number get a slot first; None is in order.
+      prefix: what responses begin with; the token limits include it. None is nothing.
+      enough: the share of each shard's responses whose end is the end of the call; those under way are unfinished.
+      budget: so are they once this many tokens are drawn, over all devices; None is no budget.
       router_logprobs: also return the router's log-probs of the experts it chose.
 
     Returns:
-      A Rollout; `truncated` marks the responses that met the limit without an EOS. And what it took.
+      A Rollout, whose `truncated` marks the responses that met the limit without an EOS; and what it took.
 
     Raises:
       UserError: the slots do not divide into shards, or are more than there are responses.
     """
     slots = check_slots(slots, keys.shape[0])
-    begun = prefill(
-        graph, params, prompts, keys, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs
-    )
-    ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "slots": slots}
-    return decode(graph, params, begun, keys, limits, priorities, sampling=sampling, **ends)
+    reading = {"group_size": group_size, "sampling": sampling, "router_logprobs": router_logprobs}
+    begun = prefill(graph, params, prompts, keys, prefix, **reading)
+    ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "enough": enough, "budget": budget}
+    return decode(graph, params, begun, keys, limits, priorities, sampling=sampling, slots=slots, **ends)
 
 
 def check_slots(slots: int | None, responses: int) -> int:
@@ -160,13 +202,17 @@ def check_slots(slots: int | None, responses: int) -> int:
     Raises:
       UserError: the number does not fit the mesh in scope or the responses.
     """
-    shards = mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
     if slots is None:
         return responses
     if not 0 < slots <= responses:
         raise UserError(f"{slots} slots for {responses} responses; use 1 to {responses}, or None for all of them")
-    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", shards)
+    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", _shards())
     return slots
+
+
+def _shards() -> int:
+    """Over how many shards of the mesh in scope a batch is spread."""
+    return mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
 
 
 def _over_batch(run: Callable[..., Any], params: nnx.State, args: tuple[Any, ...], *, inside: Any, out: Any) -> Any:
@@ -190,14 +236,15 @@ def prefill(
     params: nnx.State,
     prompts: Prompts,
     keys: Key[Array, " B"],
+    prefix: Prefix | None = None,
     *,
     group_size: int,
     sampling: Sampling,
     router_logprobs: bool = False,
 ) -> Prefilled:
-    """Reads each prompt once and draws the first token of its responses; the arguments are those of `generate`."""
+    """Reads each prompt once, and prefixes, and draws the next token of each response; arguments as `generate`."""
     run = partial(_prefill, graph, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs)
-    return _over_batch(run, params, (prompts, keys), inside=(_ROWS, _ROWS), out=_PREFILLED)
+    return _over_batch(run, params, (prompts, keys, prefix), inside=(_ROWS,) * 3, out=_layout(prefix))
 
 
 def _prefill(
@@ -205,19 +252,42 @@ def _prefill(
     params: nnx.State,
     prompts: Prompts,
     keys: Key[Array, " B"],
+    prefix: Prefix | None,
     *,
     group_size: int,
     sampling: Sampling,
     router_logprobs: bool,
 ) -> Prefilled:
     model = nnx.merge(graph, params)
-    output, (k, v) = model.prefill(prompts.tokens, prompts.lengths)
-    last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
-    logits = constrain(dataclasses.replace(output, hidden=last).logits[:, 0], "batch", "vocab")
-    first = draw(_at_token(keys, jnp.zeros_like(keys, jnp.int32)), jnp.repeat(logits, group_size, axis=0), sampling)
-    fed = jnp.arange(prompts.tokens.shape[1])[None] < prompts.lengths[:, None]
-    routes = moe.record(output.routes, fed, model.config, logprobs=router_logprobs)
-    return Prefilled(prompts, k, v, routes, Draws(*first))
+    (P, S), B = prompts.tokens.shape, keys.shape[0]
+    tokens, valid = prompts.tokens, _first(prompts.lengths, S)
+    last, drawn = prompts.lengths[:, None] - 1, jnp.zeros(B, jnp.int32)
+    if prefix is not None:  # a prompt and then the prefixes of its group, each of which sees the prompt and itself
+        Q, drawn = prefix.tokens.shape[1], prefix.lengths
+        tokens = jnp.concatenate([tokens, prefix.tokens.reshape(P, -1)], axis=1)
+        valid = jnp.concatenate([valid, _first(prefix.lengths, Q).reshape(P, -1)], axis=1)
+        ends = S + jnp.arange(group_size)[None] * Q + prefix.lengths.reshape(P, group_size) - 1
+        last = jnp.where(prefix.lengths.reshape(P, group_size) > 0, ends, last)
+    output, (k, v) = model.prefill(tokens, valid, prompt=S, responses=group_size if prefix is not None else 1)
+    hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
+    logits = dataclasses.replace(output, hidden=hidden).logits
+    logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
+    first = Draws(*draw(_at_token(keys, drawn), logits, sampling))
+    routes = moe.record(output.routes, valid, model.config, logprobs=router_logprobs)
+
+    def own(x: Array) -> Array:
+        """[P, S + G Q, ...] -> [B, Q, ...]."""
+        return x[:, S:].reshape(B, -1, *x.shape[2:])
+
+    of_prompts = Read(heads_first(k[:, :, :S]), heads_first(v[:, :, :S]), jax.tree.map(lambda r: r[:, :S], routes))
+    if prefix is None:
+        return Prefilled(prompts, None, of_prompts, None, first)
+    of_prefix = Read(heads_first(jax.vmap(own)(k)), heads_first(jax.vmap(own)(v)), jax.tree.map(own, routes))
+    return Prefilled(prompts, prefix, of_prompts, of_prefix, first)
+
+
+def _first(lengths: Int[Array, " R"], size: int) -> Bool[Array, "R size"]:
+    return jnp.arange(size)[None] < lengths[:, None]
 
 
 def _at_token(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
@@ -226,7 +296,7 @@ def _at_token(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
 
 @partial(
     jax.jit,
-    static_argnames=("graph", "length", "sampling", "eos_ids", "pad_id", "slots"),
+    static_argnames=("graph", "length", "sampling", "eos_ids", "pad_id", "slots", "enough", "budget"),
 )
 def decode(
     graph: nnx.GraphDef[Transformer],
@@ -241,11 +311,23 @@ def decode(
     eos_ids: tuple[int, ...],
     pad_id: int,
     slots: int,
-) -> tuple[Rollout, Work]:
+    enough: float = 1.0,
+    budget: int | None = None,
+) -> Decoded:
     """Goes on with what `prefill` has begun until every response has ended; the arguments are those of `generate`."""
-    ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "share": slots / keys.shape[0]}
-    run = partial(_decode, graph, sampling=sampling, **ends)
-    return _over_batch(run, params, (begun, keys, limits, priorities), inside=(_PREFILLED, *(_ROWS,) * 3), out=_ROWS)
+    run = partial(
+        _decode,
+        graph,
+        sampling=sampling,
+        length=length,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        share=slots / keys.shape[0],
+        enough=enough,
+        budget=None if budget is None else max(1, budget // _shards()),
+    )
+    inside = (_layout(begun.prefix), *(_ROWS,) * 3)
+    return _over_batch(run, params, (begun, keys, limits, priorities), inside=inside, out=_ROWS)
 
 
 def _decode(
@@ -261,141 +343,53 @@ def _decode(
     eos_ids: tuple[int, ...],
     pad_id: int,
     share: float,
-) -> tuple[Rollout, Work]:
-    """The share of one batch shard: its n responses queue for a `share` of n slots."""
-    model = nnx.merge(graph, params)
-    n, T = keys.shape[0], length
-    B = round(n * share)
-    stops = jnp.asarray(eos_ids, jnp.int32)
-    last = jnp.full(n, T, jnp.int32) if limits is None else jnp.minimum(limits, T)
-    alike = not eos_ids and limits is None  # all responses end together
-
-    def is_stop(tokens: Array) -> Array:
-        return (tokens[..., None] == stops.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
-
-    ended = is_stop(begun.first.tokens) | (last <= 1)
-    waiting = n - ended.sum(dtype=jnp.int32)
-    order = jnp.arange(n, dtype=jnp.int32) if priorities is None else priorities
-    queue = jnp.lexsort((order, ended)).astype(jnp.int32)  # those that have ended never get a slot
-
-    def advance(state: _State, *, aligned: bool, least: int) -> _State:
-        """Feeds the newest token of every slot, draws the next, and refills the slots whose response has ended.
-
-        The phase goes on while there are more than `least` responses.
-        """
-        active = state.places < n
-        mine = jnp.arange(n) if aligned else queue[jnp.minimum(state.places, n - 1)]
-        slots = Slots(mine, jnp.where(active, state.drawn, 0), aligned=aligned)
-        output, cache = model.decode(state.newest, slots, state.cache)
-        logits = constrain(output.logits[:, 0], "batch", "vocab")
-        draws = Draws(*draw(_at_token(keys if aligned else keys[mine], state.drawn), logits, sampling))
-        routes = moe.record(output.routes, active[:, None], model.config, logprobs=begun.routes.logprobs is not None)
-        log = jax.tree.map(
-            lambda kept, new: jax.lax.dynamic_update_index_in_dim(kept, new, state.row, 0),
-            state.log,
-            _Log(draws, jax.tree.map(lambda r: r.reshape(r.shape[0], -1), routes)),
-        )
-        drawn = state.drawn + 1
-        ends = is_stop(draws.tokens) | (drawn >= last[mine])
-        state = dataclasses.replace(
-            state,
-            row=state.row + 1,
-            places=jnp.where(ends, n, state.places),
-            drawn=drawn,
-            newest=draws.tokens,
-            log=log,
-            cache=cache,
-        )
-        if n > B:
-            state = jax.lax.cond(jnp.any(ends & active) & (state.queued < waiting), refill, lambda s: s, state)
-        left = (state.places < n).sum() + jnp.maximum(waiting - state.queued, 0)
-        return dataclasses.replace(state, more=_any_of_group(left > least))
-
-    def refill(state: _State) -> _State:
-        """Hands the next places of the queue to the idle slots, in order."""
-        idle = state.places == n
-        place = state.queued + jnp.cumsum(idle, dtype=jnp.int32) - 1
-        taken = idle & (place < waiting)
-        first = begun.first.tokens[queue[jnp.minimum(place, n - 1)]]
-        behind = jnp.arange(n, dtype=jnp.int32) - state.queued
-        new = (behind >= 0) & (behind < taken.sum())
-        slots = jnp.argsort(~idle, stable=True).astype(jnp.int32)
-        return dataclasses.replace(
-            state,
-            places=jnp.where(taken, place, state.places),
-            drawn=jnp.where(taken, 1, state.drawn),
-            newest=jnp.where(taken, first, state.newest),
-            queued=state.queued + taken.sum(dtype=jnp.int32),
-            slot=jnp.where(new, slots.at[behind].get(mode="clip"), state.slot),
-            row_of_first=jnp.where(new, state.row - 1, state.row_of_first),
-        )
-
-    def empty_log(rows: int, slots: int) -> _Log:
-        routes = jax.tree.map(lambda r: jnp.zeros((rows, slots, r.shape[2] * r.shape[3]), r.dtype), begun.routes)
-        draws = jax.tree.map(lambda d: jnp.zeros((rows, slots), d.dtype), begun.first)
-        return _Log(draws, routes)
-
-    def enter(state: _State, kept: Array) -> _State:
-        """The next phase: these slots of the last one, and an empty log."""
-        places, drawn, size = state.places[kept], state.drawn[kept], kept.shape[0]
-        held = places[None] == jnp.arange(n)[:, None]
-        slot = jnp.where(held.any(axis=1), held.argmax(axis=1).astype(jnp.int32), size)
-        return dataclasses.replace(
-            state,
-            row=jnp.zeros((), jnp.int32),
-            places=places,
-            drawn=drawn,
-            newest=state.newest[kept],
-            slot=slot,
-            row_of_first=-drawn.at[slot].get(mode="clip"),
-            log=empty_log(T, size),
-            cache=keep_slots(state.cache, kept),
-            more=_any_of_group((places < n).any()),
-        )
-
-    if n == B:  # slot b is place b is response b
-        queue, places = jnp.arange(n, dtype=jnp.int32), jnp.where(ended, n, jnp.arange(n, dtype=jnp.int32))
-        waiting = jnp.full((), n, jnp.int32)
-    else:
-        places = jnp.where(jnp.arange(B) < waiting, jnp.arange(B, dtype=jnp.int32), n)
-    ring = partial(empty_ring, model.config, B, T, begun.k.dtype)
-    state = _State(
-        row=jnp.zeros((), jnp.int32),
-        places=places,
-        drawn=jnp.ones(B, jnp.int32),
-        newest=begun.first.tokens[queue[:B]],
-        queued=jnp.minimum(waiting, B),
-        more=_any_of_group((places < n).any()),
-        slot=jnp.minimum(jnp.arange(n, dtype=jnp.int32), B),
-        row_of_first=jnp.full(n, -1, jnp.int32),
-        log=empty_log(T if n == B else (n * T) // B + T, B),
-        cache=Cache(
-            begun.k,
-            begun.v,
-            begun.prompts.lengths,
-            ring(),
-            ring(),
-            jnp.zeros((), jnp.int32),
-            n // begun.k.shape[1],
-        ),
+    enough: float,
+    budget: int | None,
+) -> Decoded:
+    """The part of one batch shard: its n responses queue for a `share` of n slots, and have a `budget` of their own."""
+    n, stops = keys.shape[0], jnp.asarray(eos_ids, jnp.int32)
+    starts = jnp.zeros(n, jnp.int32) if begun.prefix is None else begun.prefix.lengths
+    last = jnp.full(n, length, jnp.int32) if limits is None else jnp.minimum(limits, length)
+    slots, model = round(n * share), nnx.merge(graph, params)
+    ended = _is_stop(begun.first.tokens, stops) | (starts + 1 >= last)
+    queue, waiting = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
+    if slots < n:  # those that have ended get no slot
+        queue = jnp.lexsort((queue if priorities is None else priorities, ended)).astype(jnp.int32)
+        waiting = n - ended.sum(dtype=jnp.int32)
+    loop = _Loop(
+        model=model,
+        begun=begun,
+        keys=keys,
+        sampling=sampling,
+        stops=stops,
+        starts=starts,
+        last=last,
+        queue=queue,
+        waiting=waiting,
+        slots=slots,
+        length=length,
+        enough=None if enough >= 1 else math.ceil(enough * n),
+        budget=budget,
     )
-    found = _Found.of(begun.first, begun.routes, T)
-    place_of = jnp.argsort(queue)
-    steps = slot_steps = jnp.zeros((), jnp.int32)
-    sizes = [B]
+    sizes = [slots]
+    alike = not eos_ids and limits is None and begun.prefix is None  # all responses end together
     while not alike and len(sizes) <= _SHRINKS and sizes[-1] // 2 >= _FEWEST:
         sizes.append(sizes[-1] // 2)
-    if T > 1:
-        for size, smaller in zip(sizes, [*sizes[1:], 0], strict=True):
-            if size < B:
-                state = enter(state, jnp.argsort(state.places == n, stable=True)[:size])
-            run = partial(advance, aligned=size == B == n, least=smaller)
-            state = jax.lax.while_loop(lambda s: s.more, run, state)
-            found = found.merged(state, place_of)
-            steps, slot_steps = steps + state.row, slot_steps + state.row * size
-    rollout = found.rollout(begun, last, is_stop, pad_id=pad_id)
-    tokens = rollout.mask.sum(dtype=jnp.int32) - n
-    return rollout, Work(steps[None], slot_steps[None], tokens[None])
+    state, found, place_of = loop.begin(ended), _Found.of(begun, starts, length), jnp.argsort(queue)
+    steps = slot_steps = jnp.zeros((), jnp.int32)
+    for size, fewer in zip(sizes, [*sizes[1:], 0], strict=True):
+        if size < slots:
+            state = loop.shrunk(state, size)
+        state = jax.lax.while_loop(lambda s: s.more, partial(loop.advance, least=fewer), state)
+        found = found.merged(state, place_of, starts)
+        steps, slot_steps = steps + state.row, slot_steps + state.row * size
+    rollout, unfinished = found.rollout(begun, starts, last, stops, pad_id=pad_id)
+    drawn = jnp.maximum(rollout.mask.sum(axis=1, dtype=jnp.int32) - starts - 1, 0).sum()
+    return Decoded(rollout, unfinished, Work(steps[None], slot_steps[None], drawn[None]))
+
+
+def _is_stop(tokens: Int[Array, "*b"], stops: Int[Array, " s"]) -> Bool[Array, "*b"]:
+    return (tokens[..., None] == stops.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
 def _any_of_group(here: Bool[Array, ""]) -> Bool[Array, ""]:
@@ -403,6 +397,174 @@ def _any_of_group(here: Bool[Array, ""]) -> Bool[Array, ""]:
     if "expert" not in mesh_lib.manual_axes():
         return here
     return jax.lax.pmax(here.astype(jnp.int32), "expert") > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """What stays as it is while the n responses of a shard queue for slots."""
+
+    model: Transformer
+    begun: Prefilled
+    keys: Key[Array, " n"]
+    sampling: Sampling
+    stops: Int[Array, " s"]
+    starts: Int[Array, " n"]
+    """Tokens of the prefix."""
+    last: Int[Array, " n"]
+    """The token limit."""
+    queue: Int[Array, " n"]
+    """The responses in the order in which they get slots."""
+    waiting: Int[Array, ""]
+    """How many of them get one."""
+    slots: int
+    length: int
+    enough: int | None
+    """Responses whose end is the end of the loop."""
+    budget: int | None
+    """Tokens that are."""
+
+    def begin(self, ended: Bool[Array, " n"]) -> _State:
+        """The first phase; responses that have `ended` are in no slot."""
+        n, B, T = self.queue.shape[0], self.slots, self.length
+        at = jnp.arange(B, dtype=jnp.int32)
+        places = jnp.where(~ended if n == B else at < self.waiting, at, n)
+        of_prompts = self.begun.of_prompts
+        k = empty_ring(self.model.config, B, T, of_prompts.k.dtype)
+        # Prefixes lie in the columns before the first one that is written.
+        first = 0 if self.begun.of_prefix is None else k.shape[1] * k.shape[4]
+        lengths, group_size = self.begun.prompts.lengths, n // of_prompts.k.shape[1]
+        cache = Cache(of_prompts.k, of_prompts.v, lengths, k, k, jnp.asarray(first, jnp.int32), group_size)
+        state = _State(
+            row=jnp.zeros((), jnp.int32),
+            places=places,
+            drawn=self.starts[self.queue[:B]] + 1,
+            newest=self.begun.first.tokens[self.queue[:B]],
+            queued=jnp.minimum(self.waiting, B),
+            ended=ended.sum(dtype=jnp.int32),
+            tokens=jnp.zeros((), jnp.int32),
+            more=jnp.zeros((), bool),
+            slot=jnp.minimum(jnp.arange(n, dtype=jnp.int32), B),
+            row_of_first=-1 - self.starts[self.queue],
+            log=self._empty_log(T if n == B else (n * T) // B + T, B),
+            cache=cache,
+        )
+        state = self._filled(state, jnp.zeros((), jnp.int32))
+        return dataclasses.replace(state, more=self._goes_on(state, 0))
+
+    def advance(self, state: _State, *, least: int) -> _State:
+        """Feeds the newest token of every slot, draws the next, and refills the slots whose response has ended.
+
+        The phase goes on while there are more than `least` responses.
+        """
+        n, aligned = self.queue.shape[0], state.places.shape[0] == self.queue.shape[0]
+        active = state.places < n
+        mine = jnp.arange(n, dtype=jnp.int32) if aligned else self.queue[jnp.minimum(state.places, n - 1)]
+        slots = Slots(mine, jnp.where(active, state.drawn, 0), aligned=aligned)
+        output, cache = self.model.decode(state.newest, slots, state.cache)
+        logits = constrain(output.logits[:, 0], "batch", "vocab")
+        keys = _at_token(self.keys if aligned else self.keys[mine], state.drawn)
+        draws = Draws(*draw(keys, logits, self.sampling))
+        wanted = self.begun.of_prompts.routes.logprobs is not None
+        routes = moe.record(output.routes, active[:, None], self.model.config, logprobs=wanted)
+        log = jax.tree.map(
+            lambda kept, new: jax.lax.dynamic_update_index_in_dim(kept, new, state.row, 0),
+            state.log,
+            _Log(draws, jax.tree.map(lambda r: _flat(r[:, 0]), routes)),
+        )
+        drawn = state.drawn + 1
+        ends = _is_stop(draws.tokens, self.stops) | (drawn >= self.last[mine])
+        state = dataclasses.replace(
+            state,
+            row=state.row + 1,
+            places=jnp.where(ends, n, state.places),
+            drawn=drawn,
+            newest=draws.tokens,
+            ended=state.ended + (ends & active).sum(dtype=jnp.int32),
+            tokens=state.tokens + active.sum(dtype=jnp.int32),
+            log=log,
+            cache=cache,
+        )
+        if self.slots < n:
+            queued = state.queued
+            state = jax.lax.cond(jnp.any(ends & active) & (queued < self.waiting), self._refilled, lambda s: s, state)
+            state = self._filled(state, queued)
+        return dataclasses.replace(state, more=self._goes_on(state, least))
+
+    def shrunk(self, state: _State, size: int) -> _State:
+        """The next phase: the first `size` slots that are not idle, and an empty log."""
+        n = self.queue.shape[0]
+        kept = jnp.argsort(state.places == n, stable=True)[:size]
+        places, drawn = state.places[kept], state.drawn[kept]
+        held = places[None] == jnp.arange(n)[:, None]
+        slot = jnp.where(held.any(axis=1), held.argmax(axis=1).astype(jnp.int32), size)
+        state = dataclasses.replace(
+            state,
+            row=jnp.zeros((), jnp.int32),
+            places=places,
+            drawn=drawn,
+            newest=state.newest[kept],
+            slot=slot,
+            row_of_first=-drawn.at[slot].get(mode="clip"),
+            log=self._empty_log(self.length, size),
+            cache=keep_slots(state.cache, kept),
+        )
+        return dataclasses.replace(state, more=self._goes_on(state, 0))
+
+    def _goes_on(self, state: _State, least: int) -> Bool[Array, ""]:
+        left = (state.places < self.queue.shape[0]).sum() + jnp.maximum(self.waiting - state.queued, 0)
+        here = left > least
+        if self.enough is not None:
+            here &= state.ended < self.enough
+        if self.budget is not None:
+            here &= state.tokens < self.budget
+        return _any_of_group(here)
+
+    def _refilled(self, state: _State) -> _State:
+        """Hands the next places of the queue to the idle slots, in order."""
+        n = self.queue.shape[0]
+        idle = state.places == n
+        place = state.queued + jnp.cumsum(idle, dtype=jnp.int32) - 1
+        taken = idle & (place < self.waiting)
+        response = self.queue[jnp.minimum(place, n - 1)]
+        behind = jnp.arange(n, dtype=jnp.int32) - state.queued
+        new = (behind >= 0) & (behind < taken.sum())
+        slots = jnp.argsort(~idle, stable=True).astype(jnp.int32)
+        return dataclasses.replace(
+            state,
+            places=jnp.where(taken, place, state.places),
+            drawn=jnp.where(taken, self.starts[response] + 1, state.drawn),
+            newest=jnp.where(taken, self.begun.first.tokens[response], state.newest),
+            queued=state.queued + taken.sum(dtype=jnp.int32),
+            slot=jnp.where(new, slots.at[behind].get(mode="clip"), state.slot),
+            row_of_first=jnp.where(new, state.row - 1 - self.starts[self.queue], state.row_of_first),
+        )
+
+    def _filled(self, state: _State, first: Int[Array, ""]) -> _State:
+        """With the prefixes of the places from `first` on, which have just got their slots, in the cache."""
+        read = self.begun.of_prefix
+        if read is None:
+            return state
+
+        def fill(place: Array, cache: Cache) -> Cache:
+            response = self.queue[place]
+            where = {"slot": state.slot[place], "step": cache.step, "length": self.starts[response]}
+            k, v = (
+                write_row(ring, own=jax.lax.dynamic_index_in_dim(own, response, 1, keepdims=False), **where)
+                for ring, own in ((cache.k, read.k), (cache.v, read.v))
+            )
+            return dataclasses.replace(cache, k=k, v=v)
+
+        return dataclasses.replace(state, cache=jax.lax.fori_loop(first, state.queued, fill, state.cache))
+
+    def _empty_log(self, rows: int, slots: int) -> _Log:
+        of_prompts = self.begun.of_prompts.routes
+        routes = jax.tree.map(lambda r: jnp.zeros((rows, slots, r.shape[-2] * r.shape[-1]), r.dtype), of_prompts)
+        return _Log(jax.tree.map(lambda d: jnp.zeros((rows, slots), d.dtype), self.begun.first), routes)
+
+
+def _flat(x: Shaped[Array, "*b L K"]) -> Shaped[Array, "*b LK"]:
+    """[..., L, K] as [..., L·K]: a TPU pads the last dimension to 128."""
+    return x.reshape(*x.shape[:-2], -1)
 
 
 def _followed(mask: Bool[Array, "n T"]) -> Bool[Array, "n T"]:
@@ -415,24 +577,38 @@ class _Found:
     """Responses put together from the logs of the phases; beyond the end of one stands anything."""
 
     draws: Draws
-    """[n, T]."""
+    """[n, T]; of prefixes the tokens."""
     routes: RouterRecord
     """Of the tokens that were fed, [n, T, L·K]."""
+    counts: Int[Array, " n"]
+    """Tokens there are, or more where a response has ended."""
 
     @classmethod
-    def of(cls, first: Draws, routes: RouterRecord, length: int) -> "_Found":
-        """With nothing but the first tokens."""
-        n, begins = first.tokens.shape[0], jnp.arange(length)[None] == 0
-        draws = jax.tree.map(lambda d: jnp.where(begins, d[:, None], jnp.zeros((), d.dtype)), first)
-        return cls(draws, jax.tree.map(lambda r: jnp.zeros((n, length, r.shape[2] * r.shape[3]), r.dtype), routes))
+    def of(cls, begun: Prefilled, starts: Int[Array, " n"], length: int) -> "_Found":
+        """With nothing but prefixes and first tokens."""
+        begins = jnp.arange(length)[None] == starts[:, None]
+        draws = jax.tree.map(lambda d: jnp.where(begins, d[:, None], jnp.zeros((), d.dtype)), begun.first)
+        if begun.prefix is None or begun.of_prefix is None:
+            routes = jax.tree.map(
+                lambda r: jnp.zeros((*begins.shape, r.shape[-2] * r.shape[-1]), r.dtype), begun.of_prompts.routes
+            )
+            return cls(draws, routes, starts + 1)
 
-    def merged(self, state: _State, place_of: Int[Array, " n"]) -> "_Found":
-        """With what a phase drew: token t of a response is in row `row_of_first` + t of its slot's log."""
+        def padded(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+
+        given = jnp.where(_first(starts, length), padded(begun.prefix.tokens), draws.tokens)
+        return cls(
+            draws._replace(tokens=given), jax.tree.map(lambda r: padded(_flat(r)), begun.of_prefix.routes), starts + 1
+        )
+
+    def merged(self, state: _State, place_of: Int[Array, " n"], starts: Int[Array, " n"]) -> "_Found":
+        """With what a phase drew: token t of a response, if it was drawn here, is in row `row_of_first` + t."""
         T, B = self.draws.tokens.shape[1], state.places.shape[0]
-        at = jnp.arange(T)[None]
+        at = jnp.arange(T, dtype=jnp.int32)[None]
         row, own = state.row_of_first[place_of, None] + at, state.slot[place_of, None]
         # The token that row r drew follows the one that it fed, whose routes it holds.
-        drawn = (row >= 0) & (row < state.row) & (own < B) & (at > 0)
+        drawn = (row >= 0) & (row < state.row) & (own < B) & (at > starts[:, None])
         fed = _followed(drawn)
         slot = jnp.minimum(own, B - 1)
 
@@ -443,14 +619,18 @@ class _Found:
         return _Found(
             jax.tree.map(lambda kept, logged: take(kept, logged, row, drawn), self.draws, state.log.draws),
             jax.tree.map(lambda kept, logged: take(kept, logged, row + 1, fed), self.routes, state.log.routes),
+            jnp.maximum(self.counts, jnp.where(drawn, at + 1, 0).max(axis=1)),
         )
 
-    def rollout(self, begun: Prefilled, last: Array, is_stop: Callable[[Array], Array], *, pad_id: int) -> Rollout:
-        """Cut off at the first stop or the limit of each response."""
+    def rollout(
+        self, begun: Prefilled, starts: Array, last: Array, stops: Array, *, pad_id: int
+    ) -> tuple[Rollout, Bool[Array, " n"]]:
+        """Cut off at the first stop after the prefix or the limit of each response; and which end at neither."""
         tokens, at = self.draws.tokens, jnp.arange(self.draws.tokens.shape[1])[None]
-        stop = is_stop(tokens) & (at < last[:, None])
-        before = jnp.cumsum(stop, axis=1) - stop
-        mask = (at < last[:, None]) & (before == 0)
+        there = at < jnp.minimum(last, self.counts)[:, None]
+        stop = _is_stop(tokens, stops) & there & (at >= starts[:, None])
+        mask = there & (jnp.cumsum(stop, axis=1) - stop == 0)
+        stopped = stop.any(axis=1)
         fed = _followed(mask)[..., None]
         own = RouterRecord(
             jnp.where(fed, self.routes.experts, -1),
@@ -459,21 +639,20 @@ class _Found:
         group_size = tokens.shape[0] // begun.prompts.tokens.shape[0]
 
         def joined(prompt: Array, own: Array) -> Array:
-            whole = jnp.concatenate(
-                [jnp.repeat(prompt.reshape(*prompt.shape[:2], -1), group_size, axis=0), own], axis=1
-            )
+            whole = jnp.concatenate([jnp.repeat(_flat(prompt), group_size, axis=0), own], axis=1)
             return whole.reshape(*whole.shape[:2], *prompt.shape[2:])
 
-        return Rollout(
+        rollout = Rollout(
             prompts=jnp.repeat(begun.prompts.tokens, group_size, axis=0),
             prompt_lengths=jnp.repeat(begun.prompts.lengths, group_size, axis=0),
             tokens=jnp.where(mask, tokens, pad_id),
             mask=mask,
-            truncated=~stop.any(axis=1),
+            truncated=~stopped & (mask.sum(axis=1) == last),
             behaviour_logprobs=jnp.where(mask, self.draws.behaviour_logprobs, 0),
             logprobs=jnp.where(mask, self.draws.logprobs, 0),
-            routes=jax.tree.map(joined, begun.routes, own),
+            routes=jax.tree.map(joined, begun.of_prompts.routes, own),
         )
+        return rollout, ~stopped & ~rollout.truncated
 
 
 def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx.State], nnx.State]:

@@ -122,7 +122,7 @@ class Sampler:
             )
         )
         read = time.perf_counter()
-        rollout, work = jax.block_until_ready(
+        decoded = jax.block_until_ready(
             decoder.decode(
                 self._graph,
                 self._params,
@@ -134,9 +134,9 @@ class Sampler:
                 **self._ends,
             )
         )
-        self._count(work, read - begun, time.perf_counter() - read)
+        self._count(decoded.work, read - begun, time.perf_counter() - read)
         self._guard(placed.tokens.shape, compiled, limited=limits is not None)
-        return rollout
+        return decoded.rollout
 
     def _count(self, work: decoder.Work, prefill_s: float, decode_s: float) -> None:
         steps, slot_steps, tokens = jax.device_get((work.steps, work.slot_steps, work.tokens))
