@@ -41,8 +41,7 @@ class Draws(NamedTuple):
     logprobs: Float[Array, "*b"]
 
 
-@struct.dataclass
-class Prefix:
+class Prefix(NamedTuple):
     """Tokens that responses begin with: what they had in an earlier call, what an environment said, or a given text."""
 
     tokens: Int[Array, "B Q"]
