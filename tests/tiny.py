@@ -45,13 +45,18 @@ MESHES = [
 def quick_compilation() -> Iterator[None]:
     """Leaves out most of the compiler's optimisations, for large programs that run once on little.
 
-    What programs mean stays, and how they are partitioned over devices.
+    What programs mean stays, and how they are partitioned over devices. They are not kept in the cache on disk: no other
+    test would ask for them, and XLA has crashed in writing one with very many kernels.
     """
-    jax.config.update("jax_disable_most_optimizations", True)
+    changes = {"jax_disable_most_optimizations": True, "jax_persistent_cache_min_compile_time_secs": 1e9}
+    before = {name: getattr(jax.config, name) for name in changes}
+    for name, value in changes.items():
+        jax.config.update(name, value)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
