@@ -16,7 +16,7 @@ import pytest
 from gspo_jax import bench
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, quick_compilation
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MOE = GOLDEN / "qwen3_moe"
@@ -29,10 +29,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small matrices, and programs that are compiled fast and run slowly."""
     monkeypatch.setattr(bench, "SIDES", {"cpu": (64,)})
     monkeypatch.setattr(bench, "MATMUL_S", 0.0)
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with quick_compilation():
+        yield
 
 
 @pytest.mark.usefixtures("quick")

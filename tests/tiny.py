@@ -45,11 +45,11 @@ MESHES = [
 def quick_compilation() -> Iterator[None]:
     """Leaves out most of the compiler's optimisations, for large programs that run once on little.
 
-    What programs mean stays, and how they are partitioned over devices. They are not kept in the cache on disk: no other
-    test would ask for them, and XLA has crashed in writing one with very many kernels.
+    What programs mean stays, and how they are partitioned over devices. They are not kept in the cache on disk: no
+    other test would ask for them, and XLA has crashed in writing one with very many kernels.
     """
     changes = {"jax_disable_most_optimizations": True, "jax_persistent_cache_min_compile_time_secs": 1e9}
-    before = {name: getattr(jax.config, name) for name in changes}
+    before = {name: jax.config.read(name) for name in changes}
     for name, value in changes.items():
         jax.config.update(name, value)
     try:
