@@ -48,15 +48,14 @@ def quick_compilation() -> Iterator[None]:
     What programs mean stays, and how they are partitioned over devices. They are not kept in the cache on disk: no
     other test would ask for them, and XLA has crashed in writing one with very many kernels.
     """
-    changes = {"jax_disable_most_optimizations": True, "jax_persistent_cache_min_compile_time_secs": 1e9}
-    before = {name: jax.config.read(name) for name in changes}
-    for name, value in changes.items():
-        jax.config.update(name, value)
+    kept = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
         yield
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", kept)
 
 
 def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
