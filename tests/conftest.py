@@ -7,6 +7,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 # The workers, and the runs that tests start, inherit it.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -37,6 +38,13 @@ LONGEST_FIRST = (
     "test_decoder",
 )
 """Files that take a minute or more: begun first, so that no worker is left alone with one at the end."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def release_programs() -> Iterator[None]:
+    """Lets go of what a file has compiled: its code is mapped piece by piece, and Linux allows 65530 mappings."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
