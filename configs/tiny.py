@@ -9,6 +9,8 @@ has to find. Arguments, joined by commas, change the run:
 
 - `countdown`: reach a target with three numbers instead.
 - `steps`: countdown with a reward for every valid step, learned from token by token with gspo_token.
+- `feedback`: countdown in two turns; a wrong answer is told what it came to, and tried again (gspo_token).
+- `partial`: partial rollouts; no sampling call waits for the longest responses.
 - `dapo`: DAPO whole, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is its loss.
 - `runlocal`: the same programs for two short iterations.
 """
@@ -87,6 +89,20 @@ def steps(config: ConfigDict) -> None:
     config.step_rewards = ConfigDict({"countdown_steps": 1.0})
 
 
+def feedback(config: ConfigDict) -> None:
+    """Countdown with a second try."""
+    countdown(config)
+    config.objective.name = "gspo_token"
+    config.environment.name = "countdown_feedback"
+    config.environment.turns = 2
+    config.sampling.max_response_length = 80
+
+
+def partial(config: ConfigDict) -> None:
+    """Half as many groups again are under way as make a batch."""
+    config.sampling.partial.prompts = 48
+
+
 def dapo(config: ConfigDict) -> None:
     """The loop of DAPO, arXiv 2503.14476."""
     config.objective.name = "dapo"
@@ -104,6 +120,15 @@ def runlocal(config: ConfigDict) -> None:
     config.eval.prompts = 16
     config.training.minibatches = 2
     config.checkpoint.every = 1
+    if config.sampling.partial.prompts is not None:
+        config.sampling.partial.prompts = 16
 
 
-ARGUMENTS = {"countdown": countdown, "steps": steps, "dapo": dapo, "runlocal": runlocal}
+ARGUMENTS = {
+    "countdown": countdown,
+    "steps": steps,
+    "feedback": feedback,
+    "partial": partial,
+    "dapo": dapo,
+    "runlocal": runlocal,
+}

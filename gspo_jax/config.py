@@ -49,7 +49,15 @@ def base() -> ConfigDict:
     config.sampling.min_p = 0.0  # 0: off
     config.sampling.stop_ids = ()  # token ids that end a response, beside the tokenizer's
     config.sampling.slots = placeholder(int)  # responses that decode at a time, over all devices; None: all
+    config.sampling.partial = ConfigDict()  # partial rollouts: what a call leaves unfinished goes on in the next one
+    config.sampling.partial.prompts = placeholder(int)  # in a call, more than data.prompts_per_batch; None: none
+    config.sampling.partial.share = 0.9  # of the responses under way whose end is the end of a call
+    config.sampling.partial.tokens = placeholder(int)  # drawn, over all devices, that are; None: any number
     config.sampling.rounds = 1  # more: DAPO's dynamic sampling; groups whose rewards are all equal are replaced
+
+    config.environment = ConfigDict()  # of episodes of several turns
+    config.environment.name = ""  # what replies to a turn, such as countdown_feedback; empty: nothing does
+    config.environment.turns = 2  # of the policy, at most; max_response_length bounds all of them and the replies
 
     config.rewards = ConfigDict()  # reward function: weight
     config.scoring = ConfigDict()  # of functions that run in processes of their own, such as math_verify

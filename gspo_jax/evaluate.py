@@ -15,7 +15,7 @@ from gspo_jax import cli, experiment
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rewards.scorer import Scorer
-from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.episodes import Player
 from gspo_jax.training.metrics import existing_folder
 
 
@@ -55,18 +55,18 @@ class Evaluation:
 
 
 def evaluate(
-    sampler: Sampler, batches: EvalBatches, tokenizer: Tokenizer, scorer: Scorer, key: jax.Array, *, correct: str
+    player: Player, batches: EvalBatches, tokenizer: Tokenizer, scorer: Scorer, key: jax.Array, *, correct: str
 ) -> Evaluation:
-    """Samples the sampler's k responses to every prompt; `correct` names the reward function that says what is right.
+    """Plays k episodes, the sampler's group size, to every prompt; the same key gives the same noise every time.
 
-    The same key gives the same noise at every evaluation. A response that could not be scored counts as wrong.
+    `correct` names the reward function that says what is right. A response that could not be scored counts as wrong.
     """
     right, lengths, truncated = [], [], []
     for number, batch in enumerate(batches):
-        rollout = sampler(batch.prompts, jax.random.fold_in(key, number))
-        k = rollout.tokens.shape[0] // len(batch.texts)
-        texts, records = experiment.per_response(batch, k)
-        scores = scorer.score(texts, experiment.completions(tokenizer, rollout), records)
+        played = player.play(batch.prompts, batch.texts, batch.records, jax.random.fold_in(key, number))
+        rollout, k = played.rollout, len(played.texts) // len(batch.texts)
+        completions = experiment.completions(tokenizer, rollout)
+        scores = scorer.score(played.texts.tolist(), completions, played.records.tolist())
         real = np.repeat(batch.valid, k)
         right.append((np.nan_to_num(scores.by_name[correct]) > 0.5)[real].reshape(-1, k))
         lengths.append(np.asarray(rollout.mask).sum(axis=1)[real])
@@ -98,7 +98,8 @@ def evaluate_folder(config: ConfigDict, workdir: Path) -> Evaluation:
         params, name = experiment.newest_params(config, workdir, policy, mesh)
         sampler.load(params)
         key = experiment.eval_key(experiment.run_key(config))
-        result = evaluate(sampler, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
+        player = experiment.make_player(config, policy, sampler)
+        result = evaluate(player, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
     print(f"{name}: {result}")
     return result
 

@@ -29,9 +29,10 @@ from gspo_jax.models.dispatch import Dispatch, check_dispatch
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rewards import shaping
+from gspo_jax.rewards import environments, shaping
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.replay import REPLAYS
@@ -49,6 +50,7 @@ _POSITIVE = (
     "sampling.group_size",
     "sampling.max_response_length",
     "sampling.rounds",
+    "environment.turns",
     "training.minibatches",
     "training.microbatches",
     "training.logprob_chunk",
@@ -100,6 +102,9 @@ def check(config: ConfigDict) -> None:
             f"eval.correct is {config.eval.correct!r}, which is no reward of this config; use one of "
             f"{', '.join(config.rewards)}"
         )
+    if config.environment.name:
+        environments.find(config.environment.name)
+    check_partial(config)
     make_sampling(config)
     make_dispatch(config)
     check_learning(config, make_objective(config))
@@ -110,6 +115,22 @@ def check(config: ConfigDict) -> None:
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         check_batch(config, sizes)
+
+
+def check_partial(config: ConfigDict) -> None:
+    """Raises a UserError where partial rollouts have no room to be partial, or would never end a call."""
+    partial, batch = config.sampling.partial, config.data.prompts_per_batch
+    if partial.prompts is None:
+        return
+    if partial.prompts <= batch:
+        raise UserError(
+            f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: a batch would wait for "
+            f"all of them; use more than {batch}, or None for no partial rollouts"
+        )
+    if not 0 < partial.share <= 1:
+        raise UserError(f"sampling.partial.share is {partial.share}; use a share above 0, up to 1")
+    if partial.tokens is not None and partial.tokens < 1:
+        raise UserError(f"sampling.partial.tokens is {partial.tokens}; use a positive number, or None for any number")
 
 
 def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
@@ -201,6 +222,9 @@ def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
     groups = training.minibatches * (rows // math.gcd(rows, group))
     parts = f"what {by} = {shards}, {training.minibatches} mini-batches and {training.microbatches} micro-batches need"
     mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))
+    under_way = config.sampling.partial.prompts
+    if under_way is not None:
+        mesh_lib.check_divides("sampling.partial.prompts", under_way, by, shards)
     slots, responses = config.sampling.slots, config.data.prompts_per_batch * group
     if slots is not None:
         if not 0 < slots <= responses:
@@ -355,6 +379,39 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
     )
 
 
+def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
+    """What plays episodes, with the environment that replies where there is one."""
+    environment, tokenizer = config.environment, policy.tokenizer
+    if not environment.name:
+        return Player(sampler)
+    answer = environments.find(environment.name)
+
+    def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
+        said = answer(prompt, tokenizer.decode(response), record)
+        if said is None:
+            return None
+        # Behind a stop id of sampling.stop_ids, such as that of a tool's call, the reply stands as it is.
+        return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
+
+    return Player(sampler, reply=reply, turns=environment.turns)
+
+
+def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None) -> Buffer | None:
+    """The buffer of partial rollouts, with what an earlier start has left in it; None without them."""
+    partial = config.sampling.partial
+    if partial.prompts is None:
+        return None
+    return Buffer(
+        player,
+        groups=config.data.prompts_per_batch,
+        group_size=config.sampling.group_size,
+        under_way=partial.prompts,
+        share=partial.share,
+        budget=partial.tokens,
+        left=left,
+    )
+
+
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
     """Whether the sampler does: where the trainer makes a record of its own, nobody would read them."""
     wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
@@ -365,14 +422,6 @@ def completions(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     """The text of each response, special tokens left out."""
     tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
     return [tokenizer.decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]
-
-
-def per_response(prompts: PromptBatch, group_size: int) -> tuple[list[str], list[Record]]:
-    """The prompt and the record of each response."""
-    return (
-        [text for text in prompts.texts for _ in range(group_size)],
-        [record for record in prompts.records for _ in range(group_size)],
-    )
 
 
 def make_update_rule(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:

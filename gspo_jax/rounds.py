@@ -24,7 +24,11 @@ class Scored:
     """The prompt of each response."""
     completions: Shaped[np.ndarray, " B"]
     lengths: Int[np.ndarray, " B"]
-    """Tokens of each response."""
+    """Tokens of each response, an environment's included."""
+    turns: Int[np.ndarray, " B"]
+    """Turns of the policy."""
+    older: Int[np.ndarray, " B"]
+    """Tokens that policies before the current one have drawn."""
     records: Shaped[np.ndarray, " B"]
     """What the data says of each prompt, such as its answer."""
     total: Float[np.ndarray, " B"]

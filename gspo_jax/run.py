@@ -25,12 +25,14 @@ from ml_collections import ConfigDict
 from gspo_jax import coldstart, evaluate, experiment
 from gspo_jax.config import base
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
+from gspo_jax.data.records import Record
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.shaping import overlong
 from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
+from gspo_jax.rollout.episodes import Buffer, Episodes, Played, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rounds import Rounds, Scored
 from gspo_jax.training.checkpoint import Checkpointer
@@ -41,7 +43,7 @@ from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.state import TrainState
 from gspo_jax.training.statistics import Metrics
 from gspo_jax.training.update import UpdateFn, make_update, take_minibatch
-from gspo_jax.types import Experience, OldPolicy, Rollout, UserError
+from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, UserError
 
 SHOWN_CHARACTERS = 400
 """Of a completion, on the terminal; the file under samples/ has all of it."""
@@ -125,6 +127,9 @@ class Run:
     prompts: Batches[PromptBatch]
     held_out: EvalBatches
     sampler: Sampler
+    player: Player
+    buffer: Buffer | None
+    """Of partial rollouts; None without them."""
     scorer: Scorer
     step_scorer: StepScorer | None
     objective: Objective
@@ -156,10 +161,34 @@ class Run:
         groups, limit = self.config.data.prompts_per_batch, self.config.sampling.rounds
         return Rounds(groups=groups, group_size=self.group_size, limit=limit)
 
-    def score(self, prompts: PromptBatch, rollout: Rollout) -> Scored:
-        """The rewards of a rollout's responses."""
-        completions = experiment.completions(self.policy.tokenizer, rollout)
-        texts, records = experiment.per_response(prompts, self.group_size)
+    def newer_policy(self, state: TrainState) -> None:
+        """From now on the sampler draws with the weights of this state."""
+        self.sampler.load(state.params)
+        if self.buffer is not None:
+            self.buffer.newer_policy()
+
+    def sample(self, iteration: int, first: int, clock: "Clock") -> Played:
+        """The next batch of episodes: of new prompts, or out of the buffer of partial rollouts.
+
+        `first` is the number of responses that the iteration has had before.
+        """
+        key = experiment.sample_key(self.key, iteration)
+
+        def prompts() -> tuple[Prompts, list[str], list[Record]]:
+            clock.phase("data")
+            batch = next(self.prompts)
+            clock.phase("sample")
+            return batch.prompts, batch.texts, batch.records
+
+        if self.buffer is None:
+            return self.player.play(*prompts(), key, first=first)
+        clock.phase("sample")
+        return self.buffer.batch(lambda first: self.player.begin(*prompts(), key, first=first))
+
+    def score(self, played: Played) -> Scored:
+        """The rewards of a batch's responses."""
+        completions = experiment.completions(self.policy.tokenizer, played.rollout)
+        rollout, texts, records = played.rollout, played.texts.tolist(), played.records.tolist()
         scores = self.scorer.score(texts, completions, records)
         total, by_name = scores.total, scores.by_name
         tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
@@ -168,12 +197,12 @@ class Run:
             found = self.step_scorer.score(texts, completions, records)
             total, by_name = np.where(found.failed, np.float32(np.nan), total), by_name | found.by_name
             step_rewards, steps = to_tokens(found.steps, tokens, mask, self.policy.tokenizer.decode)
+            own = np.asarray(rollout.action_mask)  # what an environment says is no step
+            step_rewards, steps = np.where(own, step_rewards, 0), steps & own
         return Scored(
-            rollout=rollout,
-            texts=np.array(texts, object),
+            **played._asdict(),
             completions=np.array(completions, object),
             lengths=mask.sum(axis=1),
-            records=np.array(records, object),
             total=total,
             by_name=by_name,
             learn=np.isfinite(total),
@@ -218,6 +247,7 @@ class Run:
         of_iteration = {
             **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             **rounds.metrics(),
+            **({} if self.buffer is None else {"partial/calls": self.buffer.calls, "partial/left": len(self.buffer)}),
             "reward/failed": rounds.failures,
             "reshard/bytes": self.sampler.copy_bytes,
             "timing/prefill_s": spent.prefill_s,
@@ -256,6 +286,9 @@ class Run:
             "length": scored.lengths,
             "truncated": np.asarray(scored.rollout.truncated),
             "learned": self.learned(scored),
+            "drawn": np.asarray(scored.rollout.action_mask).sum(axis=1),
+            "turns": scored.turns,
+            "older": scored.older,
         }
 
     def guard_config(self) -> None:
@@ -309,14 +342,18 @@ class Run:
         if last or done % self.config.checkpoint.every == 0:
             self.progress.phase("save")
             run = {"iteration": done, "prompts": self.prompts.get_state(), "config": self.config.to_dict()}
-            self.checkpointer.save(done, state, run | {"key": jax.random.key_data(self.key).tolist()})
+            run["key"] = jax.random.key_data(self.key).tolist()
+            left = None if self.buffer is None else self.buffer.episodes
+            if left is not None:
+                run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
+            self.checkpointer.save(done, state, run, None if left is None else left.to_arrays())
 
     def evaluate(self, state: TrainState) -> None:
         """Held-out mean@k of the state's policy, into the line of its last update."""
         self.progress.phase("evaluate")
         self.sampler.load(state.params)
         result = evaluate.evaluate(
-            self.sampler,
+            self.player,
             self.held_out,
             self.policy.tokenizer,
             self.scorer,
@@ -361,6 +398,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
         checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
         restored = learners.restore(checkpointer)
+        left = None
         if restored is None:
             iteration, after, key = 0, None, experiment.run_key(config)
             state = learners.begin(folder)
@@ -369,12 +407,16 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
             iteration, state = restored.run["iteration"], restored.state
             after, key = int(state.updates), jax.random.wrap_key_data(jnp.asarray(restored.run["key"], jnp.uint32))
             prompts.set_state(restored.run["prompts"])
+            if "buffer" in restored.run:
+                left = Episodes.from_arrays(restored.arrays, **restored.run["buffer"])
         write_config(workdir, config.to_dict(), command=shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]]))
         writer = stack.enter_context(MetricsWriter(workdir, after_step=after))
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=iteration))
         if restored is not None:
             progress.say(f"resuming from iteration {iteration} in {workdir}")
         scoring = experiment.scoring(config)
+        sampler = experiment.make_sampler(config, policy, mesh)
+        player = experiment.make_player(config, policy, sampler)
         run = Run(
             config=config,
             mesh=mesh,
@@ -383,7 +425,9 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
             key=key,
             prompts=prompts,
             held_out=experiment.held_out(config, policy, records["test"]),
-            sampler=experiment.make_sampler(config, policy, mesh),
+            sampler=sampler,
+            player=player,
+            buffer=experiment.make_buffer(config, player, left),
             scorer=scorer,
             step_scorer=experiment.make_step_scorer(config),
             objective=objective,
@@ -479,4 +523,7 @@ def response_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
         "response_length/max": int(lengths.max()),
         "response/truncated": float(columns["truncated"].mean()),
         "response/learned": float(columns["learned"].mean()),
+        "response/turns": float(columns["turns"].mean()),
+        "response/drawn": float(columns["drawn"].sum() / lengths.sum()),
+        "response/older": float(columns["older"].sum() / columns["drawn"].sum()),
     }

@@ -12,7 +12,7 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, experiment
+from gspo_jax import cli
 from gspo_jax.run import Clock, open_run
 
 
@@ -26,17 +26,13 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
             clock = Clock(run.progress)
 
             clock.phase("reshard")
-            run.sampler.load(state.params)
+            run.newer_policy(state)
 
             rounds = run.rounds()
             while not rounds.full:
-                clock.phase("data")
-                prompts = next(run.prompts)
-                clock.phase("sample")
-                key = experiment.sample_key(run.key, iteration)
-                rollout = jax.block_until_ready(run.sampler(prompts.prompts, key, first=rounds.sampled))
+                played = run.sample(iteration, rounds.sampled, clock)  # prompts, and the decoder's responses
                 clock.phase("reward")
-                rounds.add(run.score(prompts, rollout))
+                rounds.add(run.score(played))
             run.sampler.release()
             scored = rounds.batch(run.mesh)
 

@@ -60,19 +60,22 @@ class Responses:
     tokens: Int[Array, "B T"]
     """The response's ids, EOS included; the padding id after it."""
     mask: Bool[Array, "B T"]
-    """True on the response's tokens, EOS included."""
+    """True on the response's tokens, EOS included, and on what an environment said between them."""
 
 
 @struct.dataclass
 class Rollout(Responses):
     """What the decoder returns: responses, what the sampler thought of them, and the experts it chose."""
 
+    action_mask: Bool[Array, "B T"]
+    """True on the tokens that the policy drew: those of the mask that no environment said."""
     truncated: Bool[Array, " B"]
     """True where the response met its limit without an EOS."""
     behaviour_logprobs: Float[Array, "B T"]
-    """Log-prob under the distribution really sampled from (temperature, top-k, top-p); 0 outside the mask."""
+    """Log-prob under the distribution really sampled from (temperature, top-k, top-p, min-p), of the policy that drew
+    the token; 0 outside the action mask."""
     logprobs: Float[Array, "B T"]
-    """Log-prob under the full softmax at the sampling temperature; what the trainer's scoring must agree with."""
+    """Its log-prob under the full softmax at the sampling temperature; what the trainer's scoring must agree with."""
     routes: RouterRecord
     """What the sampler's routers did with prompt and response."""
 
@@ -97,7 +100,7 @@ class Experience:
 
     rollout: Rollout
     mask: Bool[Array, "B T"]
-    """True on the tokens to learn from: those of the rollout's mask, less the rows that are filtered out."""
+    """True on the tokens to learn from: those of the action mask, less the rows that are filtered out."""
     old: OldPolicy
     advantages: Float[Array, " B"] | Float[Array, "B T"]
     """Â of each response, or of each token."""

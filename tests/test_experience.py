@@ -37,6 +37,7 @@ def rollout(tag: int = 0) -> Rollout:
         np.full(B, 2),
         tokens,
         MASK,
+        MASK,
         np.array([True, False, False, True]),
         SAMPLER,
         SAMPLER,
@@ -100,7 +101,18 @@ def scored(tag: int, total: list[float]) -> Scored:
     """A round of two groups."""
     names = np.array([f"{tag}.{row}" for row in range(B)], object)
     total = np.array(total, np.float32)
-    return Scored(rollout(tag), names, names, LENGTHS, names, total, {"right": total}, np.isfinite(total))
+    return Scored(
+        rollout=rollout(tag),
+        texts=names,
+        completions=names,
+        lengths=LENGTHS,
+        turns=np.ones(B),
+        older=np.zeros(B),
+        records=names,
+        total=total,
+        by_name={"right": total},
+        learn=np.isfinite(total),
+    )
 
 
 def collect(*rounds: Scored, limit: int) -> Rounds:

@@ -9,20 +9,18 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from orbax.checkpoint import v1 as ocp
+
+from tests.tiny import mostly_slow
 
 ROOT = Path(__file__).parent.parent
 ITERATIONS = 4
 
 
-def start(workdir: Path, data: Path, model: Path | None) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "gspo_jax.train",
-        "--config=configs/tiny.py:countdown,runlocal",
-        f"--workdir={workdir}",
-    ]
+def start(kind: str, workdir: Path, data: Path, model: Path | None) -> subprocess.Popen:
+    config = f"--config=configs/tiny.py:{kind},runlocal"
+    command = [sys.executable, "-m", "gspo_jax.train", config, f"--workdir={workdir}"]
     command += [f"--config.iterations={ITERATIONS}", f"--config.data.data_dir={data}", "--config.eval.every=2"]
     if model is not None:
         command.append(f"--config.model.folder={model}")
@@ -55,18 +53,24 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def test_kill_9_and_resume_is_bitwise_equal(tmp_path):
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["countdown", "countdown,partial", "feedback"], always=["countdown,partial"])
+)
+def test_kill_9_and_resume_is_bitwise_equal(kind, tmp_path):
     whole, broken, data = tmp_path / "whole", tmp_path / "broken", tmp_path / "data"
-    finish(start(whole, data, None))
-    process = start(broken, data, whole / "coldstart")
+    finish(start(kind, whole, data, None))
+    process = start(kind, broken, data, whole / "coldstart")
     wait_for((broken / "checkpoints" / "2").exists, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "it was killed before its end"
-    assert "resuming from iteration" in finish(start(broken, data, whole / "coldstart"))
+    assert "resuming from iteration" in finish(start(kind, broken, data, whole / "coldstart"))
 
     a, b = parameters(whole), parameters(broken)
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
     assert metrics(whole) == metrics(broken)
+    if "partial" in kind:
+        older = [row["response/older"] for row in metrics(whole) if row.get("iteration", 0) > 2]
+        assert max(older) > 0, "some responses went on from the buffer of the checkpoint"

@@ -352,6 +352,7 @@ def test_no_buffer_holds_the_whole_logits():
         prompt_lengths=of((B,), jnp.int32),
         tokens=of((B, length), jnp.int32),
         mask=of((B, length), bool),
+        action_mask=of((B, length), bool),
         truncated=of((B,), bool),
         behaviour_logprobs=of((B, length)),
         logprobs=of((B, length)),

@@ -127,6 +127,14 @@ class Tokenizer:
         given = {key: text for key, text in texts.items() if text is not None} | variables
         return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
 
+    def user_turn(self, content: str) -> str:
+        """What follows an assistant's turn, its end-of-sequence token included, where a user says `content`."""
+        mark = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the assistant's turn
+        turns = (("user", "?"), ("assistant", mark), ("user", content))
+        text = self.chat([{"role": role, "content": said} for role, said in turns])
+        end = self.decode(self.eos_ids[:1], skip_special=False)
+        return text.partition(mark)[2].removeprefix(end)
+
     def save(self, folder: str | Path) -> None:
         """Writes what `load` reads; other keys of a `generation_config.json` that is there are kept."""
         folder = Path(folder)

@@ -65,19 +65,24 @@ def countdown(prompt: str, completion: str, record: Record) -> float:
     Allows + - * / and brackets, exactly evaluated; `= 22` after the expression is ignored.
     """
     del prompt
-    target, given = Fraction(record["target"]), sorted(map(int, record["numbers"].split()))
     answer = final_answer(completion)
-    if answer is None:
-        return 0.0
+    return float(answer is not None and expression_value(answer, record["numbers"]) == Fraction(record["target"]))
+
+
+def expression_value(answer: str, numbers: str) -> Fraction | None:
+    """The value of an expression that uses each of `numbers`, such as "3 5 7", once; None for anything else.
+
+    `= 22` after it is ignored.
+    """
     text = ascii_operators(answer.partition("=")[0]).strip()
     if _EXPRESSION.fullmatch(text) is None:
-        return 0.0
+        return None
     used: list[int] = []
     try:
         value = _evaluate(ast.parse(text, mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # MemoryError: nested too deep
-        return 0.0
-    return float(value == target and sorted(used) == given)
+        return None
+    return value if sorted(used) == sorted(map(int, numbers.split())) else None
 
 
 def final_answer(completion: str) -> str | None:

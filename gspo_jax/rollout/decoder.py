@@ -9,7 +9,6 @@ Every response has its own key, so what it samples depends neither on the batch 
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -95,7 +94,7 @@ class Decoded(NamedTuple):
     """What comes of a call."""
 
     rollout: Rollout
-    """Of prefixes there are the tokens and the routes; their log-probs are 0."""
+    """Of prefixes there are the tokens and the routes; they are no actions of this call, and their log-probs are 0."""
     unfinished: Bool[Array, " B"]
     """Responses that an early end has cut off; not those that met their limit."""
     work: Work
@@ -171,14 +170,15 @@ def generate(
       keys: one per response, B = P · group_size; token t of a response is drawn with `fold_in(key, t)`.
       group_size: responses per prompt; their rows are adjacent.
       length: the token limit T, EOS included.
-      sampling: temperature, top-k and top-p.
+      sampling: temperature, top-k, top-p and min-p.
       eos_ids: a response ends with the first of these; the empty tuple never ends one early.
       pad_id: what stands in `tokens` after the end.
       slots: how many responses decode at a time, over all devices; None is all of them.
       limits: a limit for each response, at most `length`; 0 draws nothing. None is `length` for all.
       priorities: responses with the smaller number get a slot first; None is in order.
       prefix: what responses begin with; the token limits include it. None is nothing.
-      enough: the share of each shard's responses whose end is the end of the call; those under way are unfinished.
+      enough: the share of each shard's responses (of those with a limit above 0) whose end is the end of the call;
+        those under way are unfinished.
       budget: so are they once this many tokens are drawn, over all devices; None is no budget.
       router_logprobs: also return the router's log-probs of the experts it chose.
 
@@ -367,7 +367,7 @@ def _decode(
         waiting=waiting,
         slots=slots,
         length=length,
-        enough=None if enough >= 1 else math.ceil(enough * n),
+        enough=None if enough >= 1 else n - jnp.floor((1 - enough) * (last > 0).sum()).astype(jnp.int32),
         budget=budget,
     )
     sizes = [slots]
@@ -383,7 +383,7 @@ def _decode(
         found = found.merged(state, place_of, starts)
         steps, slot_steps = steps + state.row, slot_steps + state.row * size
     rollout, unfinished = found.rollout(begun, starts, last, stops, pad_id=pad_id)
-    drawn = jnp.maximum(rollout.mask.sum(axis=1, dtype=jnp.int32) - starts - 1, 0).sum()
+    drawn = jnp.maximum(rollout.action_mask.sum(axis=1, dtype=jnp.int32) - 1, 0).sum()
     return Decoded(rollout, unfinished, Work(steps[None], slot_steps[None], drawn[None]))
 
 
@@ -417,8 +417,8 @@ class _Loop:
     """How many of them get one."""
     slots: int
     length: int
-    enough: int | None
-    """Responses whose end is the end of the loop."""
+    enough: Int[Array, ""] | None
+    """Responses whose end is the end of the loop; those that have no token to draw count."""
     budget: int | None
     """Tokens that are."""
 
@@ -646,6 +646,7 @@ class _Found:
             prompt_lengths=jnp.repeat(begun.prompts.lengths, group_size, axis=0),
             tokens=jnp.where(mask, tokens, pad_id),
             mask=mask,
+            action_mask=mask & (at >= starts[:, None]),
             truncated=~stopped & (mask.sum(axis=1) == last),
             behaviour_logprobs=jnp.where(mask, self.draws.behaviour_logprobs, 0),
             logprobs=jnp.where(mask, self.draws.logprobs, 0),

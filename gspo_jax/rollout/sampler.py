@@ -10,13 +10,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Int
+from jaxtyping import Array, Int, Key, UInt32
 
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.types import Prompts, Rollout
+from gspo_jax.types import Prompts, Rollout, RouterRecord
 
 
 @dataclasses.dataclass
@@ -60,17 +60,17 @@ class Sampler:
 
         `slots` may be more than there are responses: then all decode at once.
         """
-        self._graph, self._mesh = graph, mesh
+        self._graph, self._shapes = graph, shapes
         self._reshard = decoder.to_sampler(shapes, mesh, dtype)
         self._params: nnx.State | None = None
-        self._group_size, self._slots = group_size, slots
+        self.group_size, self.length, self.pad_id, self.mesh = group_size, length, pad_id, mesh
         self.copy_bytes = 0
         """Bytes of the newest copy, over all devices of this process."""
         self.spent = Spent()
         self._sampling = sampling
         self._router_logprobs = router_logprobs
-        self._ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id}
-        self._seen: set[tuple[int, ...]] = set()
+        self._eos_ids, self._slots = eos_ids, slots
+        self._seen: set[tuple[Any, ...]] = set()
 
     def load(self, params: nnx.State) -> None:
         """Casts and reshards the trainer's weights."""
@@ -86,12 +86,12 @@ class Sampler:
     def __call__(
         self,
         prompts: Prompts,
-        key: jax.Array,
+        key: Key[Array, ""],
         *,
         first: int = 0,
         limits: Int[np.ndarray, " B"] | None = None,
     ) -> Rollout:
-        """Samples; response i draws with `fold_in(key, first + i)`.
+        """Samples whole responses; number i of them draws with `fold_in(key, first + i)`.
 
         Args:
           prompts: this process's rows, on the host.
@@ -102,21 +102,53 @@ class Sampler:
         Raises:
           RuntimeError: a shape that was sampled before was compiled again.
         """
+        return self.go_on(prompts, self.keys(prompts, key, first), limits=limits).rollout
+
+    def keys(self, prompts: Prompts, key: Key[Array, ""], first: int) -> UInt32[np.ndarray, "B words"]:
+        """The data of the keys of responses to prompts, the first of which has the number `first`; consumes `key`."""
+        numbers = first + np.arange(len(prompts.lengths) * self.group_size)
+        return np.asarray(jax.random.key_data(decoder.response_keys(key, jnp.asarray(numbers))))
+
+    def no_routes(self, responses: int, positions: int) -> RouterRecord:
+        """A record of nothing, on the host, as there is of responses that have not begun."""
+        config = nnx.merge(self._graph, self._shapes).config
+        shape = (responses, positions, config.num_layers, config.experts_per_token if config.num_experts else 0)
+        experts: Any = np.full(shape, -1, config.expert_dtype)
+        logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
+        return RouterRecord(experts, logprobs)
+
+    def go_on(
+        self,
+        prompts: Prompts,
+        keys: UInt32[np.ndarray, "B words"],
+        *,
+        prefix: decoder.Prefix | None = None,
+        limits: Int[np.ndarray, " B"] | None = None,
+        enough: float = 1.0,
+        budget: int | None = None,
+    ) -> decoder.Decoded:
+        """`decoder.generate` with the weights, counted in `spent`; what it is given is on the host.
+
+        Raises:
+          RuntimeError: shapes that were sampled before were compiled again.
+        """
         if self._params is None:
             raise ValueError("the sampler has no weights; call load first")
-        numbers = first + np.arange(len(prompts.lengths) * self._group_size)
-        placed, numbers, limits = mesh_lib.to_rows(self._mesh, (prompts, numbers, limits))
-        keys = decoder.response_keys(key, jnp.asarray(numbers))
-        slots = decoder.check_slots(None if self._slots is None else min(self._slots, keys.size), keys.size)
+        shapes = (prompts.tokens.shape, None if prefix is None else prefix.tokens.shape, limits is None, enough, budget)
+        placed: Any = mesh_lib.to_rows(self.mesh, (prompts, keys, prefix, limits))
+        prompts, data, prefix, limits = placed
+        own_keys = jax.random.wrap_key_data(data)
+        slots = decoder.check_slots(None if self._slots is None else min(self._slots, len(data)), len(data))
         compiled = _programs()
         begun = time.perf_counter()
         prefilled = jax.block_until_ready(
             decoder.prefill(
                 self._graph,
                 self._params,
-                placed,
-                keys,
-                group_size=self._group_size,
+                prompts,
+                own_keys,
+                prefix,
+                group_size=self.group_size,
                 sampling=self._sampling,
                 router_logprobs=self._router_logprobs,
             )
@@ -127,16 +159,24 @@ class Sampler:
                 self._graph,
                 self._params,
                 prefilled,
-                keys,
+                own_keys,
                 limits,
                 slots=slots,
                 sampling=self._sampling,
-                **self._ends,
+                length=self.length,
+                eos_ids=self._eos_ids,
+                pad_id=self.pad_id,
+                enough=enough,
+                budget=budget,
             )
         )
         self._count(decoded.work, read - begun, time.perf_counter() - read)
-        self._guard(placed.tokens.shape, compiled, limited=limits is not None)
-        return decoded.rollout
+        if shapes in self._seen and _programs() > compiled:  # every iteration would pay for it in silence
+            raise RuntimeError(
+                f"the sampler was compiled again for prompts of shape {shapes[0]}, which it has sampled before"
+            )
+        self._seen.add(shapes)
+        return decoded
 
     def _count(self, work: decoder.Work, prefill_s: float, decode_s: float) -> None:
         steps, slot_steps, tokens = jax.device_get((work.steps, work.slot_steps, work.tokens))
@@ -146,15 +186,6 @@ class Sampler:
         spent.steps += int(steps.max())
         spent.slot_steps += int(slot_steps.sum())
         spent.tokens += int(tokens.sum())
-
-    def _guard(self, shape: tuple[int, ...], compiled: int, *, limited: bool) -> None:
-        """Programs are compiled once for a shape; if not, every iteration would pay for it in silence."""
-        kind = (*shape, int(limited))
-        if kind in self._seen and _programs() > compiled:
-            raise RuntimeError(
-                f"the sampler was compiled again for prompts of shape {shape}, which it has sampled before"
-            )
-        self._seen.add(kind)
 
 
 def _programs() -> int:

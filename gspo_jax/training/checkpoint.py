@@ -6,10 +6,12 @@ processes, or on the Python classes that hold them.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from gspo_jax.types import UserError
@@ -34,6 +36,8 @@ class Restored:
     state: Any
     run: dict[str, Any]
     """What was saved as `run`: iteration, data iterator, keys."""
+    arrays: dict[str, np.ndarray]
+    """What was saved as `arrays`, on the host."""
 
 
 class Checkpointer:
@@ -56,12 +60,23 @@ class Checkpointer:
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
-    def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
-        """Starts a save; an error of the previous one is raised here. `run` is plain JSON."""
+    def save(self, step: int, state: Any, run: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Starts a save; an error of the previous one is raised here.
+
+        Args:
+          step: its number.
+          state: a pytree of arrays whose shapes the config gives.
+          run: plain JSON.
+          arrays: others, on the host, whose shapes nobody knows beforehand.
+        """
         self.wait()
-        self._pending = self._checkpointer.save_checkpointables_async(
-            step, {"state": named_leaves(state), "run": {"json": json.dumps(run)}}, overwrite=True
-        )
+        arrays = arrays or {}
+        some = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses to save what is empty
+        none = {name: [list(x.shape), x.dtype.name] for name, x in arrays.items() if not x.size}
+        saved = {"state": named_leaves(state), "run": {"json": json.dumps(run), "empty": json.dumps(none)}}
+        if some:
+            saved["arrays"] = some
+        self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True)
 
     def restore(self, shapes: Tree, shardings: Tree) -> Restored | None:
         """The newest step, each leaf straight into its sharding; None if there is none.
@@ -72,12 +87,11 @@ class Checkpointer:
         if self.latest is None:
             return None
         step = self.latest
-        saved = self._checkpointer.checkpointables_metadata(step).metadata["state"]
+        saved: Any = self._checkpointer.checkpointables_metadata(step).metadata
         wanted = _abstract(shapes, shardings)
-        _check_same(wanted, named_leaves(saved), step)
-        loaded = self._checkpointer.load_checkpointables(step, {"state": wanted, "run": None})
-        leaves = [loaded["state"][name] for name in wanted]
-        return Restored(step, jax.tree.unflatten(jax.tree.structure(shapes), leaves), json.loads(loaded["run"]["json"]))
+        _check_same(wanted, named_leaves(saved["state"]), step)
+        others = {name: None for name in ("run", "arrays") if name in saved}
+        return _restored(step, shapes, self._checkpointer.load_checkpointables(step, {"state": wanted} | others))
 
     def wait(self) -> None:
         """Blocks until the save in flight is committed; raises its error."""
@@ -105,10 +119,15 @@ def load_newest(folder: Path, shapes: Tree, shardings: Tree) -> Restored | None:
     wanted = _abstract(shapes, shardings)
     _check_same(wanted, {name: leaf for name, leaf in names.items() if name in wanted}, max(steps))
     partial = {name: wanted.get(name, ...) for name in names}  # Orbax leaves `...` on disk
-    loaded = ocp.load_checkpointables(path, {"state": partial, "run": None})
-    leaves = [loaded["state"][name] for name in wanted]
-    tree = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    return Restored(max(steps), tree, json.loads(loaded["run"]["json"]))
+    return _restored(max(steps), shapes, ocp.load_checkpointables(path, {"state": partial, "run": None}))
+
+
+def _restored(step: int, shapes: Any, loaded: Any) -> Restored:
+    """What was loaded, its state as a tree like `shapes`."""
+    state = jax.tree.unflatten(jax.tree.structure(shapes), [loaded["state"][name] for name in named_leaves(shapes)])
+    run, arrays = loaded["run"], loaded.get("arrays", {})
+    empty = {name: np.zeros(shape, dtype) for name, (shape, dtype) in json.loads(run.get("empty", "{}")).items()}
+    return Restored(step, state, json.loads(run["json"]), {name: np.array(x) for name, x in arrays.items()} | empty)
 
 
 def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -49,7 +49,7 @@ def make_experience(
     )
 
     def experience(rollout: Rollout, old: OldPolicy, rewards: Rewards) -> Experience:
-        return Experience(rollout, old=old, **work(rollout.mask, rollout.logprobs, old, rewards))
+        return Experience(rollout, old=old, **work(rollout.action_mask, rollout.logprobs, old, rewards))
 
     return experience
 

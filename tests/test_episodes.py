@@ -1,0 +1,225 @@
+"""Partial rollouts and turns: what is cut off goes on as if it had not been; what others say is not learned from."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.models import transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player, bucket
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.training.scoring import Scoring, score
+from gspo_jax.types import Prompts
+from tests.tiny import CONFIG, params, place, prompts, quick_compilation
+
+GRAPH, SHAPES = transformer.abstract(CONFIG)
+G, T, KEY = 2, 16, jax.random.key(1)
+GOES_ON = range(52, 64)
+"""A turn ends with any of these, and the environment replies; or with a 5, and it does not."""
+MESH = mesh_lib.make_mesh({"data": 2}, devices=jax.devices()[:2])
+PROMPTS = prompts(P=12, S=6)
+NAMES, RECORDS = [f"prompt {i}" for i in range(12)], [{"number": str(i)} for i in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """On a mesh of two."""
+    with quick_compilation(), jax.set_mesh(MESH):
+        yield
+
+
+def other_params():
+    """Another policy."""
+    return jax.tree.map(lambda x: x * 1.1, params())
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    return Sampler(
+        GRAPH,
+        SHAPES,
+        MESH,
+        dtype=jnp.float32,
+        group_size=G,
+        length=T,
+        sampling=Sampling(),
+        eos_ids=(5, *GOES_ON),
+        pad_id=0,
+        router_logprobs=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def first_policy(sampler):
+    """Every test begins with it."""
+    sampler.load(place(params(), MESH))
+
+
+def some(first: int, count: int):
+    """Prompts with their texts and records."""
+    rows = slice(first, first + count)
+    return Prompts(PROMPTS.tokens[rows], PROMPTS.lengths[rows]), NAMES[rows], RECORDS[rows]
+
+
+def dealer(player: Player):
+    """Gives four new groups at a time; the number of a response says its prompt."""
+    return lambda first: player.begin(*some(first // G % 12, 4), KEY, first=first)
+
+
+def row_of(played, i: int) -> int:
+    """Where response i of all lies in what `begin` has given."""
+    return int(played.records[i]["number"]) * G + i % G
+
+
+@pytest.fixture(scope="module")
+def unbroken(sampler):
+    """All responses in one call."""
+    sampler.load(place(params(), MESH))
+    return jax.device_get(sampler(PROMPTS, KEY))
+
+
+def trainers(weights, rollout, routing=None):
+    """What the trainer says of a rollout."""
+    return jax.jit(partial(score, GRAPH, scoring=Scoring(logprob_chunk=64)))(weights, rollout)
+
+
+@pytest.mark.parametrize("how", [{"share": 0.5}, {"share": 1.0, "budget": 30}], ids=str)
+def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, unbroken):
+    """Tokens, log-probs and routes of every response are those of one call; batches are whole and none comes twice."""
+    player = Player(sampler)
+    buffer, seen = Buffer(player, groups=2, group_size=G, under_way=6, **how), []
+    begin = dealer(player)
+    for left in (6, 4, 6, 4):  # four new groups at a time while there are fewer than six
+        played = buffer.batch(begin)
+        assert len(buffer) == left
+        rows = [row_of(played, i) for i in range(4)]
+        seen += rows
+        found = jax.device_get(played.rollout)
+        for name in ("tokens", "mask", "action_mask", "truncated", "prompts"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(unbroken, name)[rows])
+        np.testing.assert_array_equal(found.routes.experts, unbroken.routes.experts[rows])
+        np.testing.assert_allclose(found.logprobs, unbroken.logprobs[rows], atol=1e-5)
+        np.testing.assert_allclose(found.behaviour_logprobs, found.logprobs)
+        np.testing.assert_allclose(found.routes.logprobs, unbroken.routes.logprobs[rows], atol=1e-5)
+        assert played.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
+    assert len(set(seen)) == len(seen) == 16
+    assert buffer.calls > 2 or "share" in how
+
+
+def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
+    """Begun by one policy and ended by the next: what either drew is scored so by that policy, given all before it."""
+    player = Player(sampler)
+    buffer = Buffer(player, groups=2, group_size=G, under_way=6, share=0.5)
+    begin = dealer(player)
+    first = buffer.batch(begin)
+    assert not first.older.any()
+    left = buffer.episodes
+    begun = dict(zip([row_of(left, i) for i in range(len(left))], left.drawn, strict=True))
+    sampler.load(place(other_params(), MESH))
+    buffer.newer_policy()
+    both = 0
+    for _ in range(3):
+        played = buffer.batch(begin)
+        rollout, older = jax.device_get(played.rollout), played.older
+        assert older.tolist() == [begun.get(row_of(played, i), 0) for i in range(len(older))]
+        ended = rollout.mask.sum(axis=1)
+        both += ((older > 0) & (older < ended)).sum()
+        by_old = np.arange(T)[None] < older[:, None]
+        for weights, own in ((params(), by_old), (other_params(), ~by_old)):
+            here = own & rollout.mask
+            scores = np.asarray(trainers(weights, played.rollout).logprobs)
+            np.testing.assert_allclose(rollout.logprobs[here], scores[here], atol=1e-4)
+        known = (rollout.routes.experts >= 0).all(axis=(2, 3))
+        np.testing.assert_array_equal(known.sum(axis=1), rollout.prompt_lengths + ended - 1, "the routes are whole")
+    assert both, "some responses are of both policies"
+
+
+def test_a_buffer_goes_on_from_its_arrays(sampler):
+    """What a checkpoint holds: the next batches are bitwise the same."""
+    player = Player(sampler)
+    settings = {"groups": 2, "group_size": G, "under_way": 6, "share": 0.5}
+    buffer = Buffer(player, **settings)
+    buffer.batch(dealer(player))
+    left = buffer.episodes
+    saved = left.to_arrays(), left.texts.tolist(), left.records.tolist()
+    again = Buffer(player, **settings, left=Episodes.from_arrays(*saved))
+
+    def begin(first):
+        return player.begin(*some(8, 4), jax.random.key(2), first=first)
+
+    for each in (buffer, again):
+        each.newer_policy()
+    a, b = (jax.device_get(each.batch(begin)) for each in (buffer, again))
+    jax.tree.map(np.testing.assert_array_equal, a._replace(records=None), b._replace(records=None))
+    assert a.records.tolist() == b.records.tolist()
+
+
+REPLY = [7, 8, 5]
+"""A stop id that is said by the environment ends nothing."""
+
+
+def answer(prompt, response, record):
+    """An environment with something to say."""
+    return REPLY if response[-1] in GOES_ON else None
+
+
+def test_turns(sampler):
+    """The environment speaks behind each turn; its tokens are in the mask and the routes, and are no actions."""
+    heard = []
+
+    def reply(prompt, response, record):
+        heard.append((prompt, response, record["number"]))
+        return answer(prompt, response, record)
+
+    player = Player(sampler, reply=reply, turns=3)
+    played = player.play(*some(0, 12), KEY)
+    rollout = jax.device_get(played.rollout)
+    assert set(played.turns) == {1, 2, 3}
+    kinds = set()
+    for i in range(24):
+        n = int(rollout.mask[i].sum())
+        tokens, own = rollout.tokens[i, :n].tolist(), rollout.action_mask[i, :n]
+        assert own[0] and not rollout.action_mask[i, n:].any() and not rollout.tokens[i, n:].any()
+        said = [t for t, drawn in zip(tokens, own, strict=True) if not drawn]
+        assert said == REPLY * (len(said) // 3)
+        turn = len(said) // 3 + 1
+        assert played.turns[i] == turn
+        stopped = tokens[-1] in (5, *GOES_ON) and own[-1]
+        no_room = tokens[-1] in GOES_ON and own[-1] and turn < 3
+        assert rollout.truncated[i] == (not stopped or no_room)
+        assert not no_room or n + 3 >= T
+        kinds.add("no room" if no_room else "cut" if not stopped else "last turn" if tokens[-1] in GOES_ON else "over")
+        asked = [h for h in heard if h[0] == NAMES[i // G] and h[1] == tokens[: len(h[1])]]
+        assert len(asked) >= turn - 1 and all(h[2] == str(i // G) for h in asked)
+    assert kinds == {"no room", "cut", "last turn", "over"}
+    drawn = rollout.action_mask
+    scores = np.asarray(trainers(params(), played.rollout).logprobs)
+    np.testing.assert_allclose(rollout.logprobs[drawn], scores[drawn], atol=1e-4)
+    assert not rollout.logprobs[~drawn].any() and not rollout.behaviour_logprobs[~drawn].any()
+    known = (rollout.routes.experts >= 0).all(axis=(2, 3)).sum(axis=1)
+    np.testing.assert_array_equal(known, rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1)
+
+
+def test_turns_in_parts(sampler):
+    """Partial rollouts of several turns are those that one call after the other plays to the end."""
+    player = Player(sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, turns=3)
+    whole = jax.device_get(player.play(*some(0, 12), KEY))
+    buffer = Buffer(player, groups=2, group_size=G, under_way=6, share=0.5)
+    begin = dealer(player)
+    for _ in range(4):
+        played = buffer.batch(begin)
+        rows = [row_of(played, i) for i in range(4)]
+        np.testing.assert_array_equal(played.turns, whole.turns[rows])
+        for name in ("tokens", "action_mask", "truncated"):
+            np.testing.assert_array_equal(getattr(played.rollout, name), getattr(whole.rollout, name)[rows])
+
+
+@pytest.mark.parametrize(
+    ("longest", "size", "want"), [(1, 16, 4), (4, 16, 4), (5, 16, 8), (13, 16, 16), (3, 6, 4), (5, 6, 6), (1, 1, 1)]
+)
+def test_prefixes_come_in_four_lengths(longest, size, want):
+    assert bucket(longest, size) == want
