@@ -67,11 +67,6 @@ class Rounds:
         return sum(len(scored.total) for scored in self._rounds)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all responses so far."""
-        return sum(int(scored.lengths.sum()) for scored in self._rounds)
-
-    @property
     def failures(self) -> int:
         """Responses so far that could not be scored."""
         return sum(int(np.isnan(scored.total).sum()) for scored in self._rounds)

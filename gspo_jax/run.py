@@ -257,8 +257,8 @@ class Run:
             "decode/wasted": spent.slot_steps - spent.tokens,
             "compile/programs": clock.compiled.programs,
             "compile/seconds": clock.compiled.seconds,
-            "throughput/tokens_per_s": rounds.tokens / clock.seconds["iteration"],
-            "throughput/sample_tokens_per_s": rounds.tokens / clock.seconds["sample"],
+            "throughput/tokens_per_s": spent.drawn / clock.seconds["iteration"],
+            "throughput/sample_tokens_per_s": spent.drawn / clock.seconds["sample"],
         }
         for i, seen in enumerate(metrics):
             own = take_minibatch(columns, i, count=self.minibatches, group_size=self.group_size)

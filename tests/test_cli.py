@@ -87,6 +87,12 @@ def test_a_config_argument_that_does_not_exist(name):
             {"model.dispatch": "ragged_all_to_al"},
             "unknown dispatch 'ragged_all_to_al'; did you mean 'ragged_all_to_all'",
         ),
+        ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
+        ({"environment.turns": 0}, "environment.turns is 0; it must be at least 1"),
+        ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: a batch would wait for all of them; use more"),
+        ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
+        ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a share above 0"),
+        ({"sampling.partial.prompts": 40, "sampling.partial.tokens": 0}, "tokens is 0; use a positive number"),
         ({"model.capacity_factor": 1.25}, "capacity_factor 1.25 has no meaning for dispatch 'gather'"),
         (
             {"model.dispatch": "capacity", "model.capacity_factor": 0.0},

@@ -9,6 +9,7 @@ import pytest
 
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, bucket
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
@@ -85,6 +86,14 @@ def unbroken(sampler):
 def trainers(weights, rollout, routing=None):
     """What the trainer says of a rollout."""
     return jax.jit(partial(score, GRAPH, scoring=Scoring(logprob_chunk=64)))(weights, rollout)
+
+
+def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
+    """So the same prompts, sampled again in one iteration, get other responses: those that follow."""
+    batch, _, _ = some(0, 4)
+    keys, later = (sampler.keys(batch, KEY, n) for n in (0, 5))
+    np.testing.assert_array_equal(later, jax.random.key_data(response_keys(KEY, 5 + jnp.arange(4 * G))))
+    np.testing.assert_array_equal(later[:3], keys[5:])
 
 
 @pytest.mark.parametrize("how", [{"share": 0.5}, {"share": 1.0, "budget": 30}], ids=str)

@@ -129,8 +129,8 @@ def test_ppo_with_a_head_on_the_policy_and_its_kl_in_the_reward(data, adder, tmp
 
 
 def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
-    """Dynamic sampling, both kinds of overlong shaping, a reference in the loss, a mismatch correction; and R2."""
-    config = settings(data, arg="dapo,runlocal", model__folder=str(adder), sampling__max_response_length=18)
+    """Dynamic sampling, overlong shaping and filter, a reference in the loss, a mismatch correction; R2, partial rollouts."""
+    config = settings(data, arg="dapo,partial,runlocal", model__folder=str(adder), sampling__max_response_length=18)
     config.overlong.cache = 6
     config.reference.kl_weight = 0.01
     config.training.old_logprobs = "recompute"
@@ -149,6 +149,7 @@ def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
     assert all(row["response/learned"] <= 1 - row["response/truncated"] + 1e-6 for row in rows)
     assert min(row["response/learned"] for row in rows) < 1
     assert all(row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5 for row in rows)
+    assert all(row["partial/left"] == 8 and row["partial/calls"] > 0 for row in last)
     assert rows[0]["routing/flip_rate"] == 0, "the old policy's routes are the trainer's own"
     assert max(row["routing/flip_rate"] for row in rows) > 0, "of the choice that is not followed"
 
@@ -162,6 +163,19 @@ def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written
     assert config.objective.name == "gspo_token"
     assert all(0 <= row["reward/countdown_steps"] <= 1 for row in rows)
     assert max(row["reward/countdown_steps"] for row in rows) > 0
+
+
+def test_countdown_in_two_turns(data, counter, tmp_path, written):
+    """Wrong answers are tried again, and what the environment says is not learned."""
+    rewards = ConfigDict({"countdown": 1.0, "format": 1.0})
+    config = settings(data, arg="feedback,runlocal", model__folder=str(counter), rewards=rewards, iterations=2)
+    config.sampling.max_response_length = 64
+    rows = run(config, tmp_path / "run", written)
+    responses = config.data.prompts_per_batch * config.sampling.group_size / config.training.minibatches
+    for row in rows:
+        assert row["response/turns"] > 1 and row["response/drawn"] < 1 and row["response/older"] == 0
+        drawn = row["response_length/mean"] * row["response/drawn"] * responses
+        assert row["update/tokens"] == pytest.approx(drawn)
 
 
 def test_a_response_whose_steps_cannot_be_scored_is_counted_and_not_learned_from(

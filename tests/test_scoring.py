@@ -16,7 +16,7 @@ from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
-from tests.tiny import CONFIG, leaf_errors, params, prompts
+from tests.tiny import CONFIG, leaf_errors, params, prompts, quick_compilation
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
@@ -28,7 +28,8 @@ SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
-    return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings)[0])
+    with quick_compilation():
+        return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings).rollout)
 
 
 def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):

@@ -125,6 +125,15 @@ def test_chat_with_a_template(trained, tmp_path):
     assert loaded.encode("<|im_start|>")[0] == 2
 
 
+def test_a_users_turn_behind_an_assistants(trained, tmp_path):
+    """All that a template puts between the assistant's end-of-sequence token and its next turn."""
+    assert trained.user_turn("again") == "again"
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=QWEN_LIKE))
+    conversation = [("user", "1+1?"), ("assistant", "3"), ("user", "again")]
+    whole = loaded.chat([{"role": role, "content": content} for role, content in conversation])
+    assert whole.endswith("3<|im_end|>" + loaded.user_turn("again"))
+
+
 @pytest.mark.parametrize(
     ("template", "text"),
     [

@@ -16,10 +16,17 @@ from gspo_jax.run import response_metrics
 from gspo_jax.train import train
 from gspo_jax.training.metrics import read_metrics, read_samples
 from gspo_jax.types import UserError
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, quick_compilation
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = [(f"Ann has {a} pens and buys {b} more. How many has she now?", a + b) for a in range(4) for b in range(6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Every program runs a few times."""
+    with quick_compilation():
+        yield
 
 
 def tiny(folder: Path) -> ConfigDict:
@@ -187,9 +194,11 @@ def test_a_vocabulary_that_is_too_small_for_the_tokenizer(hf_folder, jsonl_folde
 def test_response_metrics_leave_failures_out_of_the_mean():
     columns = {"reward/mean": np.array([1.0, np.nan]), "reward/steps": np.array([np.nan, np.nan])}
     columns |= {"length": np.array([2, 4]), "truncated": np.array([True, False]), "learned": np.array([True, False])}
+    columns |= {"turns": np.array([1, 2]), "drawn": np.array([2, 3]), "older": np.array([1, 0])}
     found = response_metrics(columns)
     assert found["reward/mean"] == 1.0 and np.isnan(found["reward/steps"])
     assert (found["response_length/mean"], found["response_length/max"], found["response/truncated"]) == (3.0, 4, 0.5)
+    assert (found["response/turns"], found["response/drawn"], found["response/older"]) == (1.5, 5 / 6, 1 / 5)
 
 
 def test_demonstrations_are_cut_down_to_the_answer_by_share():

@@ -59,18 +59,9 @@ def quick():
 def experience() -> Experience:
     """Responses of ragged lengths, old log-probs a little off the policy's, so that ratios are not 1."""
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
-    rollout, _, _ = generate(
-        GRAPH,
-        params(),
-        prompts(P=P),
-        keys,
-        group_size=G,
-        length=T,
-        sampling=Sampling(),
-        eos_ids=(3, 5, 7, 9),
-        router_logprobs=True,
-    )
-    rollout = jax.device_get(rollout)
+    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
+    with quick_compilation():
+        rollout = jax.device_get(generate(GRAPH, params(), prompts(P=P), keys, **settings).rollout)
     rng = np.random.default_rng(0)
     old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
     return Experience(rollout, rollout.mask, OldPolicy(old), rng.standard_normal(P * G).astype(np.float32))

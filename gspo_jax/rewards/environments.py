@@ -16,17 +16,16 @@ Environment = Callable[[str, str, Record], str | None]
 
 
 def countdown_feedback(prompt: str, completion: str, record: Record) -> str | None:
-    """After a wrong answer to a countdown what it came to, and the question again; nothing more after a right one.
+    r"""After a wrong answer to a countdown what it came to, and the question again; nothing more after a right one.
 
-    Such as `\\n3*5-7 is 8. 22 from 3 5 7:`; an answer that is no expression of the numbers is not evaluated:
-    `\\nno. 22 from 3 5 7:`.
+    Such as `\n8 is wrong. 22 from 3 5 7:`, or `\nwrong. 22 from 3 5 7:` where it is no expression of the numbers.
     """
     del prompt
     answer = final_answer(completion)
     value = None if answer is None else expression_value(answer, record["numbers"])
     if value == Fraction(record["target"]):
         return None
-    verdict = "no" if value is None else f"that is {value}"
+    verdict = "wrong" if value is None else f"{value} is wrong"
     return f"\n{verdict}. {record['question']}"
 
 

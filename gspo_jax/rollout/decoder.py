@@ -87,7 +87,9 @@ class Work(NamedTuple):
     slot_steps: Int[Array, " shards"]
     """Steps times the slots there were: what a step costs follows its slots."""
     tokens: Int[Array, " shards"]
-    """Tokens drawn in those; the first of each response is drawn by the prefill."""
+    """Tokens drawn in those."""
+    drawn: Int[Array, " shards"]
+    """These, and the first of each response, which the prefill draws."""
 
 
 class Decoded(NamedTuple):
@@ -383,8 +385,9 @@ def _decode(
         found = found.merged(state, place_of, starts)
         steps, slot_steps = steps + state.row, slot_steps + state.row * size
     rollout, unfinished = found.rollout(begun, starts, last, stops, pad_id=pad_id)
-    drawn = jnp.maximum(rollout.action_mask.sum(axis=1, dtype=jnp.int32) - 1, 0).sum()
-    return Decoded(rollout, unfinished, Work(steps[None], slot_steps[None], drawn[None]))
+    drawn = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
+    tokens = jnp.maximum(drawn - 1, 0).sum()
+    return Decoded(rollout, unfinished, Work(*(x[None] for x in (steps, slot_steps, tokens, drawn.sum()))))
 
 
 def _is_stop(tokens: Int[Array, "*b"], stops: Int[Array, " s"]) -> Bool[Array, "*b"]:

@@ -31,6 +31,8 @@ class Spent:
     """Steps times slots, over all shards."""
     tokens: int = 0
     """Drawn in those."""
+    drawn: int = 0
+    """All tokens drawn: those and the first ones."""
 
     @property
     def occupancy(self) -> float:
@@ -179,13 +181,13 @@ class Sampler:
         return decoded
 
     def _count(self, work: decoder.Work, prefill_s: float, decode_s: float) -> None:
-        steps, slot_steps, tokens = jax.device_get((work.steps, work.slot_steps, work.tokens))
-        spent = self.spent
+        work, spent = jax.device_get(work), self.spent
         spent.prefill_s += prefill_s
         spent.decode_s += decode_s
-        spent.steps += int(steps.max())
-        spent.slot_steps += int(slot_steps.sum())
-        spent.tokens += int(tokens.sum())
+        spent.steps += int(work.steps.max())
+        spent.slot_steps += int(work.slot_steps.sum())
+        spent.tokens += int(work.tokens.sum())
+        spent.drawn += int(work.drawn.sum())
 
 
 def _programs() -> int:

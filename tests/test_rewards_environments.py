@@ -1,0 +1,32 @@
+"""What environments say to a turn."""
+
+import pytest
+
+from gspo_jax.rewards import environments
+from gspo_jax.types import UserError
+
+RECORD = {"question": "22 from 3 5 7:", "numbers": "3 5 7", "target": "22"}
+
+
+@pytest.mark.parametrize(
+    ("completion", "says"),
+    [
+        ("3*5=15 15+7=22 #### 3*5+7", None),
+        ("#### 3*5-7\n8 is wrong. 22 from 3 5 7:#### 3*5+7", None),
+        ("#### 3*5-7", "\n8 is wrong. 22 from 3 5 7:"),
+        ("#### 3*5/7 ", "\n15/7 is wrong. 22 from 3 5 7:"),
+        ("#### 22", "\nwrong. 22 from 3 5 7:"),
+        ("#### 3*5", "\nwrong. 22 from 3 5 7:"),
+        ("#### 3*5+", "\nwrong. 22 from 3 5 7:"),
+        ("", "\nwrong. 22 from 3 5 7:"),
+        ("#### 3*5+7\nwrong. #### 7", "\nwrong. 22 from 3 5 7:"),
+    ],
+)
+def test_countdown_feedback(completion, says):
+    assert environments.countdown_feedback(RECORD["question"], completion, RECORD) == says
+
+
+def test_an_environment_by_name():
+    assert environments.find("countdown_feedback") is environments.countdown_feedback
+    with pytest.raises(UserError, match=r"no environment 'countdown_feedbac'; did you mean 'countdown_feedback'\?"):
+        environments.find("countdown_feedbac")
