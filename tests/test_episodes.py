@@ -10,8 +10,8 @@ import pytest
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import response_keys
-from gspo_jax.rollout.episodes import Buffer, Episodes, Player, bucket
-from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player
+from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts
@@ -94,6 +94,18 @@ def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
     keys, later = (sampler.keys(batch, KEY, n) for n in (0, 5))
     np.testing.assert_array_equal(later, jax.random.key_data(response_keys(KEY, 5 + jnp.arange(4 * G))))
     np.testing.assert_array_equal(later[:3], keys[5:])
+
+
+def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
+    """And come back as if they had not been."""
+    wide = Prompts(np.pad(PROMPTS.tokens, ((0, 0), (0, 2))), PROMPTS.lengths)
+    found = jax.device_get(sampler(wide, KEY))
+    np.testing.assert_array_equal(found.prompts, np.repeat(wide.tokens, G, axis=0))
+    np.testing.assert_array_equal(found.tokens, unbroken.tokens)
+    for name, nothing in (("experts", -1), ("logprobs", 0)):
+        wider, own = getattr(found.routes, name), getattr(unbroken.routes, name)
+        np.testing.assert_array_equal(wider[:, 6:8], nothing)
+        np.testing.assert_array_equal(np.delete(wider, [6, 7], axis=1), own)
 
 
 @pytest.mark.parametrize("how", [{"share": 0.5}, {"share": 1.0, "budget": 30}], ids=str)
@@ -230,5 +242,5 @@ def test_turns_in_parts(sampler):
 @pytest.mark.parametrize(
     ("longest", "size", "want"), [(1, 16, 4), (4, 16, 4), (5, 16, 8), (13, 16, 16), (3, 6, 4), (5, 6, 6), (1, 1, 1)]
 )
-def test_prefixes_come_in_four_lengths(longest, size, want):
+def test_prompts_and_prefixes_come_in_four_lengths(longest, size, want):
     assert bucket(longest, size) == want

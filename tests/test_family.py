@@ -129,7 +129,7 @@ def test_ppo_with_a_head_on_the_policy_and_its_kl_in_the_reward(data, adder, tmp
 
 
 def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
-    """Dynamic sampling, overlong shaping and filter, a reference in the loss, a mismatch correction; R2, partial rollouts."""
+    """Partial rollouts too, a reference in the loss, a mismatch correction, and R2."""
     config = settings(data, arg="dapo,partial,runlocal", model__folder=str(adder), sampling__max_response_length=18)
     config.overlong.cache = 6
     config.reference.kl_weight = 0.01

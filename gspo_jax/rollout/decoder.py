@@ -297,7 +297,7 @@ def _at_token(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
 
 @partial(
     jax.jit,
-    static_argnames=("graph", "length", "sampling", "eos_ids", "pad_id", "slots", "enough", "budget"),
+    static_argnames=("graph", "length", "sampling", "eos_ids", "pad_id", "slots", "enough", "budget", "prompt_length"),
 )
 def decode(
     graph: nnx.GraphDef[Transformer],
@@ -314,8 +314,12 @@ def decode(
     slots: int,
     enough: float = 1.0,
     budget: int | None = None,
+    prompt_length: int | None = None,
 ) -> Decoded:
-    """Goes on with what `prefill` has begun until every response has ended; the arguments are those of `generate`."""
+    """Goes on with what `prefill` has begun until every response has ended; the arguments are those of `generate`.
+
+    Prompts and their routes are padded to `prompt_length` in what it returns; None leaves them as they are.
+    """
     run = partial(
         _decode,
         graph,
@@ -326,6 +330,7 @@ def decode(
         share=slots / keys.shape[0],
         enough=enough,
         budget=None if budget is None else max(1, budget // _shards()),
+        prompt_length=prompt_length or begun.prompts.tokens.shape[1],
     )
     inside = (_layout(begun.prefix), *(_ROWS,) * 3)
     return _over_batch(run, params, (begun, keys, limits, priorities), inside=inside, out=_ROWS)
@@ -346,6 +351,7 @@ def _decode(
     share: float,
     enough: float,
     budget: int | None,
+    prompt_length: int,
 ) -> Decoded:
     """The part of one batch shard: its n responses queue for a `share` of n slots, and have a `budget` of their own."""
     n, stops = keys.shape[0], jnp.asarray(eos_ids, jnp.int32)
@@ -384,7 +390,7 @@ def _decode(
         state = jax.lax.while_loop(lambda s: s.more, partial(loop.advance, least=fewer), state)
         found = found.merged(state, place_of, starts)
         steps, slot_steps = steps + state.row, slot_steps + state.row * size
-    rollout, unfinished = found.rollout(begun, starts, last, stops, pad_id=pad_id)
+    rollout, unfinished = found.rollout(loop, pad_id=pad_id, prompt_length=prompt_length)
     drawn = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
     tokens = jnp.maximum(drawn - 1, 0).sum()
     return Decoded(rollout, unfinished, Work(*(x[None] for x in (steps, slot_steps, tokens, drawn.sum()))))
@@ -624,36 +630,38 @@ class _Found:
             jnp.maximum(self.counts, jnp.where(drawn, at + 1, 0).max(axis=1)),
         )
 
-    def rollout(
-        self, begun: Prefilled, starts: Array, last: Array, stops: Array, *, pad_id: int
-    ) -> tuple[Rollout, Bool[Array, " n"]]:
+    def rollout(self, loop: _Loop, *, pad_id: int, prompt_length: int) -> tuple[Rollout, Bool[Array, " n"]]:
         """Cut off at the first stop after the prefix or the limit of each response; and which end at neither."""
+        begun, starts, last = loop.begun, loop.starts, loop.last
         tokens, at = self.draws.tokens, jnp.arange(self.draws.tokens.shape[1])[None]
         there = at < jnp.minimum(last, self.counts)[:, None]
-        stop = _is_stop(tokens, stops) & there & (at >= starts[:, None])
+        stop = _is_stop(tokens, loop.stops) & there & (at >= starts[:, None])
         mask = there & (jnp.cumsum(stop, axis=1) - stop == 0)
         stopped = stop.any(axis=1)
-        fed = _followed(mask)[..., None]
-        own = RouterRecord(
-            jnp.where(fed, self.routes.experts, -1),
-            None if self.routes.logprobs is None else jnp.where(fed, self.routes.logprobs, 0),
-        )
-        group_size = tokens.shape[0] // begun.prompts.tokens.shape[0]
+        own = mask & (at >= starts[:, None])
+        P, S = begun.prompts.tokens.shape
+        beyond = ((0, 0), (0, prompt_length - S))
 
-        def joined(prompt: Array, own: Array) -> Array:
-            whole = jnp.concatenate([jnp.repeat(_flat(prompt), group_size, axis=0), own], axis=1)
+        def joined(prompt: Array, own: Array, nothing: int) -> Array:
+            prompt = jnp.pad(prompt, (*beyond, (0, 0), (0, 0)), constant_values=nothing)
+            own = jnp.where(_followed(mask)[..., None], own, nothing)
+            whole = jnp.concatenate([jnp.repeat(_flat(prompt), len(tokens) // P, axis=0), own], axis=1)
             return whole.reshape(*whole.shape[:2], *prompt.shape[2:])
 
+        routes, of_prompts = self.routes, begun.of_prompts.routes
         rollout = Rollout(
-            prompts=jnp.repeat(begun.prompts.tokens, group_size, axis=0),
-            prompt_lengths=jnp.repeat(begun.prompts.lengths, group_size, axis=0),
+            prompts=jnp.repeat(jnp.pad(begun.prompts.tokens, beyond, constant_values=pad_id), len(tokens) // P, axis=0),
+            prompt_lengths=jnp.repeat(begun.prompts.lengths, len(tokens) // P, axis=0),
             tokens=jnp.where(mask, tokens, pad_id),
             mask=mask,
-            action_mask=mask & (at >= starts[:, None]),
+            action_mask=own,
             truncated=~stopped & (mask.sum(axis=1) == last),
             behaviour_logprobs=jnp.where(mask, self.draws.behaviour_logprobs, 0),
             logprobs=jnp.where(mask, self.draws.logprobs, 0),
-            routes=jax.tree.map(joined, begun.of_prompts.routes, own),
+            routes=RouterRecord(
+                joined(of_prompts.experts, routes.experts, -1),
+                jax.tree.map(partial(joined, nothing=0), of_prompts.logprobs, routes.logprobs),
+            ),
         )
         return rollout, ~stopped & ~rollout.truncated
 

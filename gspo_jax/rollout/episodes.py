@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import Decoded, Prefix
-from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.types import Prompts, Rollout, RouterRecord
 
 Reply = Callable[[str, list[int], Any], list[int] | None]
@@ -283,9 +283,3 @@ class Buffer:
         done = np.flatnonzero(complete)[: self._groups]
         self.episodes = episodes.groups(np.setdiff1d(np.arange(len(self)), done), G)
         return self._player.played(episodes.groups(done, G))
-
-
-def bucket(longest: int, size: int) -> int:
-    """A quarter, a half, three quarters or all of `size`: the least of these that holds `longest`."""
-    quarter = -(-size // 4)
-    return min(-(-longest // quarter) * quarter, size)

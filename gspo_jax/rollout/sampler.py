@@ -131,12 +131,17 @@ class Sampler:
     ) -> decoder.Decoded:
         """`decoder.generate` with the weights, counted in `spent`; what it is given is on the host.
 
+        Of the room for prompts no more is computed than a bucket that holds the longest of them.
+
         Raises:
           RuntimeError: shapes that were sampled before were compiled again.
         """
         if self._params is None:
             raise ValueError("the sampler has no weights; call load first")
-        shapes = (prompts.tokens.shape, None if prefix is None else prefix.tokens.shape, limits is None, enough, budget)
+        longest = prompts.tokens.shape[1]
+        prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), longest)], prompts.lengths)
+        wide = None if prefix is None else prefix.tokens.shape[1]
+        shapes = (prompts.tokens.shape, longest, wide, limits is None, enough, budget)
         placed: Any = mesh_lib.to_rows(self.mesh, (prompts, keys, prefix, limits))
         prompts, data, prefix, limits = placed
         own_keys = jax.random.wrap_key_data(data)
@@ -170,6 +175,7 @@ class Sampler:
                 pad_id=self.pad_id,
                 enough=enough,
                 budget=budget,
+                prompt_length=longest,
             )
         )
         self._count(decoded.work, read - begun, time.perf_counter() - read)
@@ -188,6 +194,12 @@ class Sampler:
         spent.slot_steps += int(work.slot_steps.sum())
         spent.tokens += int(work.tokens.sum())
         spent.drawn += int(work.drawn.sum())
+
+
+def bucket(longest: int, size: int) -> int:
+    """A quarter, a half, three quarters or all of `size`: the least of these that holds `longest`."""
+    quarter = -(-size // 4)
+    return min(-(-longest // quarter) * quarter, size)
 
 
 def _programs() -> int:
