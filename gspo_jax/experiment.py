@@ -380,10 +380,19 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
 
 
 def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
-    """What plays episodes, with the environment that replies where there is one."""
-    environment, tokenizer = config.environment, policy.tokenizer
+    """What plays episodes, with the environment that replies where there is one.
+
+    Raises:
+      UserError: the prefix of responses leaves no room for a token.
+    """
+    environment, tokenizer, limit = config.environment, policy.tokenizer, config.sampling.max_response_length
+    opening = tokenizer.encode(config.sampling.prefix)
+    if len(opening) >= limit:
+        raise UserError(
+            f"sampling.prefix has {len(opening)} tokens and sampling.max_response_length is {limit}; raise the limit"
+        )
     if not environment.name:
-        return Player(sampler)
+        return Player(sampler, opening=opening)
     answer = environments.find(environment.name)
 
     def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
@@ -393,7 +402,7 @@ def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
         # Behind a stop id of sampling.stop_ids, such as that of a tool's call, the reply stands as it is.
         return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
 
-    return Player(sampler, reply=reply, turns=environment.turns)
+    return Player(sampler, reply=reply, turns=environment.turns, opening=opening)
 
 
 def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None) -> Buffer | None:

@@ -225,6 +225,16 @@ def test_turns(sampler):
     np.testing.assert_array_equal(known, rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1)
 
 
+def test_responses_begin_with_an_opening(sampler):
+    """Which is no action, and has the stop ids that it has."""
+    rollout = jax.device_get(Player(sampler, opening=REPLY).play(*some(0, 12), KEY).rollout)
+    np.testing.assert_array_equal(rollout.tokens[:, :3], [REPLY] * 24)
+    np.testing.assert_array_equal(rollout.action_mask, rollout.mask & (np.arange(T) >= 3))
+    scores = np.asarray(trainers(params(), rollout).logprobs)
+    np.testing.assert_allclose(rollout.logprobs[rollout.action_mask], scores[rollout.action_mask], atol=1e-4)
+    assert rollout.mask.sum(axis=1).min() < T, "it may end"
+
+
 def test_turns_in_parts(sampler):
     """Partial rollouts of several turns are those that one call after the other plays to the end."""
     player = Player(sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, turns=3)

@@ -4,7 +4,7 @@ Between two calls they are on the host. A call goes on from what they have as pr
 and the routes of the policy that drew it, and the key of a response goes along, so that cutting it off changes nothing
 but the policy that draws the rest.
 
-Partial rollouts: https://arxiv.org/abs/2501.12599, section 2.6.2 of which calls for them.
+Partial rollouts are those of Kimi k1.5, https://arxiv.org/abs/2501.12599.
 """
 
 import dataclasses
@@ -110,22 +110,32 @@ def joined(parts: Iterable[Episodes]) -> Episodes:
 class Player:
     """Plays episodes with a sampler: turn by turn where an environment replies, otherwise in one turn."""
 
-    def __init__(self, sampler: Sampler, *, reply: Reply | None = None, turns: int = 1):
-        """`turns` of the policy are the most; the reply to the last is not asked for."""
-        self._sampler, self._reply, self._turns = sampler, reply, turns
+    def __init__(self, sampler: Sampler, *, reply: Reply | None = None, turns: int = 1, opening: Sequence[int] = ()):
+        """Takes the sampler, and the environment where there is one.
+
+        Args:
+          sampler: its token limit is that of a whole episode.
+          reply: the environment.
+          turns: those of the policy are at most so many; the reply to the last is not asked for.
+          opening: tokens that every response begins with, as if the environment had said them.
+        """
+        self._sampler, self._reply, self._turns, self._opening = sampler, reply, turns, list(opening)
 
     def begin(
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
     ) -> Episodes:
-        """Episodes without a token yet, a group to each prompt; response i draws with `fold_in(key, first + i)`."""
+        """Episodes that have only been opened, a group to each prompt; response i has the key fold_in(key, first + i)."""
         G, T = self._sampler.group_size, self._sampler.length
         keys = self._sampler.keys(prompts, key, first)
-        B, S = len(keys), prompts.tokens.shape[1]
+        B, S, opened = len(keys), prompts.tokens.shape[1], len(self._opening)
+        tokens, mask = np.full((B, T), self._sampler.pad_id, np.int32), np.zeros((B, T), bool)
+        tokens[:, :opened], mask[:, :opened] = self._opening, True
         fields: dict[str, Any] = {
             "prompts": np.repeat(prompts.tokens, G, axis=0),
             "prompt_lengths": np.repeat(prompts.lengths, G),
-            "tokens": np.full((B, T), self._sampler.pad_id, np.int32),
-            **{name: np.zeros((B, T), bool) for name in ("mask", "action_mask")},
+            "tokens": tokens,
+            "mask": mask,
+            "action_mask": np.zeros((B, T), bool),
             "truncated": np.zeros(B, bool),
             **{name: np.zeros((B, T), np.float32) for name in ("behaviour_logprobs", "logprobs")},
         }
@@ -163,7 +173,7 @@ class Player:
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
     ) -> Played:
         """Whole episodes; arguments as `begin`."""
-        if self._reply is None:  # they stay on the devices
+        if self._reply is None and not self._opening:  # they stay on the devices
             rollout = jax.block_until_ready(self._sampler(prompts, key, first=first))
             G = self._sampler.group_size
             rows = (np.repeat(np.array(each, object), G) for each in (texts, records))
