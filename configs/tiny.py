@@ -9,7 +9,7 @@ has to find. Arguments, joined by commas, change the run:
 
 - `countdown`: reach a target with three numbers instead.
 - `steps`: countdown with a reward for every valid step, learned from token by token with gspo_token.
-- `feedback`: countdown in two turns; a wrong answer is told what it came to, and tried again (gspo_token).
+- `calculator`: several turns; what follows each `=` is computed for the policy, which learns to use it (gspo_token).
 - `partial`: partial rollouts; no sampling call waits for the longest responses.
 - `dapo`: DAPO whole, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is its loss.
 - `runlocal`: the same programs for two short iterations.
@@ -89,13 +89,12 @@ def steps(config: ConfigDict) -> None:
     config.step_rewards = ConfigDict({"countdown_steps": 1.0})
 
 
-def feedback(config: ConfigDict) -> None:
-    """Countdown with a second try."""
-    countdown(config)
+def calculator(config: ConfigDict) -> None:
+    """Arithmetic with a tool: a turn ends with `=`, and the next begins behind the result."""
     config.objective.name = "gspo_token"
-    config.environment.name = "countdown_feedback"
-    config.environment.turns = 2
-    config.sampling.max_response_length = 80
+    config.sampling.stop_ids = ("=",)
+    config.environment.name = "calculator"
+    config.environment.turns = 6
 
 
 def partial(config: ConfigDict) -> None:
@@ -127,7 +126,7 @@ def runlocal(config: ConfigDict) -> None:
 ARGUMENTS = {
     "countdown": countdown,
     "steps": steps,
-    "feedback": feedback,
+    "calculator": calculator,
     "partial": partial,
     "dapo": dapo,
     "runlocal": runlocal,

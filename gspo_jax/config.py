@@ -47,7 +47,7 @@ def base() -> ConfigDict:
     config.sampling.top_k = 0  # 0: off
     config.sampling.top_p = 1.0  # 1: off
     config.sampling.min_p = 0.0  # 0: off
-    config.sampling.stop_ids = ()  # token ids that end a response, beside the tokenizer's
+    config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn, beside the tokenizer's
     config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not learned from
     config.sampling.slots = placeholder(int)  # responses that decode at a time, over all devices; None: all
     config.sampling.partial = ConfigDict()  # partial rollouts: what a call leaves unfinished goes on in the next one

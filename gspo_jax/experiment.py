@@ -372,11 +372,24 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
         group_size=config.sampling.group_size,
         length=config.sampling.max_response_length,
         sampling=make_sampling(config),
-        eos_ids=(*policy.tokenizer.eos_ids, *config.sampling.stop_ids),
+        eos_ids=(*policy.tokenizer.eos_ids, *stop_ids(config, policy.tokenizer)),
         pad_id=policy.tokenizer.pad_id,
         slots=config.sampling.slots,
         router_logprobs=keeps_router_logprobs(config, policy.config),
     )
+
+
+def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of `sampling.stop_ids`; raises a UserError for a text of several tokens."""
+    found = []
+    for stop in config.sampling.stop_ids:
+        ids = tokenizer.encode(stop) if isinstance(stop, str) else [stop]
+        if len(ids) != 1:
+            raise UserError(
+                f"sampling.stop_ids has {stop!r}, which is {len(ids)} tokens; use texts of one, or their ids"
+            )
+        found += ids
+    return tuple(found)
 
 
 def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:

@@ -1,5 +1,6 @@
 """Checkpoints: exact on another mesh, the newest kept, and a sentence where one does not fit."""
 
+import contextlib
 import dataclasses
 import time
 from functools import partial
@@ -72,6 +73,21 @@ def test_a_reader_takes_only_the_parameters(saved):
     assert restored.step == 3
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(restored.state["policy"]["params"]), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_arrays_of_any_shape_beside_the_state(tmp_path):
+    """Empty ones too; and a checkpoint without them has none."""
+    state, mesh = {"x": jnp.ones(3)}, mesh_lib.make_mesh({"data": 8})
+    arrays = {"mask": np.ones((2, 3), bool), "none": np.zeros((2, 0, 4), np.int8), "keys": np.ones((1, 2), np.uint32)}
+    with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+        for step, given in enumerate((arrays, {})):
+            checkpointer.save(step, state, RUN, given)
+            checkpointer.wait()
+            restored = checkpointer.restore(jax.eval_shape(lambda: state), {"x": mesh_lib.replicated(mesh)})
+            assert restored is not None and restored.arrays.keys() == given.keys()
+            for name, array in restored.arrays.items():
+                assert array.dtype == arrays[name].dtype
+                np.testing.assert_array_equal(array, arrays[name])
 
 
 def test_nothing_to_restore(tmp_path):

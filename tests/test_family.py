@@ -168,7 +168,8 @@ def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written
 def test_countdown_in_two_turns(data, counter, tmp_path, written):
     """Wrong answers are tried again, and what the environment says is not learned."""
     rewards = ConfigDict({"countdown": 1.0, "format": 1.0})
-    config = settings(data, arg="feedback,runlocal", model__folder=str(counter), rewards=rewards, iterations=2)
+    config = settings(data, arg="countdown,runlocal", model__folder=str(counter), rewards=rewards, iterations=2)
+    config.environment.name = "countdown_feedback"
     config.sampling.max_response_length = 64
     rows = run(config, tmp_path / "run", written)
     responses = config.data.prompts_per_batch * config.sampling.group_size / config.training.minibatches

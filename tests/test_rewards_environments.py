@@ -26,6 +26,31 @@ def test_countdown_feedback(completion, says):
     assert environments.countdown_feedback(RECORD["question"], completion, RECORD) == says
 
 
+@pytest.mark.parametrize(
+    ("completion", "says"),
+    [
+        ("7+8=", "15"),
+        ("2+9=11 12-8-1=", "3"),
+        ("(1+2)*3=", "9"),
+        ("3-5=", "-2"),
+        ("7/2=", "3.5"),
+        ("1/3=", "0.333333"),
+        ("=", ""),
+        ("7+=", ""),
+        ("1/0=", ""),
+        ("2**99=", ""),
+        ("1=1=", "1"),
+        (" " + "9" * 200 + "=", "9" * 200),
+        ("9" * 201 + "=", ""),
+        ("7+8", None),
+        ("#### 15", None),
+        ("", None),
+    ],
+)
+def test_calculator(completion, says):
+    assert environments.calculator("", completion, {}) == says
+
+
 def test_an_environment_by_name():
     assert environments.find("countdown_feedback") is environments.countdown_feedback
     with pytest.raises(UserError, match=r"no environment 'countdown_feedbac'; did you mean 'countdown_feedback'\?"):

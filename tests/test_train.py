@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, coldstart, evaluate
+from gspo_jax import cli, coldstart, evaluate, experiment
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.run import response_metrics
@@ -189,6 +189,15 @@ def test_a_vocabulary_that_is_too_small_for_the_tokenizer(hf_folder, jsonl_folde
     config = gsm8k(hf_folder.parent / "large", jsonl_folder)
     with pytest.raises(UserError, match="320"):
         train(config, tmp_path / "run")
+
+
+def test_stop_ids_may_be_texts(hf_folder, tmp_path):
+    config, tokenizer = tiny(tmp_path), Tokenizer.load(hf_folder)
+    config.sampling.stop_ids = (7, "=")
+    assert experiment.stop_ids(config, tokenizer) == (7, *tokenizer.encode("="))
+    config.sampling.stop_ids = ("= ?",)
+    with pytest.raises(UserError, match=r"sampling.stop_ids has '= \?', which is \d tokens; use texts of one"):
+        experiment.stop_ids(config, tokenizer)
 
 
 def test_response_metrics_leave_failures_out_of_the_mean():

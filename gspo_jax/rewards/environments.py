@@ -4,15 +4,34 @@ The completion is all that has been said since the prompt, replies included. Non
 a function here and its name in `__all__`.
 """
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from gspo_jax.rewards.functions import Record, expression_value, final_answer
+from gspo_jax.rewards.functions import LONGEST, Record, evaluate, expression_value, final_answer
 from gspo_jax.types import UserError, choices
 
-__all__ = ["countdown_feedback"]
+__all__ = ["calculator", "countdown_feedback"]
 
 Environment = Callable[[str, str, Record], str | None]
+
+
+_ASKED = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{LONGEST}}}=\Z")
+
+
+def calculator(prompt: str, completion: str, record: Record) -> str | None:
+    """The value of what stands right before an `=` at the end, such as `15` after `7+8=`; ends nothing else.
+
+    Nothing is said where it is no expression of whole numbers, + - * / and brackets. Needs "=" in sampling.stop_ids.
+    """
+    del prompt, record
+    if not completion.endswith("="):
+        return None
+    asked = _ASKED.search(completion[-LONGEST - 2 :])
+    value = None if asked is None else evaluate(asked[0][:-1])
+    if value is None:
+        return ""
+    return str(value) if value.denominator == 1 else f"{float(value):.6g}"
 
 
 def countdown_feedback(prompt: str, completion: str, record: Record) -> str | None:

@@ -78,11 +78,16 @@ def expression_value(answer: str, numbers: str) -> Fraction | None:
     if _EXPRESSION.fullmatch(text) is None:
         return None
     used: list[int] = []
+    value = evaluate(text, used)
+    return value if sorted(used) == sorted(map(int, numbers.split())) else None
+
+
+def evaluate(text: str, used: list[int] | None = None) -> Fraction | None:
+    """The value of whole numbers, + - * / and brackets; None for anything else. The numbers are added to `used`."""
     try:
-        value = _evaluate(ast.parse(text, mode="eval").body, used)
+        return _evaluate(ast.parse(text, mode="eval").body, [] if used is None else used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # MemoryError: nested too deep
         return None
-    return value if sorted(used) == sorted(map(int, numbers.split())) else None
 
 
 def final_answer(completion: str) -> str | None:

@@ -124,7 +124,7 @@ class Player:
     def begin(
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
     ) -> Episodes:
-        """Episodes that have only been opened, a group to each prompt; response i has the key fold_in(key, first + i)."""
+        """Episodes that have only been opened, a group to each prompt; `first` numbers the first response's key."""
         G, T = self._sampler.group_size, self._sampler.length
         keys = self._sampler.keys(prompts, key, first)
         B, S, opened = len(keys), prompts.tokens.shape[1], len(self._opening)

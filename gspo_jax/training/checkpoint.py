@@ -73,7 +73,9 @@ class Checkpointer:
         arrays = arrays or {}
         some = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses to save what is empty
         none = {name: [list(x.shape), x.dtype.name] for name, x in arrays.items() if not x.size}
-        saved = {"state": named_leaves(state), "run": {"json": json.dumps(run), "empty": json.dumps(none)}}
+        # Orbax warns of what holds no array, so the step is one.
+        beside = {"json": json.dumps(run), "empty": json.dumps(none), "step": np.array([step])}
+        saved = {"state": named_leaves(state), "run": beside}
         if some:
             saved["arrays"] = some
         self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True)
