@@ -40,7 +40,7 @@ def spec(sizes, config=CONFIG):
 def saved(tmp_path):
     """A folder with steps 1 to 3 of a run that keeps two, and the state that was saved."""
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
-    state = new_state(place(params(), mesh), OPTIMIZER)
+    state = jax.jit(partial(new_state, optimizer=OPTIMIZER))(place(params(), mesh))
     checkpointer = Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 3):
         checkpointer.save(step, dataclasses.replace(state, updates=jnp.asarray(step)), RUN)

@@ -24,12 +24,18 @@ G, T = 2, 8
 SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Every program runs once."""
+    with quick_compilation():
+        yield
+
+
 @pytest.fixture(scope="module")
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
-    with quick_compilation():
-        return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings).rollout)
+    return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings).rollout)
 
 
 def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):

@@ -53,13 +53,15 @@ def test_cached_decode_equals_a_full_forward(group_size):
         step, cache = decode(tokens[:, t], Slots(jnp.arange(B), jnp.full(B, t + 1), aligned=True), cache)
         stepped.append(step.logits[:, 0])
         routes.append(step.routes.experts[:, :, 0])
+    forward = jax.jit(lambda tokens, valid: net(tokens, valid=valid))
     for b in range(B):
         p = b // group_size
         n = int(batch.lengths[p])
-        whole = net(jnp.concatenate([batch.tokens[p, :n], tokens[b]])[None])
+        text = jnp.pad(jnp.concatenate([batch.tokens[p, :n], tokens[b]]), (0, 10 - n))
+        whole = forward(text[None], jnp.arange(10 + T)[None] < n + T)
         np.testing.assert_allclose(out.logits[p, :n], whole.logits[0, :n], atol=5e-5)
-        np.testing.assert_allclose(jnp.stack(stepped)[:, b], whole.logits[0, n:], atol=5e-5)
-        np.testing.assert_array_equal(jnp.stack(routes, 1)[:, :, b], whole.routes.experts[:, 0, n:])
+        np.testing.assert_allclose(jnp.stack(stepped)[:, b], whole.logits[0, n : n + T], atol=5e-5)
+        np.testing.assert_array_equal(jnp.stack(routes, 1)[:, :, b], whole.routes.experts[:, 0, n : n + T])
 
 
 def test_remat_changes_memory_not_gradients():
