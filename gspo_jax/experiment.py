@@ -356,6 +356,8 @@ def open_policy(config: ConfigDict, folder: Path) -> Policy:
         model_config.check_mesh(dict(config.mesh))
     tokenizer = Tokenizer.load(folder)
     check_vocabulary(tokenizer, model_config.vocab_size)
+    stop_ids(config, tokenizer)
+    opening(config, tokenizer)
     graph, shapes = transformer.abstract(
         model_config, dtype=jnp.dtype(config.model.dtype), dispatch=make_dispatch(config)
     )
@@ -392,20 +394,23 @@ def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(found)
 
 
-def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
-    """What plays episodes, with the environment that replies where there is one.
-
-    Raises:
-      UserError: the prefix of responses leaves no room for a token.
-    """
-    environment, tokenizer, limit = config.environment, policy.tokenizer, config.sampling.max_response_length
-    opening = tokenizer.encode(config.sampling.prefix)
-    if len(opening) >= limit:
+def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of `sampling.prefix`; raises a UserError where they leave no room for another."""
+    tokens, limit = tokenizer.encode(config.sampling.prefix), config.sampling.max_response_length
+    if len(tokens) >= limit:
         raise UserError(
-            f"sampling.prefix has {len(opening)} tokens and sampling.max_response_length is {limit}; raise the limit"
+            f"sampling.prefix has {len(tokens)} tokens and sampling.max_response_length is {limit}; use a shorter "
+            f"text, or a limit above {len(tokens)}"
         )
+    return tokens
+
+
+def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
+    """What plays episodes, with the environment that replies where there is one."""
+    environment, tokenizer = config.environment, policy.tokenizer
+    begins = opening(config, tokenizer)
     if not environment.name:
-        return Player(sampler, opening=opening)
+        return Player(sampler, opening=begins)
     answer = environments.find(environment.name)
 
     def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
@@ -415,7 +420,7 @@ def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
         # Behind a stop id of sampling.stop_ids, such as that of a tool's call, the reply stands as it is.
         return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
 
-    return Player(sampler, reply=reply, turns=environment.turns, opening=opening)
+    return Player(sampler, reply=reply, turns=environment.turns, opening=begins)
 
 
 def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None) -> Buffer | None:

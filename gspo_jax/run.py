@@ -183,10 +183,15 @@ class Run:
         if self.buffer is None:
             return self.player.play(*prompts(), key, first=first)
         clock.phase("sample")
-        return self.buffer.batch(lambda first: self.player.begin(*prompts(), key, first=first))
+        return self.buffer.batch(lambda begun: self.player.begin(*prompts(), key, first=begun))
 
     def score(self, played: Played) -> Scored:
         """The rewards of a batch's responses."""
+        if self.config.environment.name and played.turns.max() == 1:
+            self.warn(
+                f"{self.config.environment.name} has replied to no response of a whole batch; see that a turn ends "
+                "where it listens (sampling.stop_ids), and that environment.turns is above 1"
+            )
         completions = experiment.completions(self.policy.tokenizer, played.rollout)
         rollout, texts, records = played.rollout, played.texts.tolist(), played.records.tolist()
         scores = self.scorer.score(texts, completions, records)

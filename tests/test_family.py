@@ -211,12 +211,14 @@ def warnings(said: str) -> list[str]:
 def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, adder, tmp_path, capsys):
     config = settings(data, model__folder=str(adder), sampling__group_size=1, objective__gspo__low=0.2)
     config.data.prompts_per_batch = 16
+    config.environment.name = "calculator"
     train(config, tmp_path / "run")
     said = warnings(capsys.readouterr().out)
-    assert len(said) == 3
+    assert len(said) == 4
     assert "gspo bounds the ratio of a whole response by low=0.2: " in said[0]
     assert "sampling.group_size is 1: " in said[1]
-    assert "no advantage of a whole batch differs from 0" in said[2]
+    assert "calculator has replied to no response of a whole batch; see that a turn ends where it listens" in said[2]
+    assert "no advantage of a whole batch differs from 0" in said[3]
 
 
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):

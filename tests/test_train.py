@@ -191,13 +191,18 @@ def test_a_vocabulary_that_is_too_small_for_the_tokenizer(hf_folder, jsonl_folde
         train(config, tmp_path / "run")
 
 
-def test_stop_ids_may_be_texts(hf_folder, tmp_path):
-    config, tokenizer = tiny(tmp_path), Tokenizer.load(hf_folder)
+def test_texts_in_a_config_are_looked_up_with_the_model(hf_folder, jsonl_folder):
+    config, tokenizer = gsm8k(hf_folder, jsonl_folder), Tokenizer.load(hf_folder)
     config.sampling.stop_ids = (7, "=")
     assert experiment.stop_ids(config, tokenizer) == (7, *tokenizer.encode("="))
+    config.sampling.prefix = "3+4"
+    assert experiment.opening(config, tokenizer) == tokenizer.encode("3+4")
     config.sampling.stop_ids = ("= ?",)
     with pytest.raises(UserError, match=r"sampling.stop_ids has '= \?', which is \d tokens; use texts of one"):
-        experiment.stop_ids(config, tokenizer)
+        experiment.open_policy(config, hf_folder)
+    config.sampling.update({"stop_ids": (), "prefix": "0123456789abcdef"})
+    with pytest.raises(UserError, match=r"sampling.prefix has 16 tokens and .* is 16; use a shorter text, or a limit"):
+        experiment.open_policy(config, hf_folder)
 
 
 def test_response_metrics_leave_failures_out_of_the_mean():
