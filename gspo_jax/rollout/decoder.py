@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, Key
 
@@ -317,14 +317,24 @@ def _decode(
 def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx.State], nnx.State]:
     """A compiled program that casts the trainer's weights and lays them out for sampling.
 
-    Parameters declared `float32` (norms, router) keep their dtype: the forward reads them so.
+    Parameters declared `float32` (norms, router) keep their dtype: the forward reads them so. Layers go one after the
+    other: all together would be gathered into a second copy of the weights first.
     """
+    variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
+    stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
+    of_layer = [mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked]
 
-    def cast(params: nnx.State) -> nnx.State:
-        return jax.tree.map(
-            lambda v: v if v.get_metadata("float32") else v.replace(v[...].astype(dtype)),
-            params,
-            is_leaf=lambda x: isinstance(x, nnx.Variable),
-        )
+    def layer(slices: list[Array]) -> list[Array]:
+        cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
+        return [
+            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, s)) for x, s in zip(cast, of_layer, strict=True)
+        ]
 
-    return jax.jit(cast, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))
+    def reshard(params: nnx.State) -> nnx.State:
+        leaves, tree = jax.tree.flatten(params)
+        layers = jax.lax.map(layer, [leaves[i] for i in stacked])
+        done = dict(zip(stacked, layers, strict=True))
+        return jax.tree.unflatten(tree, [done.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])
+
+    return jax.jit(reshard, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))
