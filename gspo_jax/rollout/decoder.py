@@ -323,7 +323,8 @@ def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
-    of_layer = [mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked]
+    specs = (mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked)
+    of_layer = [NamedSharding(mesh, spec) for spec in specs]
 
     def layer(slices: list[Array]) -> list[Array]:
         cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
