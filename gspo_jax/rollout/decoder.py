@@ -328,9 +328,7 @@ def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx
 
     def layer(slices: list[Array]) -> list[Array]:
         cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
-        return [
-            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, s)) for x, s in zip(cast, of_layer, strict=True)
-        ]
+        return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(cast, of_layer, strict=True)]
 
     def reshard(params: nnx.State) -> nnx.State:
         leaves, tree = jax.tree.flatten(params)
