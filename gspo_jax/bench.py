@@ -142,7 +142,7 @@ class Workload:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1")
-        _ = self.limits
+        _ = self.limits  # raises where --lengths is no range
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
         model = huggingface.read_config(self.model)

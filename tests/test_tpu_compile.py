@@ -7,11 +7,8 @@ for libtpu reads its environment once. The figures of one:
 """
 
 import functools
-import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,6 +23,7 @@ from gspo_jax.models.moe import route
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import topology
 from gspo_jax.types import UserError
+from tests import ahead
 
 EXPERTS, K, D, F = 128, 8, 2048, 768
 ROWS, LENGTH = 4, 4096
@@ -92,7 +90,7 @@ def figures(dispatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+@ahead.needs_libtpu
 @pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
 def test_the_tpu_compiler_takes_the_layer(dispatch):
     """Three matrices, their inputs' gradients and their own: 9 products of N·K rows, N being the group's tokens.
@@ -101,12 +99,7 @@ def test_the_tpu_compiler_takes_the_layer(dispatch):
     a quarter, and the kernels visit only tiles with rows (tests/test_grouped_matmul_tpu.py). A weight gradient that is
     dense over the held experts would take 32 / K = 4 times the flops asserted here, and stand outside the kernels.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | topology.ENVIRONMENT
-    command = [sys.executable, "-m", "tests.test_tpu_compile", dispatch]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    print(result)
+    result = ahead.figures("tests.test_tpu_compile", dispatch)
     product = 2 * D * F * K * SHARDS * ROWS * LENGTH
     assert result["weight_gradient_flops"] == 3 * product
     assert result["matmul_flops"] == 6 * product

@@ -5,12 +5,9 @@ Compiled ahead of time for a slice that is not there, in a process of its own. T
     TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_decode [FILE.hlo]
 """
 
-import importlib.util
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import time
 from functools import partial
@@ -29,6 +26,7 @@ from gspo_jax.rollout import decoder
 from gspo_jax.rollout.loop import Draws, Prefilled, Read
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.types import Prompts, RouterRecord
+from tests import ahead
 
 QWEN3_30B_A3B = ModelConfig(
     vocab_size=151936,
@@ -115,18 +113,13 @@ def largest_copy(text):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
+@ahead.needs_libtpu
 def test_the_tpu_compiler_takes_the_decoder():
     """1024 rows with 4096 tokens each fit in 13 GB of a chip; no cache, and not even one expert, is copied.
 
     Nor is there a second copy of the weights while they are laid out for the sampler: embedding and head at most.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | topology.ENVIRONMENT
-    command = [sys.executable, "-m", "tests.test_tpu_decode"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    print(result)
+    result = ahead.figures("tests.test_tpu_decode")
     cache = 2 * 2 * QWEN3_30B_A3B.num_layers * 4 * 128 * LENGTH * ROWS // 64
     assert cache < result["temporaries"] < 1.1 * cache
     assert result["peak_bytes"] < 13e9

@@ -1,0 +1,27 @@
+"""Figures of programs that the TPU's compiler makes ahead of time, in a process of its own: its environment must stand
+before jax is imported."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gspo_jax.parallel import topology
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed"
+)
+
+
+def figures(module: str, *arguments: str) -> dict:
+    """What the last line says that `python -m module` prints, in JSON; printed here too."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | topology.ENVIRONMENT
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(result)
+    return result
