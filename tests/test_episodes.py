@@ -15,7 +15,7 @@ from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts
-from tests.tiny import CONFIG, params, place, prompts, quick_compilation
+from tests.tiny import CONFIG, mostly_slow, params, place, prompts, quick_compilation
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 G, T, KEY = 2, 16, jax.random.key(1)
@@ -108,7 +108,10 @@ def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
         np.testing.assert_array_equal(np.delete(wider, [6, 7], axis=1), own)
 
 
-@pytest.mark.parametrize("how", [{"share": 0.5}, {"share": 1.0, "budget": 30}], ids=str)
+HOW = [{"share": 0.5}, {"share": 1.0, "budget": 30}]
+
+
+@pytest.mark.parametrize("how", mostly_slow(HOW, always=HOW[:1]), ids=str)
 def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, unbroken):
     """Tokens, log-probs and routes of every response are those of one call; batches are whole and none comes twice."""
     player = Player(sampler)

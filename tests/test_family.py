@@ -92,7 +92,7 @@ def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo", "ppo", "rspo")))
+@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo", "ppo")))
 def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, written):
     config = settings(data, model__folder=str(adder), objective__name=name)
     rows = run(config, tmp_path / "run", written)
