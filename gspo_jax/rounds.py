@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Shaped
 
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.episodes import rows_of
 from gspo_jax.types import Rollout
 
 
@@ -86,7 +87,7 @@ class Rounds:
             return self._rounds[0]
         kept = self._kept()
         groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
-        rows = (groups[:, None] * self._group_size + np.arange(self._group_size)).reshape(-1)
+        rows = rows_of(groups, self._group_size)
         rounds = [dataclasses.replace(scored, rollout=jax.device_get(scored.rollout)) for scored in self._rounds]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
         worth = np.repeat(kept[groups], self._group_size)

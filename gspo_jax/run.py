@@ -292,8 +292,8 @@ class Run:
             "truncated": np.asarray(scored.rollout.truncated),
             "learned": self.learned(scored),
             "drawn": np.asarray(scored.rollout.action_mask).sum(axis=1),
-            "turns": scored.turns,
-            "older": scored.older,
+            **({"turns": scored.turns} if self.config.environment.name or self.config.sampling.prefix else {}),
+            **({} if self.buffer is None else {"older": scored.older}),
         }
 
     def guard_config(self) -> None:
@@ -522,13 +522,16 @@ def response_metrics(columns: dict[str, np.ndarray]) -> dict[str, float]:
     """Means over the responses of an update; of a column with nothing but NaN, NaN."""
     lengths = columns["length"]
     rewards = {name: x for name, x in columns.items() if name.startswith("reward/")}
+    drawn, of_episodes = columns["drawn"].sum(), {}
+    if "turns" in columns:
+        of_episodes = {"response/turns": float(columns["turns"].mean()), "response/drawn": float(drawn / lengths.sum())}
+    if "older" in columns:
+        of_episodes["response/older"] = float(columns["older"].sum() / drawn)
     return {
         **{name: float(np.nanmean(x)) if np.isfinite(x).any() else math.nan for name, x in rewards.items()},
         "response_length/mean": float(lengths.mean()),
         "response_length/max": int(lengths.max()),
         "response/truncated": float(columns["truncated"].mean()),
         "response/learned": float(columns["learned"].mean()),
-        "response/turns": float(columns["turns"].mean()),
-        "response/drawn": float(columns["drawn"].sum() / lengths.sum()),
-        "response/older": float(columns["older"].sum() / columns["drawn"].sum()),
+        **of_episodes,
     }

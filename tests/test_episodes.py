@@ -83,9 +83,8 @@ def unbroken(sampler):
     return jax.device_get(sampler(PROMPTS, KEY))
 
 
-def trainers(weights, rollout, routing=None):
-    """What the trainer says of a rollout."""
-    return jax.jit(partial(score, GRAPH, scoring=Scoring(logprob_chunk=64)))(weights, rollout)
+trainers = jax.jit(partial(score, GRAPH, scoring=Scoring(logprob_chunk=64)))
+"""What the trainer says of a rollout, given the weights."""
 
 
 def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):

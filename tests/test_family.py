@@ -174,7 +174,7 @@ def test_countdown_in_two_turns(data, counter, tmp_path, written):
     rows = run(config, tmp_path / "run", written)
     responses = config.data.prompts_per_batch * config.sampling.group_size / config.training.minibatches
     for row in rows:
-        assert row["response/turns"] > 1 and row["response/drawn"] < 1 and row["response/older"] == 0
+        assert row["response/turns"] > 1 and row["response/drawn"] < 1 and "response/older" not in row
         drawn = row["response_length/mean"] * row["response/drawn"] * responses
         assert row["update/tokens"] == pytest.approx(drawn)
 

@@ -208,7 +208,9 @@ def test_texts_in_a_config_are_looked_up_with_the_model(hf_folder, jsonl_folder)
 def test_response_metrics_leave_failures_out_of_the_mean():
     columns = {"reward/mean": np.array([1.0, np.nan]), "reward/steps": np.array([np.nan, np.nan])}
     columns |= {"length": np.array([2, 4]), "truncated": np.array([True, False]), "learned": np.array([True, False])}
-    columns |= {"turns": np.array([1, 2]), "drawn": np.array([2, 3]), "older": np.array([1, 0])}
+    columns["drawn"] = np.array([2, 3])
+    assert not {"response/turns", "response/drawn", "response/older"} & response_metrics(columns).keys()
+    columns |= {"turns": np.array([1, 2]), "older": np.array([1, 0])}
     found = response_metrics(columns)
     assert found["reward/mean"] == 1.0 and np.isnan(found["reward/steps"])
     assert (found["response_length/mean"], found["response_length/max"], found["response/truncated"]) == (3.0, 4, 0.5)

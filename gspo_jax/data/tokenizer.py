@@ -128,7 +128,7 @@ class Tokenizer:
         return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
 
     def user_turn(self, content: str) -> str:
-        """What follows an assistant's turn, its end-of-sequence token included, where a user says `content`."""
+        """What follows an assistant's end-of-sequence token, up to its next turn, where a user says `content`."""
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the assistant's turn
         turns = (("user", "?"), ("assistant", mark), ("user", content))
         text = self.chat([{"role": role, "content": said} for role, said in turns])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from gspo_jax.rewards.functions import LONGEST, Record, evaluate, expression_value, final_answer
-from gspo_jax.types import UserError, choices
+from gspo_jax.rewards.scorer import check_names
 
 __all__ = ["calculator", "countdown_feedback"]
 
@@ -50,7 +50,6 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
 
 def find(name: str) -> Environment:
     """The environment of this name; raises a UserError that names those there are."""
-    if name not in __all__:
-        raise UserError(f"there is no environment {name!r}; {choices(name, __all__)}")
+    check_names("environment", [name], __all__)
     environment: Environment = globals()[name]
     return environment
