@@ -14,6 +14,7 @@ def base() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.folder = ""  # a Hugging Face folder of Qwen3 or Qwen3-MoE; empty: the cold start makes the model
+    config.model.published = ""  # what the folder must hold, such as "Qwen3-30B-A3B": known to `plan` without it
     config.model.dtype = "bfloat16"  # of the computation; parameters are float32
     config.model.remat = "full"  # the backward pass finds each layer's input; dots: its matmuls too; none: everything
     config.model.dispatch = "gather"  # of tokens to experts: or "ragged_all_to_all" (TPU), "capacity"
@@ -50,6 +51,8 @@ def base() -> ConfigDict:
     config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn, beside the tokenizer's
     config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not learned from
     config.sampling.slots = placeholder(int)  # responses that decode at a time, over all devices; None: all
+    config.sampling.mesh = ConfigDict()  # the sampler's axes over the same devices; all 0: as `mesh` above
+    config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
     config.sampling.partial = ConfigDict()  # partial rollouts: what a call leaves unfinished goes on in the next one
     config.sampling.partial.prompts = placeholder(int)  # in a call, more than data.prompts_per_batch; None: none
     config.sampling.partial.share = 0.9  # of the responses under way whose end is the end of a call

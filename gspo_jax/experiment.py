@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.published import check as check_published
+from gspo_jax.models.published import find as find_published
 from gspo_jax.models.dispatch import Dispatch, check_dispatch
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
@@ -77,11 +79,8 @@ def check(config: ConfigDict) -> None:
             value = value[key]
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
-    if not config.model.folder and not config.coldstart.steps:
-        raise UserError(
-            "model.folder is empty and there is no cold start; give a folder in Hugging Face format, "
-            "--config.model.folder=DIR"
-        )
+    if not (config.model.folder or config.model.published or config.coldstart.steps):
+        no_folder()
     if not 0 <= config.coldstart.terse <= 1:
         raise UserError(f"coldstart.terse is {config.coldstart.terse}; it is a share, from 0 to 1")
     if not config.rewards:
@@ -111,10 +110,33 @@ def check(config: ConfigDict) -> None:
     make_update_rule(config)
     make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
     if not config.model.folder:
-        check_experts(config, cold_start_model(config))
+        check_experts(config, model_config(config))
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         check_batch(config, sizes)
+
+
+def no_folder() -> NoReturn:
+    """Says that there is no model."""
+    raise UserError(
+        "model.folder is empty and there is no cold start; give a folder in Hugging Face format, "
+        "--config.model.folder=DIR"
+    )
+
+
+def model_config(config: ConfigDict) -> ModelConfig:
+    """The shape of the policy: the folder's, the published model's, or that of the cold start.
+
+    Raises:
+      UserError: the folder's model is not the published one.
+    """
+    published, folder = config.model.published, config.model.folder
+    if folder:
+        found = huggingface.read_config(Path(folder))
+        if published:
+            check_published(found, published, folder)
+        return found
+    return find_published(published) if published else cold_start_model(config)
 
 
 def check_partial(config: ConfigDict) -> None:
@@ -233,7 +255,7 @@ def check_batch(config: ConfigDict, sizes: dict[str, int]) -> None:
                 f"responses; use 1 to {responses}, or None for all of them"
             )
         mesh_lib.check_divides("sampling.slots", slots, by, shards)
-    if not config.model.folder:
+    if config.coldstart.steps and not config.model.folder:
         mesh_lib.check_divides("coldstart.batch", config.coldstart.batch, by, shards)
 
 
@@ -250,6 +272,18 @@ def make_mesh(config: ConfigDict) -> Mesh:
     if mesh.shape["expert"] > 1:
         check_dispatch(make_dispatch(config), jax.default_backend())
     return mesh
+
+
+def make_sampler_mesh(config: ConfigDict, mesh: Mesh) -> Mesh:
+    """The sampler's: the trainer's devices in the same order, so that rows stay where they are, cut by other axes.
+
+    Raises:
+      UserError: its sizes do not make up the trainer's devices.
+    """
+    sizes = dict(config.sampling.mesh)
+    if not any(sizes.values()):
+        return mesh
+    return mesh_lib.reshaped(mesh, {axis: size or 1 for axis, size in sizes.items()})
 
 
 def make_dispatch(config: ConfigDict) -> Dispatch:
@@ -299,12 +333,12 @@ def make_penalties(config: ConfigDict) -> Penalties:
     )
 
 
-def make_critic(config: ConfigDict, policy: "Policy") -> CriticRule | None:
+def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
     """The critic of an objective that has one, as large as its policy where it has a trunk of its own."""
     if make_objective(config).critic is None:
         return None
     graph, shapes = critic_lib.abstract(
-        policy.config,
+        model,
         own_trunk=config.critic.trunk == "own",
         dtype=jnp.dtype(config.model.dtype),
         dispatch=make_dispatch(config),
@@ -350,18 +384,18 @@ class Policy:
 
 def open_policy(config: ConfigDict, folder: Path) -> Policy:
     """Reads the shape of a Hugging Face folder's model, and its tokenizer; no weights yet, no device touched."""
-    model_config = huggingface.read_config(folder)
-    check_experts(config, model_config)
+    model = huggingface.read_config(folder)
+    if config.model.published:
+        check_published(model, config.model.published, str(folder))
+    check_experts(config, model)
     if -1 not in dict(config.mesh).values():
-        model_config.check_mesh(dict(config.mesh))
+        model.check_mesh(dict(config.mesh))
     tokenizer = Tokenizer.load(folder)
-    check_vocabulary(tokenizer, model_config.vocab_size)
+    check_vocabulary(tokenizer, model.vocab_size)
     stop_ids(config, tokenizer)
     opening(config, tokenizer)
-    graph, shapes = transformer.abstract(
-        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=make_dispatch(config)
-    )
-    return Policy(model_config, graph, shapes, tokenizer)
+    graph, shapes = transformer.abstract(model, dtype=jnp.dtype(config.model.dtype), dispatch=make_dispatch(config))
+    return Policy(model, graph, shapes, tokenizer)
 
 
 def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
@@ -463,6 +497,8 @@ def total_updates(config: ConfigDict) -> int:
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
     """The Hugging Face folder a run begins from: the config's, or the one its cold start makes in the run folder."""
+    if not (config.model.folder or config.coldstart.steps):
+        no_folder()
     return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
 
 
@@ -497,7 +533,7 @@ class Learners:
 def make_learners(config: ConfigDict, policy: Policy, mesh: Mesh) -> Learners:
     """Policy and critic with their optimizers."""
     optimizer, schedule = make_update_rule(config)
-    return Learners(policy, optimizer, schedule, make_critic(config, policy), mesh)
+    return Learners(policy, optimizer, schedule, make_critic(config, policy.config), mesh)
 
 
 def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> nnx.State | None:

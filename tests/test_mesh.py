@@ -56,12 +56,22 @@ def test_every_parameter_is_split_as_the_table_says():
     _, shapes = transformer.abstract(CONFIG)
     mesh = mesh_lib.make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
     trainer = mesh_lib.param_shardings(shapes, mesh)
-    assert trainer["layers"]["mlp"]["gate"].get_value().spec == PartitionSpec(None, ("expert",), ("fsdp",), ("tensor",))
+    split = PartitionSpec(None, ("expert", "fsdp"), None, ("tensor",))  # of 8 experts, whole ones
+    assert trainer["layers"]["mlp"]["gate"].get_value().spec == split
+    assert trainer["layers"]["attention"]["q"].get_value().spec == PartitionSpec(None, ("fsdp",), ("tensor",))
     sampler = mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER)
     assert sampler["layers"]["mlp"]["gate"].get_value().spec == PartitionSpec(None, ("expert",), None, ("tensor",))
     for leaf in jax.tree.leaves(sampler):
         assert "fsdp" not in str(leaf.spec)
         assert "data" not in str(leaf.spec)
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes", "axes"),
+    [(128, (1, 64), ("expert", "fsdp")), (128, (4, 64), ("expert",)), (8, (2, 4), ("expert", "fsdp"))],
+)
+def test_experts_are_split_whole_where_there_are_enough(experts, sizes, axes):
+    assert mesh_lib.expert_axes(experts, dict(zip(("expert", "fsdp"), sizes, strict=True))) == axes
 
 
 def test_constrain_needs_no_mesh():

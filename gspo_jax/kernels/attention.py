@@ -9,6 +9,8 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.parallel.hlo import at_most
+
 _MASKED = -1e30
 """Finite, so that a row with no visible key (padding) softmaxes to something finite instead of NaN."""
 
@@ -198,8 +200,8 @@ def decode_attention(
     prompt_k: Float[Array, "L P Kv S h"],
     prompt_v: Float[Array, "L P Kv S h"],
     prompt_lengths: Int[Array, " P"],
-    k: Float[Array, "L N B Kv C h"],
-    v: Float[Array, "L N B Kv C h"],
+    k: Float[Array, "L N R Kv C h"],
+    v: Float[Array, "L N R Kv C h"],
     *,
     layer: Int[Array, ""],
     step: Int[Array, ""],
@@ -209,6 +211,7 @@ def decode_attention(
     """One query per slot over two segments with one softmax: its prompt's keys, stored once per group, and its own.
 
     Own keys lie in a ring of N·C columns, this step's at `step` modulo their number; a slot sees its newest `ages`.
+    The ring may have room for more slots than there are queries.
     Only what some slot sees is read: blocks of prompts, and segments of the ring. A slot of age 0 gets anything.
 
     Args:
@@ -265,12 +268,14 @@ def _prompts_in_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Arra
 
     none = jnp.full((B, Kv, g, 1), _MASKED / 10)
     found = _Softmax(jnp.zeros((B, Kv, g, h)), none, jnp.zeros_like(none))
-    return visit(0, found) if m == 1 else jax.lax.fori_loop(0, rows.needed, visit, found)
+    with jax.named_scope(at_most(m)):
+        return visit(0, found) if m == 1 else jax.lax.fori_loop(0, rows.needed, visit, found)
 
 
 def _own(found: _Softmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array) -> _Softmax:
     """Joins the softmax over each slot's own tokens, segment by segment of the ring."""
-    _, N, B, Kv, C, h = k.shape
+    _, N, _, Kv, C, h = k.shape
+    B = q.shape[0]
     first = jnp.maximum(step + 1 - ages.max(), 0) // C
     count = jnp.minimum(step // C - first + 1, N)
 
@@ -283,4 +288,5 @@ def _own(found: _Softmax, q: Array, k: Array, v: Array, layer: Array, step: Arra
         seen = age[None, None, None] < ages[:, None, None, None]
         return found.joined(_softmax(q, own_k, own_v, seen))
 
-    return visit(0, found) if N == 1 else jax.lax.fori_loop(0, count, visit, found)
+    with jax.named_scope(at_most(N)):
+        return visit(0, found) if N == 1 else jax.lax.fori_loop(0, count, visit, found)

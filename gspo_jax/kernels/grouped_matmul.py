@@ -142,14 +142,16 @@ def _ragged_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
     return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
 
 
-def _matmul(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool) -> Array:
-    kernel = {"cpu": _blocked, "tpu": grouped_matmul_tpu.matmul}.get(platform(), _ragged)
+def _matmul(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool, tail: bool) -> Array:
+    if platform() == "tpu":
+        return grouped_matmul_tpu.matmul(rows, weights, group_sizes, transposed=transposed, tail=tail)
+    kernel = _blocked if platform() == "cpu" else _ragged
     return kernel(rows, weights, group_sizes, transposed=transposed)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(
-    rows: Float[Array, "N D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"]
+    rows: Float[Array, "N D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"], tail: bool = True
 ) -> Float[Array, "N F"]:
     """Multiplies each row with its group's matrix: out[n] = rows[n] @ weights[e(n)].
 
@@ -157,17 +159,18 @@ def grouped_matmul(
       rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
       weights: one [D, F] matrix per group, of the rows' dtype.
       group_sizes: int32, summing to at most N. Rows beyond the sum come out zero and get no gradient.
+      tail: False where nobody looks at the rows beyond the sum: they, and their gradients, may then hold anything.
     """
-    return _matmul(rows, weights, group_sizes, transposed=False)
+    return _matmul(rows, weights, group_sizes, transposed=False, tail=tail)
 
 
-def _forward(rows: Array, weights: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _matmul(rows, weights, group_sizes, transposed=False), (rows, weights, group_sizes)
+def _forward(rows: Array, weights: Array, group_sizes: Array, tail: bool) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _matmul(rows, weights, group_sizes, transposed=False, tail=tail), (rows, weights, group_sizes)
 
 
-def _backward(residuals: tuple[Array, Array, Array], grads: Array) -> tuple[Array, Array, None]:
+def _backward(tail: bool, residuals: tuple[Array, Array, Array], grads: Array) -> tuple[Array, Array, None]:
     rows, weights, group_sizes = residuals
-    d_rows = _matmul(grads, weights, group_sizes, transposed=True)
+    d_rows = _matmul(grads, weights, group_sizes, transposed=True, tail=tail)
     outer = {"cpu": _blocked_outer, "tpu": grouped_matmul_tpu.outer}.get(platform(), _ragged_outer)
     return d_rows, outer(rows, grads, group_sizes).astype(weights.dtype), None
 
@@ -182,7 +185,7 @@ def stacked_matmul(
     *,
     layer: Int[Array, ""],
 ) -> Float[Array, "N F"]:
-    """grouped_matmul(rows, weights[layer], group_sizes), but the layer's weights are read where they lie.
+    """grouped_matmul(rows, weights[layer], group_sizes, tail=False), but the layer's weights are read where they lie.
 
     For a loop over layers, such as a decoder's, in which a copy would cost as much as the product. Without a gradient.
     """
@@ -192,5 +195,5 @@ def stacked_matmul(
         return _blocked(rows, whole, group_sizes, transposed=False, first=layer * E)
     if platform() == "tpu":  # the groups of other layers have no rows, and none of their tiles is visited
         sizes = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(L * E, jnp.int32), group_sizes, layer * E, 0)
-        return grouped_matmul_tpu.matmul(rows, whole, sizes, transposed=False)
+        return grouped_matmul_tpu.matmul(rows, whole, sizes, transposed=False, tail=False)
     return _ragged(rows, jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False), group_sizes, transposed=False)

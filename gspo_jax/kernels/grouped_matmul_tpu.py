@@ -72,9 +72,10 @@ def matmul(
     group_sizes: Int[Array, " E"],
     *,
     transposed: bool,
+    tail: bool = True,
     interpret: bool = False,
 ) -> Float[Array, "N F"]:
-    """out[n] = rows[n] @ weights[e(n)], or its transpose; rows beyond the last group come out zero.
+    """out[n] = rows[n] @ weights[e(n)], or its transpose; rows beyond the last group come out zero, if `tail`.
 
     Products are accumulated in float32 and rounded once to the rows' dtype. `interpret` runs the kernel on any
     backend, slowly, for tests, and not inside `jax.shard_map`.
@@ -94,7 +95,7 @@ def matmul(
     )
     out = _unchecked(kernel, _padded(rows, tile), weights, group_sizes.astype(jnp.int32))[: rows.shape[0]]
     # What no group owns is never written, and may hold anything.
-    return jnp.where(jnp.arange(out.shape[0])[:, None] < group_sizes.sum(), out, 0)
+    return jnp.where(jnp.arange(out.shape[0])[:, None] < group_sizes.sum(), out, 0) if tail else out
 
 
 def outer(

@@ -53,5 +53,6 @@ def token_logprobs(
     def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
-    _, (logprobs, entropy) = jax.lax.scan(lambda c, xs: (c, one(*xs)), None, (split(hidden), split(targets)))
+    with jax.named_scope("logits"):
+        _, (logprobs, entropy) = jax.lax.scan(lambda c, xs: (c, one(*xs)), None, (split(hidden), split(targets)))
     return join(logprobs), join(entropy)

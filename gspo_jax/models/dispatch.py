@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import grouped_matmul, stacked_matmul
-from gspo_jax.parallel.mesh import AXES, BATCH_AXES, has_mesh, manual_axes, varying, without_axes
+from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
 
 NAMES = ("gather", "ragged_all_to_all", "capacity")
@@ -127,7 +127,8 @@ def combine_experts(
     is narrower than what it writes, and no output has to be kept for the weight's gradient.
     """
     E, (N, K) = gate.shape[-3], experts.shape
-    matmul = grouped_matmul if layer is None else partial(stacked_matmul, layer=layer)
+    # What comes of rows without a pair stays in them, and `gather_up` does not look there.
+    matmul = partial(grouped_matmul, tail=False) if layer is None else partial(stacked_matmul, layer=layer)
     held = (experts >= 0) & (experts < E)
     order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
     source = order[: N * min(K, E)]
@@ -282,9 +283,10 @@ def exchange(
         y = combine_experts(flat(x), flat(experts), flat(weights), gate, up, down, layer=layer)
         return y.reshape(x.shape), jnp.zeros_like(experts[..., 0])
 
-    manual = manual_axes()
-    shards = jax.sharding.get_abstract_mesh().shape["expert"]
+    manual, sizes = manual_axes(), jax.sharding.get_abstract_mesh().shape
+    shards = sizes["expert"]
     E = gate.shape[-3] * (shards if "expert" in manual else 1)
+    held_by = ("expert",) if manual or layer is not None else expert_axes(E, sizes)
     experts = jnp.where((experts >= 0) & (experts < E), experts, E).astype(jnp.int32)
     if shards > 1:
         check_dispatch(dispatch, platform())
@@ -293,8 +295,10 @@ def exchange(
         x: Array, experts: Array, weights: Array, kernels: tuple[Array, ...], layer: Array | None
     ) -> tuple[Array, Array]:
         # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients
-        # are summed over these.
+        # are summed over these. Where fsdp holds whole experts they are gathered, and their gradients reduce-scattered.
         kernels = tuple(varying(w, "data", "fsdp") for w in kernels)
+        if "fsdp" in held_by:
+            kernels = tuple(jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in kernels)
         tokens = varying(flat(x), "tensor")
         y, dropped = _route(dispatch, shards)(tokens, flat(experts), flat(weights), *kernels, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
@@ -302,7 +306,7 @@ def exchange(
     stack = () if layer is None else (None,)
     rows, wide, tall = (
         without_axes(PartitionSpec(*axes), manual)
-        for axes in ((BATCH_AXES,), (*stack, "expert", None, "tensor"), (*stack, "expert", "tensor", None))
+        for axes in ((BATCH_AXES,), (*stack, held_by, None, "tensor"), (*stack, held_by, "tensor", None))
     )
     return jax.shard_map(
         shard,

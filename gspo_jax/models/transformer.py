@@ -75,9 +75,11 @@ class Block(nnx.Module):
         With `layer` the experts' kernels are still those of all layers; the other parameters are this layer's.
         """
         eps = self.config.rms_norm_eps
-        y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
+        with jax.named_scope("attention"):
+            y, kept = self.attention(rms_norm(x, self.attention_norm[...], eps), positions, attend)
         x = constrain(x + y, "batch", None, None)
-        y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer)
+        with jax.named_scope("feed_forward"):
+            y, routes = self.mlp(rms_norm(x, self.mlp_norm[...], eps), valid, asked, layer)
         return constrain(x + y, "batch", None, None), routes, kept
 
 

@@ -76,6 +76,11 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """The devices of a mesh, in their order, along axes of other sizes; see `mesh_sizes`."""
+    return Mesh(mesh.devices.reshape(mesh_sizes(sizes, mesh.size)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def batch_shards(sizes: Mapping[str, int]) -> int:
     """Over how many shards the rows of a batch are spread, for resolved axis sizes (such as `mesh.shape`)."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
@@ -100,16 +105,35 @@ def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*(rules[axis] or None if axis is not None else None for axis in axes))
 
 
-def param_specs(params: nnx.State, rules: Rules) -> nnx.State:
-    """The PartitionSpec of every parameter, from the logical axes it was declared with, in the same tree."""
-    return jax.tree.map(
-        lambda v: v.replace(spec(v.get_metadata("axes"), rules)), params, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
+def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that a trainer's experts are split over: `fsdp` too where that leaves each shard whole experts.
+
+    Whole experts are gathered as they lie; a slice of every one would have to be laid out anew in each layer. Where
+    experts are too few their kernels are split over `fsdp` as all other matrices are.
+    """
+    whole = num_experts % (sizes["expert"] * sizes["fsdp"]) == 0
+    return ("expert", "fsdp") if whole else ("expert",)
+
+
+def param_specs(params: nnx.State, rules: Rules, sizes: Mapping[str, int]) -> nnx.State:
+    """The PartitionSpec of every parameter, from the logical axes it was declared with, in the same tree.
+
+    `sizes` are those of the mesh's axes; see `expert_axes`.
+    """
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        axes, own = variable.get_metadata("axes"), rules
+        if "expert" in axes and "fsdp" in rules["embed"]:
+            over = expert_axes(variable.shape[axes.index("expert")], sizes)
+            own = {**rules, "expert": over, "embed": tuple(axis for axis in rules["embed"] if axis not in over)}
+        return variable.replace(spec(axes, own))
+
+    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def param_shardings(params: nnx.State, mesh: Mesh, rules: Rules = TRAINER) -> nnx.State:
     """The NamedSharding of every parameter (arrays or shapes), in the same tree: fit for `jit` and `device_put`."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules))
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules, mesh.shape))
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

@@ -37,8 +37,8 @@ _ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
 _READ: Any = Read(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, _ROWS)))
 
 
-def _layout(prefix: Prefix | None) -> Any:
-    """How a Prefilled lies on a mesh."""
+def layout(prefix: Prefix | None) -> Any:
+    """The specs of a Prefilled on a mesh, by its fields."""
     specs: Any = (_ROWS, None, _READ, None, _ROWS) if prefix is None else (_ROWS, _ROWS, _READ, _READ, _ROWS)
     return Prefilled(*specs)
 
@@ -151,10 +151,11 @@ def _over_batch(run: Callable[..., Any], params: nnx.State, args: tuple[Any, ...
         return run(params, *args)
     axes = set(mesh_lib.BATCH_AXES)
     rest = set(mesh_lib.AXES) - axes
-    specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, rest), mesh_lib.param_specs(params, mesh_lib.SAMPLER))
+    whole = mesh_lib.param_specs(params, mesh_lib.SAMPLER, jax.sharding.get_abstract_mesh().shape)
+    specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, rest), whole)
     # The loop's state begins as constants, alike on all shards until the first step: nothing to be checked.
-    layout = {"in_specs": (specs, *inside), "out_specs": out, "axis_names": axes, "check_vma": False}
-    return jax.shard_map(run, **layout)(params, *args)
+    cut = {"in_specs": (specs, *inside), "out_specs": out, "axis_names": axes, "check_vma": False}
+    return jax.shard_map(run, **cut)(params, *args)
 
 
 @partial(jax.jit, static_argnames=("graph", "group_size", "sampling", "router_logprobs"))
@@ -171,7 +172,7 @@ def prefill(
 ) -> Prefilled:
     """Reads each prompt once, and prefixes, and draws the next token of each response; arguments as `generate`."""
     run = partial(_prefill, graph, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs)
-    return _over_batch(run, params, (prompts, keys, prefix), inside=(_ROWS,) * 3, out=_layout(prefix))
+    return _over_batch(run, params, (prompts, keys, prefix), inside=(_ROWS,) * 3, out=layout(prefix))
 
 
 def _prefill(
@@ -250,7 +251,7 @@ def decode(
         budget=None if budget is None else max(1, budget // _shards()),
         prompt_length=prompt_length or begun.prompts.tokens.shape[1],
     )
-    inside = (_layout(begun.prefix), *(_ROWS,) * 3)
+    inside = (layout(begun.prefix), *(_ROWS,) * 3)
     return _over_batch(run, params, (begun, keys, limits, priorities), inside=inside, out=_ROWS)
 
 

@@ -87,8 +87,9 @@ def new_learner(params: nnx.State, optimizer: optax.GradientTransformation) -> L
 
 def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nnx.State) -> Learner:
     """One optimizer step."""
-    changes, opt_state = optimizer.update(gradient, learner.opt_state, learner.params)
-    params: Any = optax.apply_updates(learner.params, changes)
+    with jax.named_scope("optimizer"):
+        changes, opt_state = optimizer.update(gradient, learner.opt_state, learner.params)
+        params: Any = optax.apply_updates(learner.params, changes)
     return Learner(params, opt_state)
 
 
@@ -103,13 +104,15 @@ def new_state(
 
 def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Learner:
     """The NamedSharding of every leaf of a Learner: moments like their parameters, scalars everywhere."""
-    params = mesh_lib.param_shardings(shapes, mesh)
-    opt_state = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
+    params, alike = mesh_lib.param_shardings(shapes, mesh), jax.tree.structure(shapes)
+
+    def moments(node: Any) -> bool:
+        return jax.tree.structure(node) == alike
+
+    opt_state = jax.tree.map(
+        lambda node: params if moments(node) else mesh_lib.replicated(mesh),
         jax.eval_shape(optimizer.init, shapes),
-        params,
-        transform_non_params=lambda _: mesh_lib.replicated(mesh),
+        is_leaf=moments,
     )
     return Learner(params, opt_state)
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gspo_jax import objectives
+from gspo_jax.kernels.backend import compiler_options
 from gspo_jax.models.moe import Routing
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
@@ -173,7 +174,9 @@ def make_update(
     )
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
+    places = None if shardings is None else (shardings, None)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=places, compiler_options=compiler_options())
     def update(state: TrainState, experience: Experience, index: Array | int) -> tuple[TrainState, Metrics]:
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
         weights = objective.weights(batch.mask)

@@ -1,0 +1,571 @@
+"""What one device of a compiled program does: flops, bytes of memory, collectives, each loop as often as it turns.
+
+XLA's own `cost_analysis()` counts the body of a loop once. This walks the compiled text instead (`compiled.as_text()`)
+from the entry down, through fusions, calls and loops. Nothing is run; what is counted is what the text says:
+
+* flops of matrix products, and of Pallas kernels that estimate their own;
+* bytes between main memory and an operation: all it reads and writes there, of slices the slice alone;
+* bytes that a device sends for collectives, as the usual ring algorithms do.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+"""Of the types whose names do not end in their number of bits."""
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
+    *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"),
+}
+"""Operations that move nothing."""
+
+_SEEN_THROUGH = {"bitcast", "reshape", "copy", "convert", "get-tuple-element"}
+
+MOST = r"at_most_(\d+)"
+"""How `at_most` names a scope."""
+
+
+def at_most(trips: int) -> str:
+    """The name of a scope (`jax.named_scope`) for a loop whose trips depend on data: how many there may be."""
+    return f"at_most_{trips}"
+
+
+class Array(NamedTuple):
+    """The type of an array in compiled text."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+    """Where it lies: 0 is the main memory of the device, 5 that of its host; others are on the chip."""
+
+    @property
+    def bytes(self) -> float:
+        """Without padding."""
+        bits = _BITS.get(self.dtype)
+        if bits is None:
+            number = re.search(r"\d+", self.dtype)  # as in bf16, f8e4m3fn, s4
+            bits = int(number[0]) if number else 0
+        return math.prod(self.dims) * bits / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One instruction."""
+
+    name: str
+    opcode: str
+    type: str
+    arguments: str
+    """What stands between its parentheses."""
+    attributes: str
+    """What stands after them."""
+    root: bool
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it makes: one, or those of a tuple, flat."""
+        return tuple(
+            Array(dtype, tuple(int(d) for d in dims.split(",") if d), int(space or 0))
+            for dtype, dims, space in re.findall(r"([a-z]\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", self.type)
+        )
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names."""
+        return tuple(re.findall(r"%([\w.\-~]+)", self.arguments))
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern that is found in its attributes."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+    @property
+    def scope(self) -> str:
+        """Where in the program it comes from."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @property
+    def calls(self) -> list[str]:
+        """The computations that it is made of: not a loop's, nor those that say how to reduce two numbers."""
+        names = re.findall(
+            r"(?:calls|called_computation|true_computation|false_computation)=%([\w.\-~]+)", self.attributes
+        )
+        if self.opcode in ("call", "call-start"):
+            names += re.findall(r"to_apply=%([\w.\-~]+)", self.attributes)
+        listed = self.attribute(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+        return names + (re.findall(r"%([\w.\-~]+)", listed) if listed else [])
+
+
+Computation = dict[str, Operation]
+
+
+class Traffic(NamedTuple):
+    """One collective."""
+
+    kind: str
+    group: int
+    """Devices that take part in it together."""
+    bytes: float
+    """That a device sends."""
+    scope: str
+
+
+class Cost(NamedTuple):
+    """What a device does for one operation."""
+
+    times: float
+    """How often it does that."""
+    flops: float
+    bytes: float
+    """To and from main memory."""
+    host_bytes: float
+    operation: str
+    """Its opcode and name."""
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of a program, or of one turn of a loop in it."""
+
+    operations: tuple[Cost, ...]
+    collectives: tuple[tuple[float, Traffic], ...]
+    """With how often."""
+    kernels: Mapping[str, float]
+    """Pallas kernels that do not estimate their flops, by name, and how often they run."""
+    unknown: tuple[str, ...]
+    """Loops whose turns the text does not tell; they are counted as one."""
+
+    @property
+    def flops(self) -> float:
+        """Of matrix products and kernels."""
+        return sum(c.times * c.flops for c in self.operations)
+
+    @property
+    def bytes(self) -> float:
+        """To and from main memory."""
+        return sum(c.times * c.bytes for c in self.operations)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends to others."""
+        return sum(times * traffic.bytes for times, traffic in self.collectives)
+
+    def by_group(self) -> dict[tuple[str, int], tuple[float, float]]:
+        """Collectives and bytes of each kind and size of group."""
+        counts, sent = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        for times, traffic in self.collectives:
+            counts[traffic.kind, traffic.group] += times  # pyright: ignore[reportArgumentType]
+            sent[traffic.kind, traffic.group] += times * traffic.bytes  # pyright: ignore[reportArgumentType]
+        return {key: (counts[key], sent[key]) for key in sorted(sent, key=lambda key: -sent[key])}
+
+    def seconds(self, *, flops: float, bandwidth: float) -> float:
+        """Σ max(flops / peak, bytes / bandwidth) over the operations, one after the other."""
+        return sum(c.times * max(c.flops / flops, c.bytes / bandwidth) for c in self.operations)
+
+
+class Module:
+    """A compiled program's text, taken apart."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        current: Computation = {}
+        for line in _lines(text):
+            if head := re.match(r"(ENTRY )?%?([\w.\-~]+) .*->.*\{\s*$", line):
+                current = self.computations[head[2]] = {}
+                self.entry = head[2] if head[1] else self.entry
+            elif found := re.match(r"\s+(ROOT )?%([\w.\-~]+) = (.*)$", line, re.S):
+                operation = _operation(found[2], found[3], bool(found[1]))
+                current[operation.name] = operation
+
+    def costs(self) -> Costs:
+        """Of the program, run once."""
+        return self._of(self.entry, {})
+
+    def loop(self) -> Costs | None:
+        """Of one turn of the most expensive loop whose turns the text does not tell; None where all are known."""
+        bodies = [
+            self._of(body, state)
+            for name, operation, state in self._loops(self.entry, {})
+            if (body := operation.attribute(r"body=%([\w.\-~]+)")) and self._trips(name, operation, state)[0] is None
+        ]
+        return max(bodies, key=lambda costs: costs.bytes, default=None)
+
+    def _loops(self, computation: str, state: Mapping[int, int]) -> Iterator[tuple[str, Operation, Mapping[int, int]]]:
+        """Those that are in no other loop whose turns are unknown, with the computation they stand in."""
+        for operation in self.computations[computation].values():
+            if operation.opcode == "while":
+                trips, inner = self._trips(computation, operation, state)
+                yield computation, operation, inner if trips is None else state
+                body = operation.attribute(r"body=%([\w.\-~]+)")
+                if trips is not None and body:
+                    yield from self._loops(body, inner)
+            elif operation.opcode in ("call", "conditional"):
+                for called in operation.calls:
+                    yield from self._loops(called, {})
+
+    def _of(self, computation: str, state: Mapping[int, int]) -> Costs:
+        found = _Walk(self)
+        found.walk(computation, 1.0, state)
+        return Costs(
+            tuple(found.operations), tuple(found.collectives), dict(found.kernels), tuple(dict.fromkeys(found.unknown))
+        )
+
+    def find(self, name: str) -> Operation | None:
+        """The operation of that name, in whatever computation; None if there is none."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Operation]:
+        # The entry comes last: its parameters have the names that memory is reported by.
+        entry = self.computations.pop(self.entry, {})
+        self.computations[self.entry] = entry
+        return {name: operation for inside in self.computations.values() for name, operation in inside.items()}
+
+    def root(self, computation: str) -> Operation:
+        """What a computation returns."""
+        return next(o for o in self.computations[computation].values() if o.root)
+
+    def _trips(
+        self, computation: str, loop: Operation, state: Mapping[int, int]
+    ) -> tuple[int | None, Mapping[int, int]]:
+        """How often a loop turns, and what is constant in its state.
+
+        A loop that counts up to a constant is told by its condition, one whose turns depend on data by its scope.
+        """
+        body, condition = loop.attribute(r"body=%([\w.\-~]+)"), loop.attribute(r"condition=%([\w.\-~]+)")
+        assert body and condition
+        start, after = self.computations[computation].get(loop.operands[0]), self.root(body)
+        constants: dict[int, int] = {}
+        if start is not None and start.opcode == "tuple":
+            for i, name in enumerate(start.operands):
+                value = self._linear(computation, name, state)
+                if value is not None and value[0] is None:
+                    constants[i] = value[1]
+        steps: dict[int, int] = {}
+        if after.opcode == "tuple":
+            for i, name in enumerate(after.operands):
+                value = self._linear(body, name, {})
+                if value is not None and value[0] == i:
+                    steps[i] = value[1]
+        fixed = {i: value for i, value in constants.items() if steps.get(i) == 0}
+        bound = self._bound(condition, fixed)
+        if bound is not None and bound[0] in constants and steps.get(bound[0], 0) > 0:
+            return max(0, -(-(bound[1] - constants[bound[0]]) // steps[bound[0]])), fixed
+        most = re.findall(MOST, loop.scope)
+        return (int(most[-1]) if most else None), fixed
+
+    def _bound(self, condition: str, fixed: Mapping[int, int]) -> tuple[int, int] | None:
+        """The counter that the condition compares, by its place in the state, and the number it stays below."""
+
+        def compared(
+            computation: str, arguments: Sequence[tuple[int | None, int] | None] | None
+        ) -> tuple[int, int] | None:
+            root = self.root(computation)
+            if root.opcode in ("fusion", "call"):
+                given = [self._linear(computation, o, fixed, arguments) for o in root.operands]
+                return compared(root.calls[0], given)
+            if root.opcode != "compare" or root.attribute(r"direction=(\w+)") != "LT":
+                return None
+            left, right = (self._linear(computation, o, fixed, arguments) for o in root.operands)
+            if left is None or right is None or left[0] is None or right[0] is not None:
+                return None
+            return left[0], right[1] - left[1]
+
+        return compared(condition, None)
+
+    def _linear(
+        self,
+        computation: str,
+        name: str,
+        state: Mapping[int, int],
+        arguments: Sequence[tuple[int | None, int] | None] | None = None,
+    ) -> tuple[int | None, int] | None:
+        """A value as (i, c), element i of the loop's state plus c, or (None, c), c alone; None if it is neither."""
+        operation = self.computations[computation].get(name)
+        if operation is None:
+            return None
+
+        def of(operand: str) -> tuple[int | None, int] | None:
+            return self._linear(computation, operand, state, arguments)
+
+        if operation.opcode == "constant":
+            number = re.fullmatch(r"\s*(-?\d+)\s*", operation.arguments)
+            return (None, int(number[1])) if number else None
+        if operation.opcode == "parameter" and arguments is not None:
+            return arguments[int(operation.arguments)]
+        if operation.opcode == "get-tuple-element":
+            source = self.computations[computation][operation.operands[0]]
+            if source.opcode != "parameter":
+                return None
+            index = int(operation.attribute(r"index=(\d+)") or 0)
+            return (None, state[index]) if index in state else (index, 0)
+        if operation.opcode in ("copy", "bitcast", "convert"):
+            return of(operation.operands[0])
+        if operation.opcode == "add":
+            a, b = (of(o) for o in operation.operands)
+            if a is None or b is None or (a[0] is not None and b[0] is not None):
+                return None
+            return (a[0] if b[0] is None else b[0]), a[1] + b[1]
+        if operation.opcode in ("fusion", "call"):
+            called = operation.calls[0]
+            return self._linear(called, self.root(called).name, {}, [of(o) for o in operation.operands])
+        return None
+
+    def product_flops(self, computation: str, operation: Operation) -> float:
+        """Of a `dot` or `convolution`, and of those inside a fusion."""
+        if operation.opcode in ("fusion", "call"):
+            return sum(
+                self.product_flops(called, o) for called in operation.calls for o in self.computations[called].values()
+            )
+        if operation.opcode not in ("dot", "convolution"):
+            return 0.0
+        left, right = (self.computations[computation][o].arrays[0].dims for o in operation.operands[:2])
+        out = operation.arrays[0].dims
+        if operation.opcode == "dot":
+            inner = operation.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+            return 2.0 * math.prod(out) * math.prod(left[int(d)] for d in inner.split(",") if d)
+        return _convolution_flops(operation, left, right, out)
+
+    def traffic(self, computation: str, operation: Operation) -> Traffic | None:
+        """What a collective sends; None for any other operation, and for the end of an asynchronous one."""
+        kind = operation.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return None
+        given = [a for o in operation.operands for a in self.arrays(computation, o)]
+        if computation.startswith("all-reduce-scatter") and kind == "all-reduce":
+            kind = "reduce-scatter"  # how the TPU's compiler prints one
+        size = sum(a.bytes for a in given)
+        if kind == "ragged-all-to-all":  # the most that it can be: the smaller buffer
+            size = min(a.bytes for a in given[:2])
+        group = _group_size(operation)
+        others = (group - 1) / max(group, 1)
+        sent = {
+            "all-gather": (group - 1) * size,
+            "all-reduce": 2 * others * size,
+            "collective-permute": size,
+            "collective-broadcast": size,
+        }.get(kind, others * size)
+        return Traffic(kind, group, sent, operation.scope)
+
+    def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
+        """The types of a value."""
+        operation = self.computations[computation].get(name)
+        return operation.arrays if operation is not None else ()
+
+    def moved(self, computation: str, operation: Operation, space: int = 0) -> float:
+        """Bytes that an operation reads from and writes to a memory."""
+
+        def size(arrays: Sequence[Array]) -> float:
+            return sum(a.bytes for a in arrays if a.space == space)
+
+        opcode, out = operation.opcode, size(operation.arrays)
+        given = [size(self.arrays(computation, o)) for o in operation.operands]
+        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+            return 0.0
+        if opcode == "copy-start":
+            return size(operation.arrays[:2])
+        if opcode == "custom-call" and not _is_kernel(operation):
+            return 0.0
+        if opcode.endswith("-start"):  # what it makes is named beside what it reads
+            return out
+        if opcode in ("slice", "dynamic-slice", "gather"):
+            return 2 * out
+        if opcode == "dynamic-update-slice":
+            return 2 * given[1]
+        if opcode == "scatter":
+            return 2 * given[-1]
+        if opcode == "fusion":
+            called = operation.calls[0]
+            inner = {int(o.arguments): o for o in self.computations[called].values() if o.opcode == "parameter"}
+            read = sum(min(full, self._read(called, inner[i])) for i, full in enumerate(given) if full)
+            return read + (min(out, self._written(called, self.root(called))) if out else 0)
+        return out + sum(given)
+
+    def _read(self, computation: str, source: Operation) -> float:
+        """Bytes of a value that its users in a fused computation look at."""
+        total = 0.0
+        for user in self.computations[computation].values():
+            if source.name not in user.operands:
+                continue
+            if user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == source.name:
+                total += sum(a.bytes for a in user.arrays)
+            elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == source.name:
+                continue
+            elif user.opcode in ("bitcast", "reshape") and not user.root:
+                total += self._read(computation, user)
+            elif user.opcode == "fusion":
+                called = user.calls[0]
+                inner = {int(o.arguments): o for o in self.computations[called].values() if o.opcode == "parameter"}
+                total += sum(self._read(called, inner[i]) for i, o in enumerate(user.operands) if o == source.name)
+            else:
+                return math.inf
+        return math.inf if source.root else total
+
+    def _written(self, computation: str, value: Operation) -> float:
+        """Bytes of a fused computation's result that are new."""
+        inside = self.computations[computation]
+        if value.opcode == "tuple":
+            return sum(self._written(computation, inside[o]) for o in value.operands)
+        if value.opcode == "bitcast" and value.operands[0] in inside:
+            return self._written(computation, inside[value.operands[0]])
+        if value.opcode == "dynamic-update-slice":
+            return sum(a.bytes for a in self.arrays(computation, value.operands[1]))
+        if value.opcode == "scatter":
+            return sum(a.bytes for a in self.arrays(computation, value.operands[-1]))
+        if value.opcode == "fusion":
+            return self._written(value.calls[0], self.root(value.calls[0]))
+        return sum(a.bytes for a in value.arrays)
+
+
+class _Walk:
+    """Collects costs from a computation down."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.operations: list[Cost] = []
+        self.collectives: list[tuple[float, Traffic]] = []
+        self.kernels: Counter[str] = Counter()
+        self.unknown: list[str] = []
+
+    def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
+        """Counts all that a computation does, `times` times."""
+        for operation in self.module.computations[computation].values():
+            if operation.opcode == "while":
+                trips, inner = self.module._trips(computation, operation, state)
+                if trips is None:
+                    self.unknown.append(operation.name)
+                body = operation.attribute(r"body=%([\w.\-~]+)")
+                assert body
+                self.walk(body, times * (1 if trips is None else trips), inner)
+            elif operation.opcode in ("call", "conditional", "call-start"):
+                for called in operation.calls:  # of branches, each as often as any other
+                    share = len(operation.calls) if operation.opcode == "conditional" else 1
+                    self.walk(called, times / share, {})
+            else:
+                self.count(computation, operation, times)
+
+    def count(self, computation: str, operation: Operation, times: float) -> None:
+        """One operation that is no loop."""
+        module = self.module
+        if traffic := module.traffic(computation, operation):
+            self.collectives.append((times, traffic))
+        if operation.opcode in ("fusion", "async-start"):
+            for called in operation.calls:
+                for inner in module.computations[called].values():
+                    if traffic := module.traffic(called, inner):
+                        self.collectives.append((times, traffic))
+        flops, moved = module.product_flops(computation, operation), module.moved(computation, operation)
+        if _is_kernel(operation):
+            flops, moved = self.kernel(operation, times, moved)
+        host = module.moved(computation, operation, space=5)
+        if flops or moved or host:
+            where = f"{operation.opcode} {operation.name}"
+            self.operations.append(Cost(times, flops, moved, host, where, operation.scope))
+
+    def kernel(self, operation: Operation, times: float, moved: float) -> tuple[float, float]:
+        """Flops and bytes of a Pallas kernel as it estimates them, else none and those of its arguments."""
+        flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
+        if flops is None or moves is None:
+            self.kernels[re.sub(r"[.\d]+$", "", operation.name)] += times  # pyright: ignore[reportArgumentType]
+            return 0.0, moved
+        return float(flops), float(moves)
+
+
+def _is_kernel(operation: Operation) -> bool:
+    return operation.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in operation.attributes
+
+
+def _group_size(operation: Operation) -> int:
+    """How many devices a collective joins: the text lists groups, or says how a mesh is cut into them."""
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", operation.attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
+        return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", operation.attributes):
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", operation.attributes):
+        return found[1].count(",") + 1
+    return 2 if "source_target_pairs" in operation.attributes else 0
+
+
+def _convolution_flops(
+    operation: Operation, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]
+) -> float:
+    """2 × outputs × what each adds up; of a window only the places that lie on the input, not on its padding.
+
+    The TPU's compiler writes batched products so: with a dimension of heads as a window of which one place counts.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
+    assert labels, operation.attributes[:200]
+    image, kernel, result = labels.groups()
+    window = operation.attribute(r"window=\{([^}]*)\}") or ""
+    settings = dict(re.findall(r"(\w+)=([\w\-x]+)", window))
+    total = 2.0 * out[result.index("b")] * out[result.index("f")] * right[kernel.index("i")]
+    spatial = sorted(c for c in kernel if c.isdigit())
+
+    def setting(name: str, place: int, default: str) -> str:
+        return settings[name].split("x")[place] if name in settings else default
+
+    for place, digit in enumerate(spatial):
+        size, outputs = left[image.index(digit)], out[result.index(digit)]
+        low = int(setting("pad", place, "0_0").split("_")[0])
+        stride, spread = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
+        hollow = int(setting("lhs_dilate", place, "1"))
+        taps, reach = right[kernel.index(digit)], (size - 1) * hollow + 1
+        total *= sum(
+            1
+            for o in range(outputs)
+            for w in range(taps)
+            if 0 <= (at := o * stride + w * spread - low) < reach and at % hollow == 0
+        )
+    return total
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Instructions and heads of computations, each in one line; long constants come in several."""
+    begun = ""
+    for line in text.splitlines():
+        if re.match(r"\s+(ROOT )?%[\w.\-~]+ = |\}|(ENTRY )?%?[\w.\-~]+ .*->.*\{\s*$|HloModule", line):
+            yield begun
+            begun = line
+        else:
+            begun += " " + line
+    yield begun
+
+
+def _operation(name: str, text: str, root: bool) -> Operation:
+    """Of what stands after the name: TYPE opcode(arguments), attributes."""
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    rest = text[end:].lstrip()
+    opcode = re.match(r"[\w\-]+", rest)
+    assert opcode, text[:200]
+    close = _closing(rest, opcode.end())
+    return Operation(name, opcode[0], text[:end], rest[opcode.end() + 1 : close - 1], rest[close:], root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Behind the parenthesis that closes the one at `start`."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    raise ValueError(f"no closing parenthesis in {text[:200]!r}")

@@ -1,0 +1,56 @@
+"""Flops of a traced program, before any compiler has seen it: what it asks for, each loop as often as it turns."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from gspo_jax.parallel.hlo import MOST
+
+
+def product_flops(jaxpr: Any, devices: int = 1) -> float:
+    """Of all matrix products, and of Pallas kernels that estimate their own, over all devices together.
+
+    Inside `jax.shard_map` a product stands for one on each shard, outside for all of it. `devices` is how many shards
+    one product of this jaxpr stands for. A loop whose turns depend on data counts as often as its scope says
+    (`hlo.at_most`), or once.
+    """
+    total = 0.0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, parameters = equation.primitive.name, equation.params
+        if name == "dot_general":
+            (inner, _), _ = parameters["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            out = math.prod(equation.outvars[0].aval.shape)
+            total += 2.0 * devices * out * math.prod(left[d] for d in inner)
+        elif name == "pallas_call":
+            estimate = parameters["cost_estimate"]
+            total += devices * (estimate.flops if estimate is not None else 0)
+        elif name == "shard_map":
+            sizes = parameters["mesh"].shape
+            cut = parameters.get("newly_manual_axes", parameters.get("manual_axes"))  # its name before jax 0.12
+            shards = math.prod(sizes[axis] for axis in cut)
+            total += product_flops(parameters["jaxpr"], devices * shards)
+        elif name == "cond":
+            total += max(product_flops(branch, devices) for branch in parameters["branches"])
+        else:
+            times = _trips(name, equation)
+            total += times * sum(product_flops(inner, devices) for inner in _inside(parameters))
+    return total
+
+
+def _trips(name: str, equation: Any) -> int:
+    if name == "scan":
+        return equation.params["length"]
+    if name == "while":
+        most = re.findall(MOST, str(equation.source_info.name_stack))
+        return int(most[-1]) if most else 1
+    return 1
+
+
+def _inside(parameters: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters."""
+    for value in parameters.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(one, "eqns") or hasattr(one, "jaxpr"):
+                yield one

@@ -1,0 +1,413 @@
+"""Every program of a training iteration, compiled for a TPU slice that is not there: does it fit, what does it cost?
+
+    python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2] [--programs=update,score]
+        [--json=FILE] [--dump=DIR]
+
+Runs on any machine with libtpu, without a TPU. What it tells is read off the compiled programs (parallel/hlo.py) and
+the compiler's memory analysis; times are bounds, and a projection calibrated on published v5p results: an estimate made
+ahead of time, not a measurement. Compiled programs are kept under their content, so a second plan takes seconds.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from gspo_jax import cli, experiment, programs
+from gspo_jax.kernels import backend
+from gspo_jax.models import flops as flops_lib
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import hlo, jaxpr, topology
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
+from gspo_jax.parallel.topology import CHIPS, Chip
+from gspo_jax.training.progress import make_table
+from gspo_jax.types import UserError, choices
+
+PACKAGES = ("jax", "jaxlib", "libtpu")
+EFFICIENCY = 0.83
+"""Σ of the operations' bounds over the time that a step took, in published v5p training of dense models of 32B to 128B."""
+AGREEMENT = 0.02
+"""How far the three counts of flops may lie apart for a projection to be made."""
+LARGEST = 10
+"""Buffers that are named where a program does not fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is planned."""
+
+    config: ConfigDict
+    model: ModelConfig
+    chip: Chip
+    mesh: Mesh
+
+    def work(self, name: str) -> flops_lib.Work:
+        """What a chip's part of a program is given; of `sample_decode` a step with all responses at their longest."""
+        data, sampling, training = self.config.data, self.config.sampling, self.config.training
+        P, G = data.prompts_per_batch, sampling.group_size
+        S, T = data.max_prompt_length, sampling.max_response_length
+        rows = P * G
+        if name == "sample_prefill":
+            whole = flops_lib.of_rows(P, prompt=S, response=0, share=1)
+            whole = dataclasses.replace(whole, predictions=P)
+        elif name == "sample_decode":
+            slots = sampling.slots or rows
+            whole = flops_lib.Work(slots, slots, slots * (S + T))
+        elif name == "reshard":
+            whole = flops_lib.Work(0, 0, 0)
+        else:
+            rows = rows // training.minibatches if name == "update" else rows
+            at_once = rows // training.microbatches if name == "update" else rows
+            with jax.set_mesh(self.mesh):
+                share = mesh_lib.shared_rows(at_once, G)
+            whole = flops_lib.of_rows(rows, prompt=S, response=T, share=share)
+        return whole / self.mesh.size
+
+    def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
+        """A forward's flops on a chip, by part, and how often attention's are run in the program as it is written."""
+        forward = flops_lib.forward(self.model, self.work(name))
+        if name != "update":
+            return forward, 1.0
+        return forward, 3.5 + (self.config.model.remat == "full")
+
+
+def plan_program(name: str, setting: Setting, *, key: str, cache: Path, dump: Path | None) -> dict[str, Any]:
+    """The facts of one program; see DESIGN's fixed keys, and `docs/tpu.md`."""
+    program = programs.make(name, setting.config, setting.model, setting.mesh)
+    traced = program.trace()
+    with jax.set_mesh(program.mesh):
+        compiled = compile_ahead(traced.lower(lowering_platforms=("tpu",)), key=key, cache=cache)
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / f"{name}.hlo").write_text(compiled.text)
+    module, chip = hlo.Module(compiled.text), setting.chip
+    facts: dict[str, Any] = {
+        "fits": compiled.fits,
+        "peak_bytes": compiled.peak_bytes,
+        "limit_bytes": chip.memory,
+        "headroom": round(1 - compiled.peak_bytes / chip.memory, 4),
+        "host_bytes": compiled.host_bytes,
+        "hbm_by_kind": memory_by_kind(module, compiled, setting, name),
+        "compile_s": round(compiled.seconds, 1),
+        "warnings": [],
+    }
+    if not compiled.fits:
+        over = (compiled.peak_bytes - chip.memory) / 1e9
+        facts["warnings"].append(
+            f"needs {over:.1f} GB more than a chip has: {compiled.complaint.splitlines()[0][:200]}"
+        )
+        facts["largest"] = [described(module, buffer) for buffer in compiled.live[:LARGEST]]
+        return facts
+    whole = module.costs()
+    costs = whole if name != "sample_decode" else module.loop() or whole
+    facts |= figures(costs, name, setting, traced_flops=jaxpr.product_flops(traced.jaxpr) / setting.mesh.size)
+    facts["warnings"] += warnings(costs, setting, name)
+    return facts
+
+
+def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: float) -> dict[str, Any]:
+    """Flops, bytes, collectives and times of a program, or of a step of a decoder's loop, on one chip."""
+    chip, (forward, times) = setting.chip, setting.formula(name)
+    attention = forward.attention * times if costs.kernels else 0.0  # which kernels do that estimate nothing
+    if name == "update":
+        written = forward.forward + forward.backward(recomputed=setting.config.model.remat == "full")
+        needed = forward.needed
+    else:
+        written = needed = forward.forward
+    found = costs.flops + attention
+    seconds = {
+        "compute": found / chip.flops,
+        "hbm": costs.bytes / chip.bandwidth,
+        "ici": costs.sent / chip.links,
+        "attention": attention / chip.flops,
+        "per_op": costs.seconds(flops=chip.flops, bandwidth=chip.bandwidth),
+        "floor": max(needed / chip.flops, least_bytes(name, setting) / chip.bandwidth),
+    }
+    counts = {"formula": written, "traced": traced_flops + attention, "compiled": found}
+    if name == "sample_decode":  # traced is the whole program and not a step
+        del counts["traced"]
+    apart = max(counts.values()) / max(min(counts.values()), 1.0) - 1
+    facts: dict[str, Any] = {
+        "per": "step of the decode loop, all responses at their longest" if name == "sample_decode" else "run",
+        "flops": found,
+        "flops_by": counts,
+        "flops_apart": round(apart, 4),
+        "hbm_bytes": costs.bytes,
+        "host_link_bytes": sum(c.times * c.host_bytes for c in costs.operations),
+        "collectives": [
+            {"kind": kind, "group": group, "count": round(count), "bytes": sent, "source": source}
+            for (kind, group), (count, sent, source) in by_group(costs).items()
+        ],
+        "ici_bytes": costs.sent,
+        "seconds": seconds,
+        "binds": max(("compute", "hbm", "ici"), key=lambda what: seconds[what]),
+        "projected_step_s": None,
+        "projected_mfu": None,
+    }
+    if name in ("update", "score") and apart > AGREEMENT:
+        return facts
+    low = (seconds["per_op"] + seconds["attention"]) / EFFICIENCY
+    high = low + seconds["ici"]
+    facts["projected_step_s"] = [low, high]
+    facts["projected_mfu"] = [needed / chip.flops / max(t, 1e-12) for t in (high, low)]
+    return facts
+
+
+def by_group(costs: hlo.Costs) -> dict[tuple[str, int], tuple[float, float, str]]:
+    """How many collectives of each kind and group there are, what they send, and where the most of it comes from."""
+    sources: dict[tuple[str, int], Counter[str]] = {}
+    for times, traffic in costs.collectives:
+        where = sources.setdefault((traffic.kind, traffic.group), Counter())
+        where[shortened(traffic.scope)] += round(times * traffic.bytes)
+    return {key: (*found, sources[key].most_common(1)[0][0]) for key, found in costs.by_group().items()}
+
+
+def least_bytes(name: str, setting: Setting) -> float:
+    """Bytes of main memory that a program cannot do without on a chip: weights once, and a decoder's cache."""
+    model, chips = setting.model, setting.mesh.size
+    embedding = model.vocab_size * model.hidden_size
+    layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))
+    dense = (layers.trunk + layers.down) / 2  # parameters that a token meets, of experts K
+    experts = 3 * model.hidden_size * model.moe_intermediate_size * model.num_layers
+    whole = dense + experts * (model.num_experts - model.experts_per_token) if model.num_experts else dense
+    if name == "reshard":
+        return (4 + 2) * (whole + 2 * embedding) / chips
+    if name == "sample_decode":
+        cut = dict(experiment.make_sampler_mesh(setting.config, setting.mesh).shape)
+        held = (whole - experts * model.num_experts) / cut["tensor"]
+        held += experts * model.num_experts / (cut["tensor"] * cut["expert"])
+        seen = setting.work(name).pairs * 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers
+        return 2 * (held + embedding / cut["tensor"]) + seen
+    return 2 * whole / chips
+
+
+def memory_by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
+    """What a chip's memory holds at the peak, in bytes: what the compiler says is alive, sorted by what it is."""
+    kinds: Counter[str] = Counter()
+    shapes = parameter_shapes(setting)
+    for buffer in compiled.live:
+        kinds[kind_of(module, buffer, setting.model, shapes, name)] += buffer.bytes
+    if compiled.fits:
+        kinds["unused between buffers"] += max(0, compiled.peak_bytes - sum(kinds.values()))
+    return dict(kinds.most_common())
+
+
+def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
+    """Of the parameters as a chip of the trainer holds them."""
+    from gspo_jax.models import transformer
+
+    _, shapes = transformer.abstract(setting.model)
+    placed = mesh_lib.param_shardings(shapes, setting.mesh)
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
+    return {tuple(sharding.shard_shape(x.shape)) for x, sharding in leaves}
+
+
+def kind_of(module: hlo.Module, buffer: Buffer, model: ModelConfig, shapes: set[tuple[int, ...]], name: str) -> str:
+    """Parameters, optimizer, gradients, saved activations, cache, collectives, …, of one buffer."""
+    operation = module.find(buffer.name)
+    if operation is None:
+        return "other"
+    if operation.opcode == "parameter" and buffer.element is None:
+        path = operation.scope
+        if "opt_state" in path:
+            return "optimizer"
+        if "params" in path:
+            return "parameters"
+        return "cache" if ".k" in path or ".v" in path else "batch"
+    array = operation.arrays[buffer.element or 0] if operation.arrays else None
+    if operation.opcode.removesuffix("-start").removesuffix("-done") in hlo.COLLECTIVES:
+        return "collectives"
+    dims = array.dims if array else ()
+    if name == "update" and dims in shapes:
+        return "gradients"
+    if len(dims) > 1 and dims[0] == model.num_layers:
+        return {"update": "saved activations", "sample_decode": "cache", "sample_prefill": "cache"}.get(name, "routes")
+    for scope in ("attention", "feed_forward", "logits", "optimizer"):
+        if scope in operation.scope:
+            return scope.replace("_", " ")
+    return "other"
+
+
+def described(module: hlo.Module, buffer: Buffer) -> str:
+    """One line on a buffer."""
+    operation = module.find(buffer.name)
+    if operation is None:
+        return f"{buffer.bytes / 1e9:.2f} GB {buffer.name}"
+    array = operation.arrays[buffer.element or 0]
+    shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+    return f"{buffer.bytes / 1e9:.2f} GB {shape} {operation.opcode}: {shortened(operation.scope)}"
+
+
+def shortened(scope: str) -> str:
+    """The end of a scope, without what every program has in it."""
+    parts = [p for p in scope.split("/") if p not in ("while", "body", "eval_jaxpr", "checkpoint", "closed_call")]
+    return "/".join(parts[-4:])
+
+
+def warnings(costs: hlo.Costs, setting: Setting, name: str) -> list[str]:
+    """What to look at in a program that fits."""
+    found = []
+    experts = [
+        (times, t)
+        for times, t in costs.collectives
+        if t.kind == "all-reduce" and t.group == setting.mesh.size > 1 and times * t.bytes > 2e9
+    ]
+    if experts:
+        sent = sum(times * t.bytes for times, t in experts) / 1e9
+        found.append(f"{sent:.1f} GB of all-reduces over the whole slice ({shortened(experts[0][1].scope)})")
+    copied = sum(
+        c.times * c.bytes
+        for c in costs.operations
+        if c.operation.startswith("copy ") and c.times * c.bytes > 0.02 * costs.bytes
+    )
+    if copied:
+        found.append(f"{copied / 1e9:.1f} GB of main-memory traffic only changes the layout of arrays")
+    if costs.unknown:
+        found.append(f"{len(costs.unknown)} loops whose turns depend on data are counted as one turn")
+    return found
+
+
+def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
+    """What identifies a plan."""
+    return {
+        "chip": topology.generation(name),
+        "topology": name if slices == 1 else f"{slices} x {name}",
+        "mesh": dict(mesh.shape),
+        "versions": {package: metadata.version(package) for package in PACKAGES},
+    }
+
+
+def show(console: Console, name: str, facts: Mapping[str, Any]) -> None:
+    """One program for the eye."""
+    gb = 1e9
+    fits = "fits" if facts["fits"] else "DOES NOT FIT"
+    console.print(
+        f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / gb:.2f} of {facts['limit_bytes'] / gb:.2f} GB "
+        f"({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
+        highlight=False,
+    )
+    held = ", ".join(f"{kind} {size / gb:.2f}" for kind, size in facts["hbm_by_kind"].items() if size > 0.005 * gb)
+    console.print(f"  at the peak, GB: {held}", highlight=False)
+    if facts["fits"]:
+        show_costs(console, facts)
+    for line in facts.get("largest", []):
+        console.print(f"  {line}", highlight=False, markup=False)
+    for text in facts["warnings"]:
+        console.print(f"  warning: {text}", style="yellow", highlight=False, markup=False)
+
+
+def show_costs(console: Console, facts: Mapping[str, Any]) -> None:
+    """Flops, collectives and times."""
+    seconds, per = facts["seconds"], facts["per"]
+    counts = ", ".join(f"{by} {count / 1e12:.2f}" for by, count in facts["flops_by"].items())
+    console.print(f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)", highlight=False)
+    for c in facts["collectives"][:4]:
+        console.print(
+            f"  {c['kind']} over {c['group']}: {c['count']} times, {c['bytes'] / 1e9:.2f} GB sent, most in {c['source']}",
+            highlight=False,
+            markup=False,
+        )
+    bounds = ", ".join(f"{what} {1e3 * seconds[what]:.2f}" for what in seconds)
+    console.print(f"  ms: {bounds}; {facts['binds']} binds", highlight=False)
+    if facts["projected_step_s"] is None:
+        console.print("  no projection: the counts of flops lie too far apart", style="yellow")
+    elif seconds["floor"]:
+        low, high = facts["projected_step_s"]
+        console.print(
+            f"  projected (ahead of time, not measured): {1e3 * low:.1f} ms with collectives hidden, {1e3 * high:.1f} ms "
+            f"with them exposed; {seconds['floor'] / high:.0%} to {seconds['floor'] / low:.0%} of the floor",
+            highlight=False,
+        )
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The programs that are asked for; all of them for none."""
+    for name in names:
+        if name not in programs.NAMES:
+            raise UserError(f"there is no program {name!r}; {choices(name, programs.NAMES)}")
+    return [name for name in programs.NAMES if not names or name in names]
+
+
+def plan(
+    config: ConfigDict,
+    name: str,
+    *,
+    slices: int = 1,
+    only: Sequence[str] = (),
+    cache: Path,
+    dump: Path | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """The facts of all programs for a slice, or several; printed as they come where there is a console.
+
+    Raises:
+      UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
+    """
+    wanted = chosen(only)
+    experiment.check(config)
+    model = experiment.model_config(config)
+    generation = topology.generation(name)
+    mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
+    experiment.check_batch(config, dict(mesh.shape))
+    model.check_mesh(dict(mesh.shape))
+    sampler_mesh = experiment.make_sampler_mesh(config, mesh)
+    model.check_mesh(dict(sampler_mesh.shape))
+    setting = Setting(config, model, CHIPS[generation], mesh)
+    facts = topology_facts(name, slices, mesh)
+    with jax.set_mesh(mesh):
+        key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
+    facts |= {"sampler_mesh": dict(sampler_mesh.shape), "programs": {}}
+    if console is not None:
+        mesh_text = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        console.print(f"{facts['topology']}, {mesh.size} chips, mesh {mesh_text}", highlight=False)
+    for one in wanted:
+        found = facts["programs"][one] = plan_program(one, setting, key=key, cache=cache, dump=dump)
+        if console is not None:
+            show(console, one, found)
+    return facts
+
+
+def default_cache() -> Path:
+    """Where compiled programs are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "gspo_jax" / "plan"
+
+
+def main(config: ConfigDict) -> None:
+    """The command line."""
+    f = flags.FLAGS
+    jax.config.update("jax_platforms", "cpu")  # a TPU that is there is left alone
+    facts = plan(
+        config,
+        f.topology,
+        slices=f.slices,
+        only=f.programs,
+        cache=Path(f.cache) if f.cache else default_cache(),
+        dump=Path(f.dump) if f.dump else None,
+        console=Console(),
+    )
+    cli.write_facts(f.json, facts)
+    if not all(program["fits"] for program in facts["programs"].values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("topology", None, "Slice to compile for, such as v5p:4x4x4 or v6e:8x8.", required=True)
+    flags.DEFINE_integer("slices", 1, "How many of them, joined by the network.", lower_bound=1)
+    flags.DEFINE_list("programs", [], f"Only these, of {', '.join(programs.NAMES)}.")
+    flags.DEFINE_string("json", None, "Also write the facts to this file.")
+    flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
+    flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
+    cli.run(main)
