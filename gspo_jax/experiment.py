@@ -25,9 +25,9 @@ from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import Dispatch, check_dispatch
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
-from gspo_jax.models.dispatch import Dispatch, check_dispatch
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib

@@ -1,7 +1,7 @@
 """Every program of a training iteration, compiled for a TPU slice that is not there: does it fit, what does it cost?
 
-    python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2] [--programs=update,score]
-        [--json=FILE] [--dump=DIR]
+    python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
+        [--programs=update,score] [--json=FILE] [--dump=DIR]
 
 Runs on any machine with libtpu, without a TPU. What it tells is read off the compiled programs (parallel/hlo.py) and
 the compiler's memory analysis; times are bounds, and a projection calibrated on published v5p results: an estimate made
@@ -9,7 +9,6 @@ ahead of time, not a measurement. Compiled programs are kept under their content
 """
 
 import dataclasses
-import math
 import os
 import sys
 from collections import Counter
@@ -32,12 +31,11 @@ from gspo_jax.parallel import hlo, jaxpr, topology
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS, Chip
-from gspo_jax.training.progress import make_table
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
 EFFICIENCY = 0.83
-"""Σ of the operations' bounds over the time that a step took, in published v5p training of dense models of 32B to 128B."""
+"""Σ of the operations' bounds over the time of a step, in published v5p training of dense models of 32B to 128B."""
 AGREEMENT = 0.02
 """How far the three counts of flops may lie apart for a projection to be made."""
 LARGEST = 10
@@ -315,7 +313,8 @@ def show_costs(console: Console, facts: Mapping[str, Any]) -> None:
     console.print(f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)", highlight=False)
     for c in facts["collectives"][:4]:
         console.print(
-            f"  {c['kind']} over {c['group']}: {c['count']} times, {c['bytes'] / 1e9:.2f} GB sent, most in {c['source']}",
+            f"  {c['kind']} over {c['group']}: {c['count']} times, {c['bytes'] / 1e9:.2f} GB sent, "
+            f"most in {c['source']}",
             highlight=False,
             markup=False,
         )
@@ -326,8 +325,8 @@ def show_costs(console: Console, facts: Mapping[str, Any]) -> None:
     elif seconds["floor"]:
         low, high = facts["projected_step_s"]
         console.print(
-            f"  projected (ahead of time, not measured): {1e3 * low:.1f} ms with collectives hidden, {1e3 * high:.1f} ms "
-            f"with them exposed; {seconds['floor'] / high:.0%} to {seconds['floor'] / low:.0%} of the floor",
+            f"  projected (ahead of time, not measured): {1e3 * low:.1f} ms with collectives hidden, "
+            f"{1e3 * high:.1f} ms with them exposed; {seconds['floor'] / high:.0%} to {seconds['floor'] / low:.0%} of the floor",
             highlight=False,
         )
 

@@ -20,7 +20,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
 from gspo_jax.training.scoring import make_old_policy
-from gspo_jax.training.state import CriticRule, new_state, state_shardings
+from gspo_jax.training.state import new_state, state_shardings
 from gspo_jax.training.update import make_update
 from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, RouterRecord
 

@@ -1,4 +1,7 @@
-"""Softmax attention with grouped key/value heads (GQA). Every backend runs the plain XLA form; scores are float32."""
+"""Softmax attention with grouped key/value heads (GQA); scores are float32.
+
+Training and prefill have kernels on TPU (attention_tpu.py). All else is plain XLA.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,6 +12,8 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels import attention_tpu
+from gspo_jax.kernels.backend import platform
 from gspo_jax.parallel.hlo import at_most
 
 _MASKED = -1e30
@@ -28,10 +33,12 @@ def causal_attention(
 ) -> Float[Array, "B T H h"]:
     """softmax(q k^T / sqrt(h)) v over the valid keys at or before each query; the queries are the last T of N tokens.
 
-    Query head i reads key/value head i // (H / Kv). The output has q's dtype. A chunk of queries at a time meets the
-    keys up to its end, and the backward pass computes the scores again: of the [T, N] scores nothing is kept. A query
-    that sees no key gets 0.
+    Query head i reads key/value head i // (H / Kv). The output has q's dtype. A query that sees no key
+    gets 0. Off the TPU a chunk of queries at a time meets the keys up to its end, and the backward pass computes the
+    scores again: of the [T, N] scores nothing is kept.
     """
+    if platform() == "tpu":
+        return attention_tpu.attention(q, k, v, valid)
     B, T, H, h = q.shape
     Kv, heads = k.shape[2], H // k.shape[2]
     # Each key head with all queries that read it is one matrix.
@@ -124,6 +131,8 @@ def segment_attention(
 
     Every response sees the valid tokens of the prompt and its own; one response goes on as one text, plain causal.
     """
+    if platform() == "tpu":
+        return attention_tpu.attention(q, k, v, valid, prompt=prompt, responses=responses)
     B, N = valid.shape
     S, G, T = prompt, responses, (N - prompt) // responses
     if G == 1:

@@ -13,8 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels.attention import segment_attention
+from gspo_jax.kernels.segments import valid_so_far
 from gspo_jax.models.config import ModelConfig, ones, parameter
-from gspo_jax.parallel.mesh import constrain
+from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], whatever the caller wants kept)."""
@@ -39,11 +41,31 @@ def rope(x: Float[Array, "B T N h"], positions: Int[Array, "B T"], theta: float)
 
 def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) -> Int[Array, "B N"]:
     """Positions in rows of a prompt and `responses` responses to it: every response goes on from the prompt's end."""
-    B, N = valid.shape
-    of_prompt = jnp.cumsum(valid[:, :prompt], axis=1)
-    start = valid[:, :prompt].sum(axis=1).reshape(B, 1, 1)
-    own = start + jnp.cumsum(valid[:, prompt:].reshape(B, responses, (N - prompt) // responses), axis=2)
-    return jnp.maximum(jnp.concatenate([of_prompt, own.reshape(B, -1)], axis=1) - 1, 0)
+    return jnp.maximum(valid_so_far(valid, prompt, responses) - 1, 0)
+
+
+def attend_segments(
+    q: Float[Array, "B N H h"],
+    k: Float[Array, "B N Kv h"],
+    v: Float[Array, "B N Kv h"],
+    valid: Bool[Array, "B N"],
+    prompt: int,
+    responses: int,
+) -> Float[Array, "B N H h"]:
+    """`segment_attention`, on every shard of the mesh in scope of its own rows and heads: a kernel is cut by hand."""
+
+    def shard(q: Array, k: Array, v: Array, valid: Array) -> Array:
+        return segment_attention(q, k, v, valid, prompt, responses)
+
+    if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
+        return shard(q, k, v, valid)
+    rows, queries, keys = (
+        without_axes(spec(axes, TRAINER), manual_axes())
+        for axes in (("batch",), ("batch", None, "heads"), ("batch", None, "kv_heads"))
+    )
+    # A kernel does not say over which axes its output varies; nothing here is the same on two shards.
+    layout = {"in_specs": (queries, keys, keys, rows), "out_specs": queries, "check_vma": False}
+    return jax.shard_map(shard, axis_names=automatic, **layout)(q, k, v, valid)
 
 
 class Attention(nnx.Module):

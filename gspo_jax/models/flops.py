@@ -48,7 +48,9 @@ class Flops(NamedTuple):
         return sum(self)
 
     def backward(self, *, recomputed: bool) -> float:
-        """Of the gradient of every input and every parameter; `recomputed`: the layers' forwards again, as is the head's.
+        """Of the gradient of every input and every parameter.
+
+        The head's forward is always computed again, those of the layers where they are `recomputed`.
 
         Of attention's five products in the backward pass one forms the probabilities anew, besides the two of a
         forward where that is recomputed.

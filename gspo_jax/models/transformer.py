@@ -10,8 +10,8 @@ from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
-from gspo_jax.models.attention import Attend, Attention, rms_norm, segment_positions
+from gspo_jax.kernels.attention import Rows, decode_attention
+from gspo_jax.models.attention import Attend, Attention, attend_segments, rms_norm, segment_positions
 from gspo_jax.models.cache import Cache, Slots, write_column
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
@@ -180,7 +180,7 @@ class Transformer(nnx.Module):
         graph, stacked = nnx.split(self.layers)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return segment_attention(q, k, v, valid, *segments), (k, v) if keep_cache else None
+            return attend_segments(q, k, v, valid, *segments), (k, v) if keep_cache else None
 
         def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes, Any]]:
             params, asked = xs

@@ -1,0 +1,117 @@
+"""The TPU kernels of attention, interpreted on the CPU, equal the XLA forms, forward and backward."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jax.sharding import NamedSharding
+
+from gspo_jax.kernels import attention, attention_tpu
+from gspo_jax.models.attention import attend_segments
+from gspo_jax.parallel import mesh as mesh_lib
+
+ROUNDING = {"float32": 2e-6, "bfloat16": 2e-2}
+"""Relative to the largest: bfloat16 rounds the scaled queries, the probabilities and every block's part of dq."""
+
+
+def draw(rows, queries, keys, dtype, heads=4, kv_heads=2, width=128):
+    """Queries, keys, values, what is valid of the keys (the last row is all padding), and a gradient of the output."""
+    rng = np.random.default_rng(queries)
+    shapes = [(rows, queries, heads, width), *[(rows, keys, kv_heads, width)] * 2, (rows, queries, heads, width)]
+    q, k, v, grads = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    valid = jnp.asarray(rng.random((rows, keys)) < 0.8).at[0, :5].set(False).at[-1].set(False)
+    return q, k, v, valid, grads
+
+
+@partial(jax.jit, static_argnames="attend")
+def with_gradients(attend, q, k, v, valid, grads):
+    out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, valid), q, k, v)
+    return out, *vjp(grads)
+
+
+def close(ours, theirs, dtype):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype == dtype
+        scale = float(jnp.abs(b.astype(jnp.float32)).max())
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=ROUNDING[dtype] * scale, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("prompt", "responses", "length"), [(150, 1, 50), (70, 4, 40)], ids=["one response", "a prompt and four"]
+)
+def test_rows_of_segments_equal_the_xla_form(prompt, responses, length, dtype):
+    """Holes, a row of padding alone, and lengths that are no multiples of a block, two of which make up a row."""
+    N = prompt + responses * length
+    arrays = draw(2, N, N, dtype)
+    ours = partial(attention_tpu.attention, prompt=prompt, responses=responses, interpret=True)
+    theirs = partial(attention.segment_attention, prompt=prompt, responses=responses)
+    out, *gradients = ours = with_gradients(ours, *arrays)
+    close(ours, with_gradients(theirs, *arrays), dtype)
+    for x in (out, *gradients):
+        assert not x[-1].any(), "padding gets nothing and gives nothing"
+
+
+def test_dq_in_a_kernel_of_its_own(monkeypatch):
+    """As for rows that are too long for a part of dq from every block of keys; here with narrow heads, as well."""
+    monkeypatch.setattr(attention_tpu, "_PARTIALS", 1)
+    arrays = draw(2, 230, 230, "float32", width=32)
+    ours = partial(attention_tpu.attention, prompt=70, responses=4, interpret=True)
+    close(
+        with_gradients(ours, *arrays),
+        with_gradients(partial(attention.segment_attention, prompt=70, responses=4), *arrays),
+        "float32",
+    )
+
+
+def test_the_last_queries_of_a_row():
+    arrays = draw(2, 70, 200, "float32")
+    ours = with_gradients(partial(attention_tpu.attention, interpret=True), *arrays)
+    close(ours, with_gradients(attention.causal_attention, *arrays), "float32")
+
+
+def test_every_shard_of_a_mesh_has_its_own_rows_and_heads(monkeypatch):
+    *arrays, grads = draw(4, 140, 140, "float32")
+    theirs = with_gradients(partial(attend_segments, prompt=20, responses=3), *arrays, grads)
+    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    monkeypatch.setattr(attention_tpu, "attention", partial(attention_tpu.attention, interpret=True))
+    mesh = mesh_lib.make_mesh({"data": 2, "expert": 2, "tensor": 2})
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, mesh_lib.spec(("batch", None, "heads"), mesh_lib.TRAINER))
+        ours = with_gradients(partial(attend_segments, prompt=20, responses=3), *arrays, grads)
+        assert ours[0].sharding.is_equivalent_to(split, 4)
+    close(ours, theirs, "float32")
+
+
+def test_the_mask_is_what_responses_see():
+    S, G, T = 70, 4, 40
+    N, mask = S + G * T, attention_tpu._Mask(256, 256, S, T)
+    segment = np.r_[np.zeros(S), np.repeat(np.arange(1, G + 1), T)]
+    expected = np.tril(np.ones((N, N), bool)) & ((segment == 0)[None] | (segment[:, None] == segment[None]))
+    np.testing.assert_array_equal(mask[0:N, 0:N], expected)
+    np.testing.assert_array_equal(mask[100:200, 50:150], expected[100:200, 50:150])
+
+
+def test_work_follows_what_is_seen():
+    """A prompt of one block and eight responses of one block each: the prompt's, and two for each response."""
+    mask = masks.MultiHeadMask([attention_tpu._Mask(9 * 512, 9 * 512, 512, 512)])
+    info, _ = mask_info.process_mask(mask, (512, 512))
+    assert info.block_mask.shape == (1, 9, 2)
+    assert (info.block_mask > 0).sum() == 1 + 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "block"),
+    [(4096, 4096, 1024), (4608, 4608, 1024), (4200, 4200, 512), (4608, 512, 512), (4608, 100, 128), (300, 300, 128)],
+)
+def test_blocks_lengthen_a_row_by_an_eighth_at_most(tokens, longest, block):
+    assert attention_tpu._block(tokens, longest) == block
+
+
+def test_long_rows_have_a_kernel_for_dq():
+    assert attention_tpu._block_sizes(8192, 8192, 8192).use_fused_bwd_kernel
+    assert not attention_tpu._block_sizes(32768, 32768, 32768).use_fused_bwd_kernel

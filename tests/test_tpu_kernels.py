@@ -1,0 +1,121 @@
+"""Every generation's compiler takes the Pallas kernels, forward and backward, and has the VMEM for their blocks.
+
+Compiled ahead of time for a slice that is not there, in a process of its own. The figures of one:
+
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_kernels v5p:2x2x1
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gspo_jax.kernels.grouped_matmul import grouped_matmul
+from gspo_jax.models.attention import attend_segments
+from gspo_jax.models.transformer import REMATS
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import topology
+from tests import ahead
+
+HEADS, KV_HEADS, WIDTH = 32, 4, 128
+SEGMENTS = {"one text": (4096, 1, 0), "a prompt and four": (512, 4, 896), "long": (0, 1, 32768)}
+"""Tokens of the prompt, responses, and tokens of each; "long" takes a kernel of its own for dq."""
+EXPERTS, D, F = 32, 2048, 768
+ROWS = {"many": 65536, "few": 64}
+"""Of the grouped matmul: those of an update and of a decode step."""
+
+
+def with_gradients(f, *arguments, grads):
+    out, vjp = jax.vjp(f, *arguments)
+    return out, vjp(grads)
+
+
+def compiled(f, *shapes, grads):
+    """Kernels in the compiled program, by name, and the temporary bytes of one chip."""
+    program = topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).compile()
+    names = re.findall(r"%(\w+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
+    memory = program.memory_analysis()
+    assert memory
+    return {"kernels": Counter(names), "temporaries": memory.temp_size_in_bytes}
+
+
+def of_mesh(mesh):
+    """A function that makes the shape of an array whose dimensions have these logical axes."""
+
+    def one(shape, dtype, *axes):
+        sharding = NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.TRAINER))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return one
+
+
+def attention(target, name, dtype, remat="none"):
+    """Over a mesh that cuts rows and heads: one row to a chip, and half of the heads."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2})
+    prompt, responses, length = SEGMENTS[name]
+    rows, tokens = mesh.size // 2, prompt + responses * length
+    one = of_mesh(mesh)
+    q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
+    k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
+    with jax.set_mesh(mesh):
+        run = partial(attend_segments, prompt=prompt, responses=responses)
+        run = run if remat == "none" else jax.checkpoint(run, policy=REMATS[remat])
+        return compiled(run, q, k, k, one((rows, tokens), jnp.bool_, "batch"), grads=q)
+
+
+def experts(target, name, dtype):
+    """Every chip has rows and experts of its own."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
+    w, sizes = one((EXPERTS * chips, D, F), dtype, "batch"), one((EXPERTS * chips,), jnp.int32, "batch")
+    spec = PartitionSpec(mesh_lib.BATCH_AXES)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(grouped_matmul, in_specs=(spec,) * 3, out_specs=spec)
+        return compiled(run, x, w, sizes, grads=y)
+
+
+def figures(target):
+    """Compiles attention and the grouped matmul for one generation."""
+    kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in ("dots", "full")}
+    return kept | {
+        f"{of.__name__}, {name}, {dtype}": of(target, name, dtype)
+        for of, names in ((attention, SEGMENTS), (experts, ROWS))
+        for name in names
+        for dtype in ("bfloat16", "float32")
+    }
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+@pytest.mark.parametrize("target", ["v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
+def test_the_tpu_compiler_takes_every_kernel(target):
+    """dq has a kernel of its own where rows are long; no [T, T] array of scores stands beside the kernels.
+
+    Temporaries are few times the queries (one of a chip: 4096 · 16 heads · 128): parts of dq for every block of keys,
+    the log-sums on 128 lanes, and gradients.
+    """
+    found = ahead.figures("tests.test_tpu_kernels", target)
+    forward, both, dq = (f"splash_mqa_{phase}_segmented" for phase in ("fwd", "dkv", "dq"))
+    for name, (prompt, responses, length) in SEGMENTS.items():
+        for dtype in ("bfloat16", "float32"):
+            result = found[f"attention, {name}, {dtype}"]
+            apart = {f"{dq}_no_residuals": 1} if name == "long" else {}
+            assert result["kernels"] == {f"{forward}_residuals": 1, f"{both}_no_residuals": 1} | apart
+            queries = (prompt + responses * length) * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
+            assert result["temporaries"] < 16 * queries
+    for remat, forwards in (("dots", 1), ("full", 2)):  # "dots" keeps what the backward kernels need of the output
+        assert found[f"attention, {remat}"]["kernels"][f"{forward}_residuals"] == forwards
+    for name in ROWS:
+        for dtype in ("bfloat16", "float32"):
+            assert found[f"experts, {name}, {dtype}"]["kernels"] == {"gmm": 2, "tgmm": 1}
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(sys.argv[1])))
