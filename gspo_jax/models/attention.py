@@ -39,6 +39,15 @@ def rope(x: Float[Array, "B T N h"], positions: Int[Array, "B T"], theta: float)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def rope_h(x, positions, theta: float):
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, None, :, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
 def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) -> Int[Array, "B N"]:
     """Positions in rows of a prompt and `responses` responses to it: every response goes on from the prompt's end."""
     return jnp.maximum(valid_so_far(valid, prompt, responses) - 1, 0)
@@ -89,9 +98,11 @@ class Attention(nnx.Module):
         """Returns the attention output and what `attend` kept (keys and values of the cache, or None)."""
         eps, theta = self.config.rms_norm_eps, self.config.rope_theta
         heads = (*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = (checkpoint_name(x @ w.astype(x.dtype), "dot").reshape(heads) for w in (self.q, self.k, self.v))
-        q = rope(rms_norm(q, self.q_norm[...], eps), positions, theta)
-        k = rope(rms_norm(k, self.k_norm[...], eps), positions, theta)
+        q, k, v = (checkpoint_name(jnp.swapaxes((x @ w.astype(x.dtype)).reshape(heads), 1, 2), "dot") for w in (self.q, self.k, self.v))
+        qh, kh = q, k; v = jnp.swapaxes(v, 1, 2)
+        qh = rope_h(rms_norm(qh, self.q_norm[...], eps), positions, theta)
+        kh = rope_h(rms_norm(kh, self.k_norm[...], eps), positions, theta)
+        q, k = jnp.swapaxes(qh, 1, 2), jnp.swapaxes(kh, 1, 2)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
