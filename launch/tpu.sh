@@ -5,7 +5,8 @@
 #   wait      [--poll=SECONDS]                         until they are there
 #   push                                               the committed tree to all workers
 #   setup     [--fetch=gs://BUCKET/FOLDER …]           installs it there; FOLDER becomes ../fetched/NAME of the run
-#   run       --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …]   starts or resumes, on all workers
+#   run       --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--env=NAME=VALUE …]
+#                                                      starts or resumes it, on all workers
 #   status                                             of the TPUs, and of the run on every worker
 #   logs      [--node=N] [--worker=N]                  what a worker prints, from its last 200 lines on
 #   exec      -- COMMAND …                             runs it on all workers, in the repository there
@@ -29,6 +30,7 @@ reserved=''
 runtime=''
 gcloud_flags=()
 fetch=()
+environment=() # of the run
 poll=60
 tries=5
 node=0
@@ -42,6 +44,7 @@ read_flags() {
       --runtime=?*) runtime=${1#*=} ;;
       --gcloud=--?*) gcloud_flags+=("${1#*=}") ;;
       --fetch=gs://?*/?*) fetch+=("${1#*=}") ;;
+      --env=[A-Z_]*=*) environment+=("${1#*=}") ;;
       --poll=*) poll=${1#*=} ;;
       --tries=*) tries=${1#*=} ;;
       --node=*) node=${1#*=} ;;
@@ -155,7 +158,7 @@ setup() {
 }
 
 start() {
-  on_all bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
+  on_all ${environment[@]+env "${environment[@]}"} bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
 }
 
 # One line of every worker, as worker.sh says it.

@@ -102,6 +102,7 @@ def test_create(root, flags, created):
         ("setup", [], [SETUP]),
         ("setup", ["--fetch=gs://bucket/Qwen3"], [on_all("bash gspo_jax/launch/worker.sh setup gs://bucket/Qwen3")]),
         ("run", RUN, [START]),
+        ("run", [*RUN, "--env=A_B=gs://c"], [START.replace("--command=", "--command=env A_B=gs://c ")]),
         ("status", [], [STATE, STATUS]),
         (
             "logs",
