@@ -198,6 +198,7 @@ begin() {
 
 # look: sees how things are and does what is due; succeeds once the run is finished.
 last=''
+finished=''
 look() {
   local now seen
   now=$(state) || return 1 # no answer this time
@@ -213,17 +214,22 @@ look() {
     ACTIVE)
       seen=$(run_status) || return 1 # before a preemption is told, workers stop answering
       case $seen in
-        *': none'* | *': failed'*)
+        *': none'* | *': failed'* | *': stopped'*)
           printf '%s\n' "$seen"
           count_attempt
           begin || tell "the run could not be started"
           ;;
         *': running'*) ;;
-        *': finished'*) return ;;
+        *': finished'*) # seen twice: a run on machines that are being taken away saves and ends well too
+          if [ -n "$finished" ]; then return; fi
+          finished=yes
+          return 1
+          ;;
       esac
       ;;
     *) ;; # on its way, in or out
   esac
+  finished=''
   return 1
 }
 

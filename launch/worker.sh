@@ -2,7 +2,7 @@
 # What tpu.sh asks of a TPU VM, in the home folder there: bash gspo_jax/launch/worker.sh COMMAND …
 #   setup [gs://BUCKET/FOLDER …]    installs the project; copies each FOLDER to fetched/
 #   start ARGUMENT …                python ARGUMENT … in gspo_jax/, which outlives the connection; its output goes to run/log
-#   status                          one line: none, running, finished, or failed with its exit code
+#   status                          one line: none, running, finished, stopped, or failed with its exit code
 #   stop                            ends it, by force after 60 seconds
 # A lost connection ends nothing: what is started has a session of its own.
 set -euo pipefail
@@ -39,7 +39,7 @@ start() {
     echo "error: process $(cat "$home/run/pid") runs already; stop it first" >&2
     exit 2
   fi
-  rm -f "$home/run/pid" "$home/run/exit"
+  rm -f "$home/run/pid" "$home/run/exit" "$home/run/stopped"
   # It waits for what it started also when it is told to stop: a run saves before it ends.
   # shellcheck disable=SC2016 # the inner shell expands them
   setsid bash -c 'trap : TERM; echo $$ >"$0/pid"; .venv/bin/python "$@"; echo $? >"$0/exit"' \
@@ -51,6 +51,8 @@ status() {
   local code
   if alive; then
     echo "$HOSTNAME: running"
+  elif [ -e "$home/run/stopped" ]; then
+    echo "$HOSTNAME: stopped"
   elif [ -s "$home/run/exit" ]; then
     code=$(cat "$home/run/exit")
     if [ "$code" = 0 ]; then echo "$HOSTNAME: finished"; else echo "$HOSTNAME: failed with exit code $code"; fi
@@ -65,6 +67,7 @@ stop() {
   local pid waited
   if ! alive; then return; fi
   pid=$(cat "$home/run/pid")
+  touch "$home/run/stopped" # a run that saves and ends well is not finished for that
   kill -TERM -- "-$pid"
   for ((waited = 0; waited < 300; waited++)); do
     if ! alive; then return; fi

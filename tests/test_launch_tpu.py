@@ -290,6 +290,16 @@ def test_a_run_under_way_is_only_watched(root):
     assert done.returncode == 0 and did == ["delete"]
 
 
+def test_a_run_that_ends_well_because_its_machines_are_taken_away_is_not_finished(root):
+    did, done = babysit(
+        root,
+        states="ACTIVE ACTIVE ACTIVE SUSPENDED NONE ACTIVE",
+        statuses="a:~running a:~finished a:~none a:~stopped a:~running a:~finished a:~finished",
+    )
+    assert done.returncode == 0, done.stderr
+    assert did == ["delete", "create", "setup", "start", "setup", "start", "delete"]
+
+
 def test_it_gives_up_on_a_run_that_gets_nowhere(root):
     did, done = babysit(root, states="ACTIVE", statuses="a:~failed~with~exit~code~1", checkpoints="20", tries=3)
     assert done.returncode == 1 and did == ["setup", "start"] * 3
@@ -351,7 +361,7 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
     again = worker(machine, "start", "true")
     assert again.returncode == 2 and "runs already; stop it first" in again.stderr
     assert worker(machine, "stop").returncode == 0
-    assert state_of(machine, "failed") == "failed with exit code 143"
+    assert state_of(machine, "stopped") == "stopped"
     assert worker(machine, "start", "true").returncode == 0
     assert state_of(machine, "finished") == "finished"
     assert worker(machine, "start", "exit 3").returncode == 0
@@ -370,7 +380,8 @@ def test_stopping_waits_for_a_run_that_saves_first(machine):
     )
     assert state_of(machine, "running") == "running"
     assert worker(machine, "stop").returncode == 0
-    assert state_of(machine, "finished") == "finished" and (machine / "gspo_jax" / "saved").exists()
+    assert state_of(machine, "stopped") == "stopped" and (machine / "gspo_jax" / "saved").exists()
+    assert (machine / "run" / "exit").read_text() == "0\n"
 
 
 def test_setup_installs_and_fetches(machine):
