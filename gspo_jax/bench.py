@@ -355,7 +355,7 @@ def measure(work: Workload) -> dict[str, Any]:
             "ratio": {name: medians[name] / floors[name] for name in columns},
         },
         "workload": {**vars(work), "model": str(work.model), "mesh": dict(mesh.shape)},
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": cli.cores(),
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }

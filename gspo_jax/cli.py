@@ -23,14 +23,20 @@ from gspo_jax.types import UserError
 Main = Callable[[ConfigDict], None]
 
 
-def run(main: Main) -> None:
-    """Parses `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then calls `main(config)`."""
+def run(main: Main, *, default: ConfigDict | None = None) -> None:
+    """Parses `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then calls `main(config)`.
+
+    `default` is the config where none is given; without it that is a mistake.
+    """
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
-    app.run(lambda _: _guarded(lambda: _start(main)), flags_parser=lambda argv: _guarded(lambda: _parse(argv)))
+    app.run(
+        lambda _: _guarded(lambda: _start(main, default)),
+        flags_parser=lambda argv: _guarded(lambda: _parse(argv, needs_config=default is None)),
+    )
 
 
-def _start(main: Main) -> None:
-    config = flags.FLAGS.config
+def _start(main: Main, default: ConfigDict | None) -> None:
+    config: Any = default if flags.FLAGS.config is None else flags.FLAGS.config
     logging.set_verbosity(logging.WARNING)
     trim_around_compiling()
     simulate_devices(config.cpu_devices)
@@ -62,6 +68,11 @@ def trim_around_compiling() -> None:
     )
 
 
+def cores() -> int:
+    """How many this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def write_facts(file: str | None, facts: dict[str, Any]) -> None:
     """What `--json=FILE` asks for."""
     if file is not None:
@@ -77,8 +88,9 @@ def _guarded(step: Callable[[], list[str] | None]) -> list[str] | None:
         sys.exit(2)
 
 
-def _parse(argv: list[str]) -> list[str]:
-    if "--help" not in argv and "--helpfull" not in argv:
+def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
+    names_one = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
+    if names_one and "--help" not in argv and "--helpfull" not in argv:
         check_overrides(argv, load_config(_config_flag(argv)))
     try:
         rest = flags.FLAGS(argv)

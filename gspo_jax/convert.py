@@ -25,10 +25,10 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
 from gspo_jax.training.drawing import Parser
+from gspo_jax.training.folder import CHECKPOINTS, RunFolder
 from gspo_jax.training.metrics import read_config
 from gspo_jax.types import UserError
 
-CHECKPOINTS = "checkpoints"
 DTYPES = ("float32", "bfloat16")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -117,7 +117,7 @@ def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelCon
     first = experiment.initial_folder(config, folder)
     mesh = _one_device()
     policy = experiment.open_policy(config, first)
-    params, _ = experiment.newest_params(config, folder, policy, mesh)
+    params, _ = experiment.newest_params(config, RunFolder(name=str(folder), local=folder), policy, mesh)
     return params, policy.config, first
 
 

@@ -16,6 +16,7 @@ from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
+from gspo_jax.training.folder import open_folder
 from gspo_jax.training.metrics import existing_folder
 
 
@@ -84,33 +85,34 @@ def evaluate(
     )
 
 
-def evaluate_folder(config: ConfigDict, workdir: Path) -> Evaluation:
+def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
     """Evaluates the newest checkpoint of a run folder, or the policy that the run would begin from."""
     experiment.check(config)
-    if not config.model.folder:
-        existing_folder(workdir)
-    policy = experiment.open_policy(config, experiment.initial_folder(config, workdir))
-    batches = experiment.held_out(config, policy, experiment.load_records(config, "test"))
-    mesh = experiment.make_mesh(config)
-    policy.config.check_mesh(dict(mesh.shape))
-    with jax.set_mesh(mesh), experiment.make_scorer(config) as scorer:
-        sampler = experiment.make_sampler(config, policy, mesh)
-        params, name = experiment.newest_params(config, workdir, policy, mesh)
-        sampler.load(params)
-        key = experiment.eval_key(experiment.run_key(config))
-        player = experiment.make_player(config, policy, sampler)
-        result = evaluate(player, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
+    with open_folder(workdir) as files:
+        if not config.model.folder:
+            existing_folder(files.local)
+        policy = experiment.open_policy(config, experiment.initial_folder(config, files.local))
+        batches = experiment.held_out(config, policy, experiment.load_records(config, "test"))
+        mesh = experiment.make_mesh(config)
+        policy.config.check_mesh(dict(mesh.shape))
+        with jax.set_mesh(mesh), experiment.make_scorer(config) as scorer:
+            sampler = experiment.make_sampler(config, policy, mesh)
+            params, name = experiment.newest_params(config, files, policy, mesh)
+            sampler.load(params)
+            key = experiment.eval_key(experiment.run_key(config))
+            player = experiment.make_player(config, policy, sampler)
+            result = evaluate(player, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
     print(f"{name}: {result}")
     return result
 
 
 def main(config: ConfigDict) -> None:
     """The command line."""
-    result = evaluate_folder(config, Path(flags.FLAGS.workdir))
+    result = evaluate_folder(config, flags.FLAGS.workdir)
     cli.write_facts(flags.FLAGS.json, dataclasses.asdict(result))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder.", required=True)
+    flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN.", required=True)
     flags.DEFINE_string("json", None, "Also write the result to this file.")
     cli.run(main)

@@ -39,6 +39,7 @@ from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.training.checkpoint import Checkpointer, Restored, load_newest
+from gspo_jax.training.folder import RunFolder
 from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties
@@ -573,13 +574,13 @@ def eval_key(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, 1)
 
 
-def newest_params(config: ConfigDict, workdir: Path, policy: Policy, mesh: Mesh) -> tuple[nnx.State, str]:
+def newest_params(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[nnx.State, str]:
     """The parameters of a run's newest checkpoint, or those it would begin from, and what they are called."""
     wanted = {"policy": {"params": policy.shapes}}
     places = {"policy": {"params": mesh_lib.param_shardings(policy.shapes, mesh)}}
-    restored = load_newest(workdir / "checkpoints", wanted, places)
+    restored = load_newest(files.checkpoints, wanted, places)
     if restored is None:
-        return huggingface.load_params(initial_folder(config, workdir), policy.config, mesh), "the first policy"
+        return huggingface.load_params(initial_folder(config, files.local), policy.config, mesh), "the first policy"
     return restored.state["policy"]["params"], f"iteration {restored.step}"
 
 

@@ -37,6 +37,7 @@ from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rounds import Rounds, Scored
 from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.experience import ExperienceFn, Rewards, make_experience
+from gspo_jax.training.folder import PUBLISH_S, RunFolder, open_folder
 from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, read_metrics, write_config
 from gspo_jax.training.progress import Progress
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
@@ -138,6 +139,7 @@ class Run:
     make_old_policy: OldPolicyFn
     make_experience: ExperienceFn
     update: UpdateFn
+    files: RunFolder
     checkpointer: Checkpointer
     writer: MetricsWriter
     samples: SamplesWriter
@@ -346,12 +348,14 @@ class Run:
             self.evaluate(state)
         if last or done % self.config.checkpoint.every == 0:
             self.progress.phase("save")
+            self.files.publish()  # the metrics of a step are kept before the step is
             run = {"iteration": done, "prompts": self.prompts.get_state(), "config": self.config.to_dict()}
             run["key"] = jax.random.key_data(self.key).tolist()
             left = None if self.buffer is None else self.buffer.episodes
             if left is not None:
                 run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
             self.checkpointer.save(done, state, run, None if left is None else left.to_arrays())
+        self.files.publish(every_s=PUBLISH_S)
 
     def evaluate(self, state: TrainState) -> None:
         """Held-out mean@k of the state's policy, into the line of its last update."""
@@ -379,28 +383,32 @@ class Run:
 
 
 @contextmanager
-def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainState]]:
-    """Opens a run folder: at its newest checkpoint, or at the beginning, after a cold start where there is one.
+def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, TrainState]]:
+    """Opens the run in `place`, a folder or a bucket: at its newest checkpoint, or at its beginning, after a cold start
+    where there is one.
 
     What can be wrong with config, data, rewards and model folder comes to light first, before a device is touched.
     """
     experiment.check(config)
-    folder = experiment.initial_folder(config, workdir)
-    policy = experiment.open_policy(config, folder) if config.model.folder or folder.exists() else None
-    records = {split: experiment.load_records(config, split) for split in ("train", "test")}
     with ExitStack() as stack:
+        files = stack.enter_context(open_folder(place))
+        workdir = files.local
+        folder = experiment.initial_folder(config, workdir)
+        policy = experiment.open_policy(config, folder) if config.model.folder or folder.exists() else None
+        records = {split: experiment.load_records(config, split) for split in ("train", "test")}
         scorer = stack.enter_context(experiment.make_scorer(config))
         mesh = experiment.make_mesh(config)
         stack.enter_context(jax.set_mesh(mesh))
         if policy is None:
             coldstart.coldstart(config, records["train"], mesh, folder)
+            files.share()
             policy = experiment.open_policy(config, folder)
         policy.config.check_mesh(dict(mesh.shape))
         learners = experiment.make_learners(config, policy, mesh)
         objective = experiment.make_objective(config)
         prompts = experiment.training_prompts(config, policy, records["train"])
 
-        checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
+        checkpointer = Checkpointer(files.checkpoints, keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)
         restored = learners.restore(checkpointer)
         left = None
@@ -408,7 +416,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
             iteration, after, key = 0, None, experiment.run_key(config)
             state = learners.begin(folder)
         else:
-            check_same_run(config.to_dict(), restored.run["config"], workdir)
+            check_same_run(config.to_dict(), restored.run["config"], place)
             iteration, state = restored.run["iteration"], restored.state
             after, key = int(state.updates), jax.random.wrap_key_data(jnp.asarray(restored.run["key"], jnp.uint32))
             prompts.set_state(restored.run["prompts"])
@@ -418,7 +426,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
         writer = stack.enter_context(MetricsWriter(workdir, after_step=after))
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=iteration))
         if restored is not None:
-            progress.say(f"resuming from iteration {iteration} in {workdir}")
+            progress.say(f"resuming from iteration {iteration} in {place}")
         scoring = experiment.scoring(config)
         sampler = experiment.make_sampler(config, policy, mesh)
         player = experiment.make_player(config, policy, sampler)
@@ -464,6 +472,7 @@ def open_run(config: ConfigDict, workdir: Path) -> Iterator[tuple[Run, TrainStat
                 microbatches=config.training.microbatches,
                 group_size=config.sampling.group_size,
             ),
+            files=files,
             checkpointer=checkpointer,
             writer=writer,
             samples=SamplesWriter(workdir, after_step=after),
@@ -480,7 +489,7 @@ def earlier_evaluations(workdir: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
 
 
-def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: Path) -> None:
+def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path) -> None:
     """Raises a UserError where the config is another run's than the checkpoint's, but for what may change.
 
     A field that one of them lacks has its default there: checkpoints outlive the versions that wrote them.

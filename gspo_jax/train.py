@@ -16,7 +16,7 @@ from gspo_jax import cli
 from gspo_jax.run import Clock, open_run
 
 
-def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
+def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Trains for `config.iterations` iterations, counted over all starts; returns the first and the last evaluation."""
     with open_run(config, workdir) as (run, state):
         if run.iteration == 0:
@@ -55,10 +55,10 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
 
 def main(config: ConfigDict) -> None:
     """The command line."""
-    cli.write_facts(flags.FLAGS.json, train(config, Path(flags.FLAGS.workdir)))
+    cli.write_facts(flags.FLAGS.json, train(config, flags.FLAGS.workdir))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder; what is in it is resumed.", required=True)
+    flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN; what is in it is resumed.", required=True)
     flags.DEFINE_string("json", None, "Also write the first and the last evaluation to this file.")
     cli.run(main)

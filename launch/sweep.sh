@@ -3,10 +3,12 @@
 # flags, and how a run begins, goes on after a stop and is left alone once it is finished.
 # shellcheck disable=SC2034 # they read these variables
 
+# shellcheck source=launch/command.sh
+source launch/command.sh
+
 seeds='0 1 2'
 runs='' # where runs and their cold starts go
 out=''  # where the report goes
-dry=''
 config='' # FILE[:arg]
 fields=() # --config.NAME=VALUE for every run
 varied='' # names of the fields that the script itself sets
@@ -41,21 +43,6 @@ set_field() {
     fi
   done
   fields+=("$1")
-}
-
-refuse() {
-  echo "error: $1" >&2
-  exit 2
-}
-
-# Runs a command, or with --dry-run prints it.
-run() {
-  if [ -n "$dry" ]; then
-    printf '%q ' "$@"
-    echo
-  else
-    "$@"
-  fi
 }
 
 # make_cold_start FOLDER FLAGS…: the policy that the runs of a seed begin from.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What CI runs: bash launch/test.sh [pytest arguments …]
-# Style, layers, types, then the tests with every line and branch of gspo_jax/objectives covered. With a selection of
+# Style, layers, shell scripts, types, then the tests with every line and branch of gspo_jax/objectives covered. With a selection of
 # tests (a path, -k, -m, --lf …) coverage is not asked for. Makes .venv first where it is missing.
 # -m slow runs what is left out otherwise: more cases of what is tested, and what needs the TPU's compiler.
 set -euo pipefail
@@ -34,13 +34,14 @@ check() {
   fi
 }
 
-extra=test
-case " $* " in *" -m slow "*) extra=slow ;; esac
-ensure_venv $extra
+extra="test"
+case " $* " in *" -m slow "*) extra="slow" ;; esac
+ensure_venv "$extra"
 bin=.venv/bin
 check "ruff check" $bin/ruff check .
 check "ruff format" $bin/ruff format --check .
 check "layers" $bin/lint-imports
+check "shellcheck" $bin/shellcheck -x launch/*.sh .ci/run
 check "types" $bin/pyright --pythonpath $bin/python
 
 coverage=(--cov=gspo_jax/objectives --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100)

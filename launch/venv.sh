@@ -3,7 +3,7 @@
 # installs the project. What was cut off is finished by the next call. PYTHON=/path/to/python chooses another interpreter.
 
 SUPPORTED="3.13 3.12 3.11"
-EXTRAS="report test slow" # each holds those before it
+EXTRAS="report test slow" # each holds those before it; tpu is in the last one too
 
 PROBE='
 import sys, sysconfig
@@ -51,8 +51,9 @@ show_install() {
 
 # Succeeds where .venv has the extra $1 as pyproject.toml asks for it now.
 installed() {
-  local stamp
-  for stamp in "$1" ${EXTRAS#*"$1"}; do
+  local stamp holders=${EXTRAS#*"$1"}
+  if [ "$1" = tpu ]; then holders=slow; fi
+  for stamp in "$1" $holders; do
     if [ "$(cat ".venv/installed-$stamp" 2>/dev/null)" = "$(install_state)" ]; then
       .venv/bin/python -c "" >/dev/null 2>&1 && return
     fi

@@ -78,7 +78,7 @@ def test_scripts_parse_and_are_clean():
     assert len(scripts) >= 4
     for script in scripts:
         assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-        assert script.name in ("venv.sh", "sweep.sh") or os.access(script, os.X_OK)
+        assert script.name in ("cloud.sh", "command.sh", "sweep.sh", "venv.sh") or os.access(script, os.X_OK)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, check=True)
 
@@ -166,7 +166,7 @@ def test_test_script_runs_everything_and_tells_the_truth(copy, broken):
     python = copy / ".venv" / "bin" / "python"
     tests = "echo '1 failed'; exit 1" if broken == "pytest" else "echo '7 passed'"
     _script(python, f'case $* in -c*) ;; *) echo "$*" >>calls; {tests};; esac')
-    for tool in ("ruff", "lint-imports", "pyright"):
+    for tool in ("ruff", "lint-imports", "shellcheck", "pyright"):
         _script(copy / ".venv" / "bin" / tool, f"echo findings of {tool}; exit {int(tool == broken)}")
     done = _bash(copy, "bash launch/test.sh --durations=3")
     (call,) = _calls(copy)
@@ -174,14 +174,14 @@ def test_test_script_runs_everything_and_tells_the_truth(copy, broken):
     assert done.returncode == (0 if broken is None else 1)
     assert done.stdout.splitlines()[-1] == ("1 failed" if broken == "pytest" else "7 passed")
     assert ("findings of pyright" in done.stdout) == (broken == "pyright")
-    assert "findings of ruff" not in done.stdout
+    assert "findings of ruff" not in done.stdout and "ok      shellcheck (" in done.stdout
     assert ("failed before the tests: types" in done.stderr) == (broken == "pyright")
 
 
 @pytest.mark.parametrize("arguments", [["-k", "gspo"], ["launch/test.sh::one"], ["-x", "--lf"]])
 def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
     _install(copy)
-    for tool in ("ruff", "lint-imports", "pyright"):
+    for tool in ("ruff", "lint-imports", "shellcheck", "pyright"):
         _script(copy / ".venv" / "bin" / tool, "")
     assert _bash(copy, 'bash launch/test.sh "$@"', *arguments).returncode == 0
     assert _calls(copy) == [

@@ -7,13 +7,15 @@ processes, or on the Python classes that hold them.
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from orbax.checkpoint import utils as ocp_utils
 from orbax.checkpoint import v1 as ocp
 
+from gspo_jax.training import folder as folder_lib
+from gspo_jax.training.folder import AnyPath
 from gspo_jax.types import UserError
 
 Tree = TypeVar("Tree")
@@ -43,12 +45,12 @@ class Restored:
 class Checkpointer:
     """Saves and restores (state, run) pairs under `folder`, one subfolder per step, written in the background."""
 
-    def __init__(self, folder: Path, *, keep: int | None = None):
+    def __init__(self, folder: AnyPath, *, keep: int | None = None):
         """Opens the folder, making it if needed; `keep` is how many of the newest steps stay (None: all)."""
         policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
         # Temporary folders are what a killed save leaves behind; none of them is a checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
-            str(folder.absolute()),
+            str(folder_lib.find(folder)),
             preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
@@ -107,15 +109,17 @@ class Checkpointer:
         self._checkpointer.close()
 
 
-def load_newest(folder: Path, shapes: Tree, shardings: Tree) -> Restored | None:
+def load_newest(folder: AnyPath, shapes: Tree, shardings: Tree) -> Restored | None:
     """The newest committed step, only the leaves of `shapes`, of a folder that another process may be writing to.
 
     For readers: nothing is created or cleaned up. None if there is no checkpoint; errors as `Checkpointer.restore`.
     """
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    # In a bucket, where nothing is renamed, a save that is under way has its name already.
+    steps = [int(path.name) for path in found if ocp_utils.is_checkpoint_finalized(path)]
     if not steps:
         return None
-    path = str(folder.absolute() / str(max(steps)))
+    path = str(folder_lib.find(folder) / str(max(steps)))
     saved: Any = ocp.checkpointables_metadata(path).metadata
     names = named_leaves(saved["state"])
     wanted = _abstract(shapes, shardings)

@@ -1,0 +1,235 @@
+"""What a run needs of this machine, looked at before it is asked for: each thing is ok, a warning, or failed.
+
+    python -m gspo_jax.doctor [--config=configs/NAME.py] [--workdir=DIR or gs://BUCKET/RUN] [--json=FILE]
+
+Without a config: that of `gspo_jax.config.base`. On a pod it is run on all hosts at once, as a run is. The exit code is
+1 where something failed. Left out: whether a model fits the devices.
+"""
+
+import dataclasses
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import psutil
+from absl import flags
+from ml_collections import ConfigDict
+from packaging.requirements import Requirement
+from rich.console import Console
+
+from gspo_jax import cli, experiment
+from gspo_jax.config import base
+from gspo_jax.training import folder as folder_lib
+from gspo_jax.training.folder import BUCKET
+from gspo_jax.training.progress import make_table
+from gspo_jax.types import UserError
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+GIB = 2**30
+FEW_GIB = 20.0
+"""Free space in a run folder on this machine, below which checkpoints soon fill it."""
+FEW_FILES = 4096
+"""Open files at a time, below which the readers of a sharded checkpoint may run out of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was found out about one thing."""
+
+    check: str
+    state: str
+    """"ok", "warning" or "failed"."""
+    found: str
+    remedy: str = ""
+    """One sentence; empty where all is well."""
+
+
+def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
+    """Everything, in the order in which one thing depends on the other.
+
+    A check that raises is a finding too: this command is for machines on which things go wrong.
+    """
+    checks: dict[str, Callable[[], Finding | list[Finding]]] = {
+        "versions": versions,
+        "devices": devices,
+        "processes": processes,
+        "mesh": lambda: mesh(config),
+        "host": host,
+        "open files": open_files,
+        "bubblewrap": bubblewrap,
+        "compilation cache": compilation_cache,
+    }
+    if workdir is not None:
+        checks["run folder"] = lambda: run_folder(workdir)
+    found: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            seen = check()
+        except Exception as error:
+            seen = Finding(name, "failed", f"{type(error).__name__}: {error}", "This is unexpected: see the message.")
+        found += seen if isinstance(seen, list) else [seen]
+    return found
+
+
+def versions() -> list[Finding]:
+    """Python and the packages, within the bounds of this project's own metadata."""
+    bounds: dict[str, Requirement] = {}
+    for text in metadata.requires("gspo_jax") or ():
+        requirement = Requirement(text)
+        bounds.setdefault(requirement.name.lower().replace("_", "-"), requirement)
+    found = [Finding("python", "ok", platform.python_version())]
+    for name in PACKAGES:
+        bound = bounds.get(name)
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = None
+        if version is None and name == "libtpu":
+            found.append(
+                Finding(name, "ok", "not installed")
+            )  # without TPU chips it has no use; with them see `devices`
+        elif version is None:
+            found.append(Finding(name, "failed", "not installed", "Install it: pip install gspo_jax."))
+        elif bound is not None and not bound.specifier.contains(version, prereleases=True):
+            remedy = f"Install a version that is supported: pip install '{bound.name}{bound.specifier}'."
+            found.append(Finding(name, "failed", f"{version}, not {bound.specifier}", remedy))
+        else:
+            found.append(Finding(name, "ok", version))
+    return found
+
+
+def on_tpu_vm() -> bool:
+    """Whether this machine has TPU chips, whoever may use them."""
+    return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+
+
+def devices() -> Finding:
+    """What jax runs on, and the memory of one."""
+    try:
+        here = jax.local_devices()
+    except RuntimeError as error:
+        remedy = "Another process may hold the TPU: stop it, or set JAX_PLATFORMS=cpu to do without."
+        return Finding("devices", "failed", str(error).partition("\n")[0], remedy)
+    memory = (here[0].memory_stats() or {}).get("bytes_limit")
+    size = f", {memory / GIB:.1f} GiB each" if memory else ""
+    found = f"{jax.device_count()} × {here[0].device_kind}{size}"
+    if here[0].platform == "cpu" and on_tpu_vm():
+        remedy = "This machine has TPU chips: pip install 'gspo_jax[tpu]', and unset JAX_PLATFORMS."
+        return Finding("devices", "failed", found, remedy)
+    return Finding("devices", "ok", found)
+
+
+def processes() -> Finding:
+    """How many take part, and whether this one has its share of the devices."""
+    count, here, all_devices = jax.process_count(), jax.local_device_count(), jax.device_count()
+    found = f"process {jax.process_index()} of {count}, {here} of {all_devices} devices are its own"
+    if here * count != all_devices:
+        remedy = "Run this on all hosts at once: bash launch/tpu.sh exec … -- .venv/bin/python -m gspo_jax.doctor."
+        return Finding("processes", "warning", found, remedy)
+    return Finding("processes", "ok", found)
+
+
+def mesh(config: ConfigDict) -> Finding:
+    """Whether the config's mesh fits the devices, and its batch the mesh."""
+    try:
+        sizes = experiment.make_mesh(config).shape
+    except UserError as error:
+        return Finding("mesh", "failed", str(error), "Change --config.mesh or the batch as it says.")
+    return Finding("mesh", "ok", ", ".join(f"{axis} {size}" for axis, size in sizes.items()))
+
+
+def host() -> Finding:
+    """Cores and memory of this machine."""
+    memory = psutil.virtual_memory()
+    found = f"{cli.cores()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
+    if memory.available < memory.total / 4:
+        return Finding("host", "warning", found, "Other processes hold most of the memory; end those you do not need.")
+    return Finding("host", "ok", found)
+
+
+def open_files() -> Finding:
+    """The limit that this process was started with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FEW_FILES:
+        remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
+        return Finding("open files", "warning", f"at most {soft}", remedy)
+    return Finding("open files", "ok", f"at most {soft}")
+
+
+def bubblewrap() -> Finding:
+    """What rewards that run code are locked into, tried out: a kernel may forbid it."""
+    program = shutil.which("bwrap")
+    needed = "Only rewards that run code need it: "
+    if program is None:
+        return Finding("bubblewrap", "warning", "not installed", needed + "sudo apt-get install bubblewrap.")
+    command = [program, "--ro-bind", "/", "/", "--unshare-all", "true"]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    if tried.returncode:
+        remedy = needed + "allow unprivileged user namespaces on this machine."
+        return Finding("bubblewrap", "warning", tried.stderr.strip() or f"exit code {tried.returncode}", remedy)
+    return Finding("bubblewrap", "ok", program)
+
+
+def compilation_cache() -> Finding:
+    """jax's persistent cache of compiled programs, with which a resumed run starts sooner."""
+    place = jax.config.jax_compilation_cache_dir
+    if not place:
+        remedy = "A resumed run compiles again; set JAX_COMPILATION_CACHE_DIR=gs://BUCKET/compiled, or a folder."
+        return Finding("compilation cache", "warning", "none", remedy)
+    return _writable("compilation cache", place)
+
+
+def run_folder(workdir: str) -> list[Finding]:
+    """Whether a run could keep its files there, and on how much space."""
+    found = [_writable("run folder", workdir)]
+    if workdir.startswith(BUCKET) or found[0].state == "failed":
+        return found
+    if jax.process_count() > 1:
+        remedy = "Hosts share no disk: use --workdir=gs://BUCKET/RUN, unless all processes are on this machine."
+        found.append(Finding("hosts", "warning", f"{jax.process_count()} processes, and a folder here", remedy))
+    free = shutil.disk_usage(workdir).free / GIB
+    few = free < FEW_GIB
+    remedy = "Make room, keep fewer checkpoints with --config.checkpoint.keep, or use another --workdir."
+    found.append(Finding("disk", "warning" if few else "ok", f"{free:.1f} GiB are free", remedy if few else ""))
+    return found
+
+
+def _writable(check: str, place: str) -> Finding:
+    try:
+        folder_lib.check_writable(folder_lib.find(place))
+    except Exception as error:  # storage, its transport and its credentials each have their own
+        remedy = "Check that it exists, and that this machine's account may read and write it."
+        return Finding(check, "failed", f"{place}: {type(error).__name__}: {error}", remedy)
+    return Finding(check, "ok", f"{place} can be written and read")
+
+
+def show(found: Sequence[Finding]) -> None:
+    """Prints the table."""
+    rows = [dataclasses.asdict(finding) for finding in found]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(make_table(rows, title=f"{platform.node()}, {platform.platform(terse=True)}"))
+
+
+def main(config: ConfigDict) -> None:
+    """The command line."""
+    found = examine(config, flags.FLAGS.workdir)
+    show(found)
+    failed = [finding.check for finding in found if finding.state == "failed"]
+    facts: dict[str, Any] = {"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in found]}
+    cli.write_facts(flags.FLAGS.json, facts)
+    if failed:
+        print(f"error: {', '.join(failed)} failed; see the table", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "Where a run would keep its files: a folder, or gs://BUCKET/RUN.")
+    flags.DEFINE_string("json", None, "Also write the findings to this file.")
+    cli.run(main, default=base())

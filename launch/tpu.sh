@@ -1,0 +1,280 @@
+#!/usr/bin/env bash
+# Trains on Cloud TPU VMs: bash launch/tpu.sh COMMAND --project=PROJECT --zone=ZONE --name=NAME [--dry-run] …
+#
+#   create    --type=v5p-128 [--slices=N] [--spot | --reserved] [--runtime=VERSION] [--gcloud=FLAG …]   asks for the TPUs
+#   wait      [--poll=SECONDS]                         until they are there
+#   push                                               the committed tree to all workers
+#   setup     [--fetch=gs://BUCKET/FOLDER …]           installs it there; FOLDER becomes ../fetched/NAME of the run
+#   run       --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--env=NAME=VALUE …]
+#                                                      starts or resumes it, on all workers
+#   status                                             of the TPUs, and of the run on every worker
+#   logs      [--node=N] [--worker=N]                  what a worker prints, from its last 200 lines on
+#   exec      -- COMMAND …                             runs it on all workers, in the repository there
+#   stop                                               ends the run on all workers
+#   delete                                             gives the TPUs back
+#   babysit   the flags of create, setup and run, [--tries=N] [--poll=SECONDS]
+#             all of that until the run is finished, and then delete: after a preemption it asks for new TPUs, and the run resumes
+#             from its newest checkpoint; it gives up after N attempts in a row (5) that left no new checkpoint
+#
+# --dry-run prints the commands, one a line, and runs nothing. docs/tpu.md tells the whole way. Several slices are one run: a
+# queued resource gives its VMs the MEGASCALE_ variables in their metadata (https://cloud.google.com/tpu/docs/multislice-introduction),
+# where jax looks for them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/cloud.sh
+source launch/cloud.sh
+
+COMMANDS='create wait push setup run status logs exec stop delete babysit'
+SOURCE=build/gspo_jax.tar.gz
+reserved=''
+runtime=''
+gcloud_flags=()
+fetch=()
+environment=() # of the run
+poll=60
+tries=5
+node=0
+worker=0
+remote=() # what exec runs
+
+read_flags() {
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --reserved) reserved=yes ;;
+      --runtime=?*) runtime=${1#*=} ;;
+      --gcloud=--?*) gcloud_flags+=("${1#*=}") ;;
+      --fetch=gs://?*/?*) fetch+=("${1#*=}") ;;
+      --env=[A-Z_]*=*) environment+=("${1#*=}") ;;
+      --poll=*) poll=${1#*=} ;;
+      --tries=*) tries=${1#*=} ;;
+      --node=*) node=${1#*=} ;;
+      --worker=*) worker=${1#*=} ;;
+      --help | -h) show_help launch/tpu.sh && exit 0 ;;
+      --) shift && remote=("$@") && return ;;
+      *) read_flag "$1" || refuse "unexpected $1; bash launch/tpu.sh --help has the flags of each command" ;;
+    esac
+    shift
+  done
+}
+
+check_flags() {
+  check_name
+  check_place
+  matches --poll "$poll" '[0-9]{1,4}' "give seconds, such as --poll=60"
+  matches --tries "$tries" '[1-9][0-9]{0,3}' "give a number of starts, such as --tries=5"
+  matches --node "$node" '[0-9]{1,4}' "give the number of a slice, such as --node=0"
+  matches --worker "$worker" '[0-9]{1,4}' "give the number of a worker, such as --worker=0"
+  case $1 in
+    create | babysit)
+      check_type
+      if [ -n "$spot" ] && [ -n "$reserved" ]; then refuse "--spot and --reserved exclude each other; use one, or neither for on demand"; fi
+      ;;
+  esac
+  case $1 in
+    run | babysit) check_train ;;
+    *) if [ ${#train[@]} -gt 0 ]; then refuse "$1 takes no ${train[0]}; run and babysit do"; fi ;;
+  esac
+  if [ "$1" = exec ] && [ ${#remote[@]} = 0 ]; then refuse "exec has nothing to run; write it behind --, such as -- uptime"; fi
+  if [ "$1" != exec ] && [ ${#remote[@]} -gt 0 ]; then refuse "$1 takes nothing behind --; exec does"; fi
+}
+
+# resources COMMAND ARGUMENT …: gcloud for this queued resource's project and zone.
+resources() {
+  local command=$1
+  shift
+  run gcloud compute tpus queued-resources "$command" "$@" --project="$project" --zone="$zone"
+}
+
+# on_all COMMAND WORD …: runs it on every worker of every slice.
+on_all() {
+  local words
+  printf -v words '%q ' "$@"
+  resources ssh "$name" --node=all --worker=all --command="${words% }"
+}
+
+# The image that each generation boots: https://cloud.google.com/tpu/docs/runtimes
+default_runtime() {
+  case $type in
+    v6e-*) echo v2-alpha-tpuv6e ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    *) echo tpu-ubuntu2204-base ;;
+  esac
+}
+
+create() {
+  local flags=(--accelerator-type="$type" --runtime-version="${runtime:-$(default_runtime)}")
+  if [ "$slices" -gt 1 ]; then
+    flags+=(--node-count="$slices" --node-prefix="$name")
+  else
+    flags+=(--node-id="$name")
+  fi
+  if [ -n "$spot" ]; then flags+=(--spot); fi
+  if [ -n "$reserved" ]; then flags+=(--reserved); fi
+  resources create "$name" "${flags[@]}" ${gcloud_flags[@]+"${gcloud_flags[@]}"}
+}
+
+# The state of the queued resource; NONE where there is none.
+state() {
+  local said
+  if said=$(resources describe "$name" --format='value(state.state)' 2>&1); then
+    grep -xE '[A-Z_]+' <<<"$said" | tail -n 1 # warnings may stand beside it
+  elif [[ $said == *NOT_FOUND* || $said == *"not found"* ]]; then
+    echo NONE
+  else
+    echo "$said" >&2
+    return 1
+  fi
+}
+
+wait_for() {
+  local now seen=''
+  if [ -n "$dry" ]; then
+    resources describe "$name" --format='value(state.state)'
+    return
+  fi
+  while true; do
+    now=$(state)
+    if [ "$now" != "$seen" ]; then echo "$(date +%T) $name is $now" && seen=$now; fi
+    case $now in
+      ACTIVE) return ;;
+      CREATING | ACCEPTED | PROVISIONING | WAITING_FOR_RESOURCES) sleep "$poll" ;;
+      *) echo "error: $name is $now and will not become ACTIVE; delete it and create it again" >&2 && exit 1 ;;
+    esac
+  done
+}
+
+# The tree takes the place of the one before, whose environment stays.
+push() {
+  local unpack='rm -rf gspo_jax.new && mkdir gspo_jax.new && tar -xzf gspo_jax.tar.gz -C gspo_jax.new'
+  unpack+=' && if [ -d gspo_jax/.venv ]; then mv gspo_jax/.venv gspo_jax.new/; fi && rm -rf gspo_jax && mv gspo_jax.new gspo_jax'
+  archive "$SOURCE" tar.gz &&
+    resources scp "$SOURCE" "$name:gspo_jax.tar.gz" --node=all --worker=all &&
+    resources ssh "$name" --node=all --worker=all --command="$unpack"
+}
+
+setup() {
+  on_all bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]}"}
+}
+
+start() {
+  on_all ${environment[@]+env "${environment[@]}"} bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
+}
+
+# One line of every worker, as worker.sh says it.
+run_status() {
+  # shellcheck disable=SC2016 # the worker expands it
+  resources ssh "$name" --node=all --worker=all --command='bash gspo_jax/launch/worker.sh status 2>/dev/null || echo "$HOSTNAME: none"'
+}
+
+# The newest checkpoint in the bucket, or nothing.
+newest() {
+  gcloud storage ls "$workdir/checkpoints/" 2>/dev/null | sed -n 's|.*/\([0-9][0-9]*\)/$|\1|p' | sort -n | tail -n 1
+}
+
+# One more attempt, which is too many where those before it have left no new checkpoint.
+attempts=0
+checkpoint=''
+count_attempt() {
+  local now
+  now=$(newest)
+  if [ "$now" != "$checkpoint" ]; then attempts=0 && checkpoint=$now; fi
+  if [ "$attempts" -ge "$tries" ]; then
+    echo "error: $attempts attempts in a row have left no new checkpoint in $workdir; see bash launch/tpu.sh logs, then delete" >&2
+    exit 1
+  fi
+  attempts=$((attempts + 1))
+}
+
+tell() {
+  echo "$(date +%T) $*"
+}
+
+# Whatever is left of the run ends, and it begins with what is committed now.
+begin() {
+  on_all bash gspo_jax/launch/worker.sh stop || true # nothing is there on a new machine
+  push && setup && start
+}
+
+# look: sees how things are and does what is due; succeeds once the run is finished.
+last=''
+finished=''
+look() {
+  local now seen
+  now=$(state) || return 1 # no answer this time
+  if [ "$now" != "$last" ]; then tell "$name is $now" && last=$now; fi
+  case $now in
+    NONE)
+      if ! create; then tell "$name could not be created" && count_attempt; fi
+      ;;
+    SUSPENDED | FAILED) # by a preemption, or because it could not be had
+      if [ "$now" = FAILED ]; then count_attempt; fi
+      resources delete "$name" --force --quiet || tell "$name could not be deleted"
+      ;;
+    ACTIVE)
+      seen=$(run_status) || return 1 # before a preemption is told, workers stop answering
+      case $seen in
+        *': none'* | *': failed'* | *': stopped'*)
+          printf '%s\n' "$seen"
+          count_attempt
+          begin || tell "the run could not be started"
+          ;;
+        *': running'*) ;;
+        *': finished'*) # seen twice: a run on machines that are being taken away saves and ends well too
+          if [ -n "$finished" ]; then return; fi
+          finished=yes
+          return 1
+          ;;
+      esac
+      ;;
+    *) ;; # on its way, in or out
+  esac
+  finished=''
+  return 1
+}
+
+babysit() {
+  if [ -n "$dry" ]; then
+    echo "# until the run is finished, every $poll s:"
+    resources describe "$name" --format='value(state.state)'
+    echo "# where there is nothing:"
+    create
+    echo "# where it is ACTIVE:"
+    run_status
+    echo "# where the run has not begun there, or has failed:"
+    begin
+    echo "# where it was preempted or could not be had, and at the end:"
+    resources delete "$name" --force --quiet
+    return
+  fi
+  state >/dev/null # what is wrong with the place or the account is wrong now
+  until look; do sleep "$poll"; done
+  tell "the run is finished"
+  resources delete "$name" --force --quiet
+}
+
+command=${1-}
+case " $COMMANDS --help -h " in
+  *" ${command:-nothing} "*) ;;
+  *) refuse "unexpected ${command:-end}; use one of ${COMMANDS// /, }" ;;
+esac
+case $command in -*) ;; *) shift ;; esac
+read_flags "$@"
+check_flags "$command"
+needs gcloud https://cloud.google.com/sdk/docs/install
+case $command in
+  wait) wait_for ;;
+  run) start ;;
+  status)
+    resources describe "$name" --format='value(state.state)'
+    run_status
+    ;;
+  logs) resources ssh "$name" --node="$node" --worker="$worker" --command='tail -n 200 -F run/log' ;;
+  exec)
+    printf -v words '%q ' "${remote[@]}"
+    resources ssh "$name" --node=all --worker=all --command="cd gspo_jax && ${words% }"
+    ;;
+  stop) on_all bash gspo_jax/launch/worker.sh stop ;;
+  delete) resources delete "$name" --force --quiet ;;
+  *) "$command" ;;
+esac

@@ -1,0 +1,157 @@
+"""What the doctor finds, on this machine and on machines that are worse off."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import psutil
+
+from gspo_jax import doctor
+from gspo_jax.config import base
+from gspo_jax.doctor import Finding
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "gspo_jax.doctor", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_command_on_a_machine_that_can_train(tmp_path):
+    file = tmp_path / "facts.json"
+    done = command("--config=configs/tiny.py", f"--workdir={tmp_path / 'run'}", f"--json={file}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads(file.read_text())
+    found = {finding["check"]: finding for finding in facts["findings"]}
+    assert facts["ok"] and set(found) >= {"jax", "devices", "processes", "mesh", "host", "run folder", "disk"}
+    assert found["devices"]["found"].startswith("8 × cpu") and found["mesh"]["found"].startswith("data ")
+    assert all(finding["check"] in done.stdout for finding in facts["findings"])
+    assert all(finding["remedy"].endswith(".") for finding in facts["findings"] if finding["state"] != "ok")
+    assert not list((tmp_path / "run").iterdir()), "the file that was tried is gone"
+
+
+def test_command_on_one_that_cannot(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command("--config=configs/tiny.py", "--config.mesh.data=3", f"--workdir={tmp_path / 'file'}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: mesh, run folder failed; see the table"
+    assert "needs 12 devices but" in done.stdout
+
+
+def test_command_without_a_config_takes_none_of_its_fields():
+    done = command("--config.mesh.data=3")
+    assert done.returncode == 2 and "--config is missing" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_versions_out_of_bounds_and_missing(monkeypatch):
+    monkeypatch.setattr(
+        metadata, "requires", lambda _: ["flax<0.13,>=0.12.4", "jax<0.13,>=0.10.2", "jax[tpu]; extra == 'tpu'"]
+    )
+    installed = {"flax": "0.13.1", "jax": "0.12.9", "orbax-checkpoint": "0.12.8", "jaxlib": "0.12.9"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = {finding.check: finding for finding in doctor.versions()}
+    assert found["jax"].state == found["orbax-checkpoint"].state == found["libtpu"].state == "ok"
+    assert found["flax"].state == "failed" and found["flax"].found == "0.13.1, not <0.13,>=0.12.4"
+    assert found["flax"].remedy == "Install a version that is supported: pip install 'flax<0.13,>=0.12.4'."
+    assert (found["grain"].state, found["grain"].found) == ("failed", "not installed")
+
+
+def test_the_project_s_own_bounds_are_read():
+    """They are those of pyproject.toml, and hold what is installed here."""
+    assert {finding.check: finding.state for finding in doctor.versions()}.items() >= {
+        "jax": "ok",
+        "flax": "ok",
+    }.items()
+
+
+def test_devices_say_their_memory_and_who_holds_them(monkeypatch):
+    chip = SimpleNamespace(device_kind="TPU v5p", platform="tpu", memory_stats=lambda: {"bytes_limit": 95 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [chip] * 4)
+    monkeypatch.setattr(jax, "device_count", lambda: 64)
+    assert doctor.devices() == Finding("devices", "ok", "64 × TPU v5p, 95.0 GiB each")
+    monkeypatch.setattr(doctor, "on_tpu_vm", lambda: True)
+    chip.platform, chip.memory_stats = "cpu", lambda: None
+    assert doctor.devices().state == "failed" and "'gspo_jax[tpu]'" in doctor.devices().remedy
+
+    def taken():
+        raise RuntimeError("Unable to initialize backend 'tpu': ABORTED\nlong\nstory")
+
+    monkeypatch.setattr(jax, "local_devices", taken)
+    assert doctor.devices().found == "Unable to initialize backend 'tpu': ABORTED"
+    assert doctor.devices().state == "failed" and "Another process may hold the TPU" in doctor.devices().remedy
+
+
+def test_a_process_that_sees_only_its_own_host_s_part(monkeypatch):
+    assert doctor.processes().state == "ok"
+    monkeypatch.setattr(jax, "device_count", lambda: 64)
+    assert doctor.processes().state == "warning" and "all hosts at once" in doctor.processes().remedy
+
+
+def test_the_host(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30, total=8 * 2**30))
+    assert doctor.host().state == "warning" and "1.0 of 8.0 GiB are free" in doctor.host().found
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 524288))
+    assert doctor.open_files() == Finding(
+        "open files", "warning", "at most 1024", "Raise it before a run on many devices: ulimit -n 65536."
+    )
+
+
+def test_bubblewrap_is_tried_not_only_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.bubblewrap().found == "not installed"
+    program = tmp_path / "bwrap"
+    for script, state, found in (
+        ("echo 'bwrap: No permissions to create a new namespace' >&2; exit 1", "warning", "No permissions"),
+        ("exit 0", "ok", str(program)),
+    ):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        assert doctor.bubblewrap().state == state and found in doctor.bubblewrap().found
+
+
+def test_places(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**30))
+    writable, disk = doctor.run_folder(str(tmp_path / "run"))
+    assert writable.state == "ok" and (disk.state, disk.found) == ("warning", "3.0 GiB are free")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert [finding.check for finding in doctor.run_folder(str(tmp_path / "run"))] == ["run folder", "hosts", "disk"]
+    (wrong,) = doctor.run_folder("s3://bucket/run")
+    assert wrong.state == "failed" and "write a bucket as gs://NAME/RUN" in wrong.found
+
+
+def test_the_compilation_cache(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert doctor.compilation_cache().state == "warning"
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+        assert doctor.compilation_cache().state == "ok"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch):
+    monkeypatch.setattr(doctor, "host", lambda: 1 / 0)
+    found = {finding.check: finding for finding in doctor.examine(base(), None)}
+    assert found["host"].state == "failed" and found["host"].found == "ZeroDivisionError: division by zero"
+    assert "open files" in found and "run folder" not in found

@@ -1,0 +1,403 @@
+"""The scripts for Google Cloud: the very commands that they print, and a preempted run that is brought to its end by a
+gcloud that only plays. Nothing here reaches a network.
+"""
+
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_launch import ROOT, _bash, _script, copy  # noqa: F401  copy is a fixture
+
+TOOLS = ("chmod", "date", "git", "grep", "head", "kill", "nohup", "sed", "setsid", "sleep", "sort", "touch", "uname")
+PLACE = ["--project=my-project", "--zone=us-east5-a", "--name=gspo"]
+RUN = ["--config=configs/tiny.py", "--workdir=gs://bucket/run"]
+WHERE = "--project=my-project --zone=us-east5-a"
+ALL = "--node=all --worker=all"
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.fixture
+def root(copy):  # noqa: F811
+    for tool in TOOLS:
+        if (found := shutil.which(tool)) and not (copy / "bin" / tool).exists():
+            (copy / "bin" / tool).symlink_to(found)
+    return copy
+
+
+def launch(root: Path, script: str, *flags: str):
+    return _bash(root, f'bash launch/{script} "$@"', *flags)
+
+
+def dry(root: Path, script: str, *flags: str) -> list[str]:
+    """The commands of a dry run, unquoted; what is said about them is left out."""
+    words = list(flags)
+    words.insert(1, "--dry-run")  # not behind what exec is to run
+    done = launch(root, script, *words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in root.iterdir()) == ["bin", "launch", "pyproject.toml"]
+    return [" ".join(shlex.split(line)) for line in done.stdout.splitlines() if not line.startswith("#")]
+
+
+def resources(command: str) -> str:
+    return f"gcloud compute tpus queued-resources {command} {WHERE}"
+
+
+def on_all(command: str) -> str:
+    return resources(f"ssh gspo {ALL} --command={command}")
+
+
+STATE = resources("describe gspo --format=value(state.state)")
+DELETE = resources("delete gspo --force --quiet")
+STATUS = on_all('bash gspo_jax/launch/worker.sh status 2>/dev/null || echo "$HOSTNAME: none"')
+STOP = on_all("bash gspo_jax/launch/worker.sh stop")
+START = on_all("bash gspo_jax/launch/worker.sh start -m gspo_jax.train " + " ".join(RUN))
+SETUP = on_all("bash gspo_jax/launch/worker.sh setup")
+UNPACK = (
+    "rm -rf gspo_jax.new && mkdir gspo_jax.new && tar -xzf gspo_jax.tar.gz -C gspo_jax.new && "
+    "if [ -d gspo_jax/.venv ]; then mv gspo_jax/.venv gspo_jax.new/; fi && rm -rf gspo_jax && mv gspo_jax.new gspo_jax"
+)
+PUSH = [
+    "mkdir -p build",
+    "git archive --format=tar.gz --output=build/gspo_jax.tar.gz HEAD",
+    resources(f"scp build/gspo_jax.tar.gz gspo:gspo_jax.tar.gz {ALL}"),
+    on_all(UNPACK),
+]
+CREATE = "create gspo --accelerator-type={} --runtime-version={} {}"
+ONE_SLICE = resources(CREATE.format("v5p-128", "v2-alpha-tpuv5", "--node-id=gspo"))
+
+
+@pytest.mark.parametrize(
+    "flags, created",
+    [
+        (["--type=v5p-128"], ONE_SLICE),
+        (["--type=v6e-16", "--spot"], resources(CREATE.format("v6e-16", "v2-alpha-tpuv6e", "--node-id=gspo --spot"))),
+        (
+            ["--type=v5litepod-256", "--slices=4", "--reserved"],
+            resources(
+                CREATE.format("v5litepod-256", "v2-alpha-tpuv5-lite", "--node-count=4 --node-prefix=gspo --reserved")
+            ),
+        ),
+        (
+            ["--type=v4-8", "--gcloud=--network=pod", "--gcloud=--internal-ips"],
+            resources(CREATE.format("v4-8", "tpu-ubuntu2204-base", "--node-id=gspo --network=pod --internal-ips")),
+        ),
+        (
+            ["--type=v4-8", "--runtime=tpu-ubuntu2404-base"],
+            resources(CREATE.format("v4-8", "tpu-ubuntu2404-base", "--node-id=gspo")),
+        ),
+    ],
+)
+def test_create(root, flags, created):
+    assert dry(root, "tpu.sh", "create", *PLACE, *flags) == [created]
+
+
+@pytest.mark.parametrize(
+    "command, flags, printed",
+    [
+        ("wait", [], [STATE]),
+        ("push", [], PUSH),
+        ("setup", [], [SETUP]),
+        ("setup", ["--fetch=gs://bucket/Qwen3"], [on_all("bash gspo_jax/launch/worker.sh setup gs://bucket/Qwen3")]),
+        ("run", RUN, [START]),
+        ("run", [*RUN, "--env=A_B=gs://c"], [START.replace("--command=", "--command=env A_B=gs://c ")]),
+        ("status", [], [STATE, STATUS]),
+        (
+            "logs",
+            ["--node=1", "--worker=3"],
+            [resources("ssh gspo --node=1 --worker=3 --command=tail -n 200 -F run/log")],
+        ),
+        ("exec", ["--", "uptime", "-p"], [on_all("cd gspo_jax && uptime -p")]),
+        ("stop", [], [STOP]),
+        ("delete", [], [DELETE]),
+        (
+            "babysit",
+            [*RUN, "--type=v5p-128"],
+            [STATE, ONE_SLICE, STATUS, STOP, *PUSH, SETUP, START, DELETE],
+        ),
+    ],
+)
+def test_the_other_commands(root, command, flags, printed):
+    assert dry(root, "tpu.sh", command, *PLACE, *flags) == printed
+
+
+def test_flags_reach_the_trainer_as_they_were_given(root):
+    given = [*RUN, "--config.sampling.prefix=<think>\n'a b'", "--config.iterations=9"]
+    (line,) = launch(root, "tpu.sh", "run", *PLACE, *given, "--dry-run").stdout.splitlines()
+    remote = next(word for word in shlex.split(line) if word.startswith("--command="))
+    _script(root / "gspo_jax" / "launch" / "worker.sh", 'printf "%s\\0" "$@" >given')
+    assert _bash(root, remote.removeprefix("--command=")).returncode == 0  # as the shell of a worker reads it
+    assert (root / "given").read_text().split("\0") == ["start", "-m", "gspo_jax.train", *given, ""]
+
+
+def test_gke(root):
+    flags = ["--cluster=pods", "--type=v5p-128", "--slices=2", *RUN]
+    *tree, workload = dry(root, "gke.sh", *PLACE, *flags)
+    assert tree == [
+        "mkdir -p build",
+        "git archive --format=tar --output=build/gspo_jax.tar HEAD",
+        "rm -rf build/gspo_jax",
+        "mkdir build/gspo_jax",
+        "tar -xf build/gspo_jax.tar -C build/gspo_jax",
+    ]
+    assert workload == (
+        f"xpk workload create --workload=gspo --cluster=pods {WHERE} --tpu-type=v5p-128 --num-slices=2 "
+        "--max-restarts=50 --base-docker-image=python:3.12 --script-dir=build/gspo_jax "
+        "--command=python -m pip install --quiet -e '.[tpu]' && python -m gspo_jax.train --config=configs/tiny.py --workdir=gs://bucket/run"
+    )
+
+
+def test_sky(root):
+    flags = ["--name=gspo", "--type=v5p-128", "--zone=us-east5-a", "--spot", *RUN]
+    assert dry(root, "sky.sh", *flags) == [
+        "sky jobs launch --name=gspo --infra=gcp/us-east5/us-east5-a --gpus=tpu-v5p-128 "
+        "--env=TRAIN=--config=configs/tiny.py --workdir=gs://bucket/run --use-spot --yes --detach-run launch/sky.yaml"
+    ]
+    job = (ROOT / "launch" / "sky.yaml").read_text()
+    assert "setup: bash launch/worker.sh setup\n" in job and "TRAIN:" in job and 'gspo_jax.train $TRAIN"' in job
+
+
+@pytest.mark.parametrize("script", ["tpu.sh", "gke.sh", "sky.sh"])
+def test_help_is_the_head_of_the_script(root, script):
+    done = launch(root, script, "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"bash launch/{script}" in done.stdout and "--dry-run" in done.stdout and "set -euo" not in done.stdout
+
+
+GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
+
+
+@pytest.mark.parametrize(
+    "script, flags, says",
+    [
+        ("tpu.sh", [], "unexpected end; use one of create, wait, "),
+        ("tpu.sh", ["creat", *PLACE], "unexpected creat; use one of create, wait, "),
+        ("tpu.sh", ["push", *PLACE, "--spto"], "unexpected --spto"),
+        ("tpu.sh", ["push", *PLACE[:2]], "--name= is missing"),
+        ("tpu.sh", ["push", *PLACE[:2], "--name=Gspo"], "--name=Gspo cannot be right"),
+        ("tpu.sh", ["push", *PLACE[1:]], "--project= is missing"),
+        ("tpu.sh", ["push", *PLACE, "--project=My Project"], "--project=My Project cannot be right"),
+        ("tpu.sh", ["push", *PLACE, "--zone=us-east5"], "--zone=us-east5 cannot be right; give the zone"),
+        ("tpu.sh", ["create", *PLACE], "--type= is missing"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "such as --type=v5p-128"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p-8", "--slices=0"], "--slices=0 cannot be right"),
+        (
+            "tpu.sh",
+            ["create", *PLACE, "--type=v5p-8", "--spot", "--reserved"],
+            "--spot and --reserved exclude each other",
+        ),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p-8", *RUN], "create takes no --config=configs/tiny.py"),
+        ("tpu.sh", ["run", *PLACE, RUN[0]], "--workdir= is missing; give a folder in a bucket"),
+        (
+            "tpu.sh",
+            ["run", *PLACE, RUN[0], "--workdir=runs/a"],
+            "--workdir=runs/a cannot be right; give a folder in a bucket",
+        ),
+        ("tpu.sh", ["run", *PLACE, RUN[1]], "--config= is missing"),
+        ("tpu.sh", ["setup", *PLACE, "--fetch=Qwen3"], "unexpected --fetch=Qwen3"),
+        ("tpu.sh", ["babysit", *PLACE, *RUN, "--type=v5p-8", "--tries=0"], "--tries=0 cannot be right"),
+        ("tpu.sh", ["exec", *PLACE], "exec has nothing to run"),
+        ("tpu.sh", ["stop", *PLACE, "--", "uptime"], "stop takes nothing behind --"),
+        ("tpu.sh", ["stop", *PLACE], "gcloud is not installed; see https://cloud.google.com/sdk"),
+        ("gke.sh", [flag for flag in GKE if "cluster" not in flag], "--cluster= is missing"),
+        ("gke.sh", [*GKE, "--restarts=x"], "--restarts=x cannot be right"),
+        ("gke.sh", [*GKE, "--spot"], "--spot is the cluster's to say"),
+        ("gke.sh", [*GKE, "--reserved"], "unexpected --reserved"),
+        ("gke.sh", GKE, "xpk is not installed"),
+        ("sky.sh", [*PLACE, "--type=v5p-8", *RUN], "--project=my-project is not for sky.sh"),
+        ("sky.sh", ["--name=a", "--type=v5p-8", "--slices=2", *RUN], "--slices=2 is not for sky.sh"),
+        ("sky.sh", ["--name=a", "--type=v5p-8", *RUN], "sky is not installed"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_before_anything_is_done(root, script, flags, says):
+    done = launch(root, script, *flags)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and says in done.stderr
+
+
+PLAYER = r"""
+cd "$PLAY"
+echo "$*" >>calls
+next() { # the first line of a file, which goes, but for the last one
+  head -n 1 "$1"
+  if [ "$(grep -c '' "$1")" -gt 1 ]; then sed -i 1d "$1"; fi
+}
+case "$*" in
+  *describe*) said=$(next states)
+    if [ "$said" = NONE ]; then echo "ERROR: NOT_FOUND: no such resource" >&2; exit 1; fi
+    echo "WARNING: a note" >&2; echo "$said" ;;
+  *'worker.sh status'*) said=$(next statuses)
+    case $said in GONE) exit 255 ;; *) printf '%b\n' "$said" ;; esac ;;
+  'storage ls'*) next checkpoints ;;
+  *" create "*) next created >/dev/null; [ "$(next created)" = yes ] ;;
+esac
+"""
+"""A gcloud that answers from files and says how it was called."""
+
+
+def babysit(root: Path, *, states: str, statuses: str, checkpoints: str = "", created: str = "yes", tries: int = 5):
+    """Plays to the end; what was done, in short, and how it ended."""
+    play = root / "play"
+    play.mkdir()
+    for name, lines in {"states": states, "statuses": statuses, "created": created}.items():
+        (play / name).write_text("".join(f"{word.replace('~', ' ')}\n" for word in lines.split()))
+    newest = [f"gs://bucket/run/checkpoints/{step}/" for step in checkpoints.split()] or [""]
+    (play / "checkpoints").write_text("".join(f"{line}\n" for line in newest))
+    _script(root / "bin" / "gcloud", PLAYER)
+    (root / "bin" / "git").unlink()
+    _script(root / "bin" / "git", "")
+    flags = [*PLACE, *RUN, "--type=v5p-128", "--spot", "--poll=0", f"--tries={tries}"]
+    done = _bash(root, 'bash launch/tpu.sh babysit "$@"', *flags, PLAY=str(play))
+    calls = (play / "calls").read_text()
+    short = {"create gspo": "create", "delete gspo": "delete", "worker.sh start": "start", "worker.sh setup": "setup"}
+    did = [word for call in calls.splitlines() for sign, word in short.items() if sign in call]
+    return did, done
+
+
+def test_a_preempted_run_gets_new_machines_and_resumes(root):
+    did, done = babysit(
+        root,
+        states="NONE NONE WAITING_FOR_RESOURCES PROVISIONING ACTIVE ACTIVE ACTIVE ACTIVE SUSPENDING SUSPENDED "
+        "NONE CREATING ACTIVE",  # the first look is only whether there is an answer
+        statuses=r"a:~none a:~running GONE GONE a:~none a:~running\nb:~running a:~finished\nb:~running "
+        r"a:~finished\nb:~finished",
+        checkpoints="20",
+    )
+    assert done.returncode == 0, done.stderr
+    assert did == ["create", "setup", "start", "delete", "create", "setup", "start", "delete"]
+    told = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+    states = [line.removeprefix("gspo is ") for line in told if line.startswith("gspo is ")]
+    assert states == [
+        *(
+            "NONE",
+            "WAITING_FOR_RESOURCES",
+            "PROVISIONING",
+            "ACTIVE",
+            "SUSPENDING",
+            "SUSPENDED",
+            "NONE",
+            "CREATING",
+            "ACTIVE",
+        )
+    ]
+    assert told[-1] == "the run is finished"
+
+
+def test_a_run_under_way_is_only_watched(root):
+    did, done = babysit(root, states="ACTIVE", statuses="a:~running a:~running a:~finished")
+    assert done.returncode == 0 and did == ["delete"]
+
+
+def test_a_run_that_ends_well_because_its_machines_are_taken_away_is_not_finished(root):
+    did, done = babysit(
+        root,
+        states="ACTIVE ACTIVE ACTIVE SUSPENDED NONE ACTIVE",
+        statuses="a:~running a:~finished a:~none a:~stopped a:~running a:~finished a:~finished",
+    )
+    assert done.returncode == 0, done.stderr
+    assert did == ["delete", "create", "setup", "start", "setup", "start", "delete"]
+
+
+def test_it_gives_up_on_a_run_that_gets_nowhere(root):
+    did, done = babysit(root, states="ACTIVE", statuses="a:~failed~with~exit~code~1", checkpoints="20", tries=3)
+    assert done.returncode == 1 and did == ["setup", "start"] * 3
+    assert "3 attempts in a row have left no new checkpoint in gs://bucket/run" in done.stderr
+
+
+def test_a_run_that_comes_on_between_failures_is_not_given_up(root):
+    statuses = "a:~failed,~killed a:~running " * 4 + "a:~finished"
+    did, done = babysit(root, states="ACTIVE", statuses=statuses, checkpoints="20 40 60 80", tries=1)
+    assert done.returncode == 0, done.stderr
+    assert did == ["setup", "start"] * 4 + ["delete"]
+
+
+def test_it_gives_up_where_no_machine_can_be_had(root):
+    did, done = babysit(root, states="NONE", statuses="-", created="no", tries=2)
+    assert done.returncode == 1 and did == ["create"] * 3
+    (root / "play" / "calls").unlink()
+
+
+def test_waiting_ends_with_the_machines_or_with_a_sentence(root):
+    play = root / "play"
+    play.mkdir()
+    _script(root / "bin" / "gcloud", PLAYER)
+    for states, code, says in (
+        ("CREATING\nACTIVE\n", 0, "gspo is ACTIVE"),
+        ("CREATING\nFAILED\n", 1, "will not become"),
+    ):
+        (play / "states").write_text(states)
+        done = _bash(root, 'bash launch/tpu.sh wait "$@"', *PLACE, "--poll=0", PLAY=str(play))
+        assert done.returncode == code and says in done.stdout + done.stderr
+
+
+def worker(root: Path, *arguments: str):
+    return _bash(root, 'bash gspo_jax/launch/worker.sh "$@"', *arguments)
+
+
+@pytest.fixture
+def machine(root):
+    """A home folder as push and setup leave it, whose python does what its arguments say."""
+    shutil.copytree(root / "launch", root / "gspo_jax" / "launch")
+    _script(root / "gspo_jax" / ".venv" / "bin" / "python", 'echo "called: $*"; eval "$*"')
+    return root
+
+
+def state_of(machine: Path, wanted: str) -> str:
+    """What status says, once it says what is wanted, or after seconds."""
+    for _ in range(100):
+        said = worker(machine, "status").stdout
+        if wanted in said:
+            break
+        time.sleep(0.05)
+    return said.partition(": ")[2].strip()
+
+
+def test_a_worker_tells_what_has_become_of_its_run(machine):
+    assert state_of(machine, "none") == "none"
+    assert worker(machine, "start", "sleep 60").returncode == 0  # and returns at once
+    assert state_of(machine, "running") == "running"
+    again = worker(machine, "start", "true")
+    assert again.returncode == 2 and "runs already; stop it first" in again.stderr
+    assert worker(machine, "stop").returncode == 0
+    assert state_of(machine, "stopped") == "stopped"
+    assert worker(machine, "start", "true").returncode == 0
+    assert state_of(machine, "finished") == "finished"
+    assert worker(machine, "start", "exit 3").returncode == 0
+    assert state_of(machine, "exit code 3") == "failed with exit code 3"
+    (machine / "run" / "exit").unlink()  # as a reboot leaves it
+    assert state_of(machine, "killed") == "failed, killed"
+    assert (machine / "run" / "log").read_text().splitlines()[0] == "called: sleep 60"
+
+
+def test_stopping_waits_for_a_run_that_saves_first(machine):
+    assert (
+        worker(
+            machine, "start", "trap 'sleep 0.3; touch saved; exit 0' TERM; while true; do sleep 0.1; done"
+        ).returncode
+        == 0
+    )
+    assert state_of(machine, "running") == "running"
+    assert worker(machine, "stop").returncode == 0
+    assert state_of(machine, "stopped") == "stopped" and (machine / "gspo_jax" / "saved").exists()
+    assert (machine / "run" / "exit").read_text() == "0\n"
+
+
+def test_setup_installs_and_fetches(machine):
+    python = machine / "gspo_jax" / ".venv" / "bin" / "python"
+    _script(python, 'if [ "$1" != -c ]; then echo "$*" >>calls; fi')
+    _script(machine / "bin" / "bwrap", "")
+    _script(machine / "bin" / "gcloud", 'echo "$*" >>"$HOME/fetched.log"')
+    (machine / "home").mkdir()
+    (machine / "gspo_jax" / "pyproject.toml").write_text("")
+    done = worker(machine, "setup", "gs://bucket/models/Qwen3")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "-m pip install --disable-pip-version-check --no-input -e .[tpu]"
+        in (machine / "gspo_jax" / "calls").read_text()
+    )
+    target = machine / "fetched" / "Qwen3"
+    assert target.is_dir()
+    fetched = (machine / "home" / "fetched.log").read_text()
+    assert fetched == f"storage rsync --recursive gs://bucket/models/Qwen3 {target}\n"
