@@ -19,18 +19,28 @@ ROUNDING = {"float32": 2e-6, "bfloat16": 2e-2}
 
 
 def draw(rows, queries, keys, dtype, heads=4, kv_heads=2, width=128):
-    """Queries, keys, values, what is valid of the keys (the last row is all padding), and a gradient of the output."""
+    """Queries, keys, values, what is valid of the keys (the last row is all padding), and a gradient of the output.
+
+    There is none for a query that sees no key: nobody learns from it.
+    """
     rng = np.random.default_rng(queries)
     shapes = [(rows, queries, heads, width), *[(rows, keys, kv_heads, width)] * 2, (rows, queries, heads, width)]
     q, k, v, grads = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     valid = jnp.asarray(rng.random((rows, keys)) < 0.8).at[0, :5].set(False).at[-1].set(False)
-    return q, k, v, valid, grads
+    return q, k, v, valid, jnp.where(seeing(valid, queries), grads, 0)
+
+
+def seeing(valid, queries):
+    """Queries with a key before them, in what is as one text or begins with a prompt that has one."""
+    return (jnp.cumsum(valid, axis=1)[:, -queries:] > 0)[:, :, None, None]
 
 
 @partial(jax.jit, static_argnames="attend")
 def with_gradients(attend, q, k, v, valid, grads):
     out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, valid), q, k, v)
-    return out, *vjp(grads)
+    return jnp.where(seeing(valid, q.shape[1]), out, 0 * out), *vjp(
+        grads
+    )  # NaN where what nobody asks for is not finite
 
 
 def close(ours, theirs, dtype):

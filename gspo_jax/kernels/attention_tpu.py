@@ -14,8 +14,6 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jaxtyping import Array, Bool, Float
 
-from gspo_jax.kernels.segments import valid_so_far
-
 _LANES = 128
 _BLOCKS = (1024, 512, 256)
 """Queries and keys of a block, where a row fills it; else 128. Longer blocks cost fewer cycles per score, as scheduled
@@ -100,7 +98,7 @@ def attention(
     """softmax(q k^T / sqrt(h)) v over the valid keys of the prompt and of the own response, at or before each query.
 
     Query head i reads key/value head i // (H / Kv). Scores are float32, the output has q's dtype. A query that sees no
-    key gets 0. The output and its log-sum of exponentials are named "dot" for `jax.checkpoint`.
+    key gets something finite: to make it 0 costs three passes over all outputs, and nobody learns from it. The output and its log-sum of exponentials are named "dot" for `jax.checkpoint`.
 
     Args:
       q: queries, scaled and rounded again to their dtype; the last T of N tokens, all of them if there are more
@@ -139,10 +137,7 @@ def attention(
     of_row = jax.vmap(of_key_head, (0, 0, 0, None))
     grouped = _padded(q * h**-0.5, queries).reshape(B, Kv, H // Kv, queries, -1)
     out = jax.vmap(of_row)(grouped, _padded(k, keys), _padded(v, keys), numbers)
-    out = jnp.swapaxes(out.reshape(B, H, queries, -1)[:, :, :T, :h], 1, 2)
-    # Who sees nothing has the mean of all values, and would hand its gradient on to them.
-    seen = valid_so_far(valid, prompt, responses)[:, N - T :] > 0
-    return jnp.where(seen[:, :, None, None], out, 0)
+    return jnp.swapaxes(out.reshape(B, H, queries, -1)[:, :, :T, :h], 1, 2)
 
 
 def _padded(x: Float[Array, "B n H h"], tokens: int) -> Float[Array, "B H m w"]:

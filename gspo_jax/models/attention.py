@@ -29,17 +29,8 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
     return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rope(x: Float[Array, "B T N h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N h"]:
+def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B N T h"]:
     """Rotates pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, the half-split layout)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def rope_h(x, positions, theta: float):
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, None, :, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
@@ -97,13 +88,16 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the attention output and what `attend` kept (keys and values of the cache, or None)."""
         eps, theta = self.config.rms_norm_eps, self.config.rope_theta
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = (checkpoint_name(jnp.swapaxes((x @ w.astype(x.dtype)).reshape(heads), 1, 2), "dot") for w in (self.q, self.k, self.v))
-        qh, kh = q, k; v = jnp.swapaxes(v, 1, 2)
-        qh = rope_h(rms_norm(qh, self.q_norm[...], eps), positions, theta)
-        kh = rope_h(rms_norm(kh, self.k_norm[...], eps), positions, theta)
-        q, k = jnp.swapaxes(qh, 1, 2), jnp.swapaxes(kh, 1, 2)
+        q, k, v = (self._heads(x @ w.astype(x.dtype)) for w in (self.q, self.k, self.v))
+        q = rope(rms_norm(q, self.q_norm[...], eps), positions, theta)
+        k = rope(rms_norm(k, self.k_norm[...], eps), positions, theta)
+        q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
         return checkpoint_name(out.reshape(*x.shape[:2], -1) @ self.o.astype(x.dtype), "dot"), kept
+
+    def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
+        """Heads before tokens, as attention wants them: laid out anew here, before norm and rotation make it float32."""
+        heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+        return checkpoint_name(jnp.swapaxes(heads, 1, 2), "dot")
