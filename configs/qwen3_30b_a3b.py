@@ -1,19 +1,61 @@
-"""recipe"""
+"""GSPO on Qwen3-30B-A3B, on 64 chips of v5p, or by argument on v6e, v5e, and with long responses.
+
+    python -m gspo_jax.train --config=configs/qwen3_30b_a3b.py --workdir=gs://BUCKET/RUN \\
+        --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
+"""
+
+from ml_collections import ConfigDict
 
 from gspo_jax.config import base
+from gspo_jax.types import UserError, choices
 
 
-def get_config(arg=""):
-    c = base()
-    c.model.published = "Qwen3-30B-A3B"
-    c.mesh.update({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})
-    c.sampling.mesh.update({"data": -1, "expert": 16})
-    c.data.task = "gsm8k"
-    c.data.prompts_per_batch = 64
-    c.sampling.group_size = 16
-    c.data.max_prompt_length = 512
-    c.sampling.max_response_length = 3968
-    c.training.logprob_chunk = 64 * 1024
-    c.rewards.math_verify = 1.0
-    c.eval.correct = "math_verify"
-    return c
+def get_config(arg: str = "") -> ConfigDict:
+    """`arg` is one of `ARGUMENTS`, or several with commas between; none is v5p:4x4x4."""
+    config = base()
+    config.model.published = "Qwen3-30B-A3B"
+    config.model.remat = "dots"
+    config.mesh.update({"data": 1, "fsdp": -1})  # 64 chips: two whole experts of each layer on a chip
+    config.sampling.mesh.update({"data": -1, "expert": 16})
+    config.data.task = "gsm8k"
+    config.data.prompts_per_batch = 64
+    config.data.max_prompt_length = 512
+    config.sampling.group_size = 16
+    config.sampling.max_response_length = 3968  # a prompt and four responses to it: 16384 tokens a chip and update
+    config.training.logprob_chunk = 64 * 1024
+    config.scoring.workers = 8
+    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
+    config.eval.correct = "math_verify"
+    for name in filter(None, arg.split(",")):
+        if name not in ARGUMENTS:
+            raise UserError(
+                f"configs/qwen3_30b_a3b.py takes no argument {name!r}; {choices(name, ARGUMENTS)}, or none for v5p"
+            )
+        ARGUMENTS[name](config)
+    return config
+
+
+def v6e(config: ConfigDict) -> None:
+    """64 chips with 31 GB, v6e:8x8."""
+    config.model.remat = "full"
+    config.training.microbatches = 2
+
+
+def v5e(config: ConfigDict) -> None:
+    """256 chips with 16 GB, v5e:16x16."""
+    config.model.remat = "full"
+    config.mesh.update({"data": 2})
+    config.data.prompts_per_batch = 256
+    config.training.logprob_chunk = 256 * 512
+    config.training.microbatches = 4
+
+
+def long(config: ConfigDict) -> None:
+    """Sequences of 32,768 tokens, one to a chip at a time."""
+    config.model.remat = "full"
+    config.data.max_prompt_length = 1024
+    config.sampling.max_response_length = 31744
+    config.training.microbatches = 4
+
+
+ARGUMENTS = {"v6e": v6e, "v5e": v5e, "long": long}

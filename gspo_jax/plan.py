@@ -9,10 +9,12 @@ ahead of time, not a measurement. Compiled programs are kept under their content
 """
 
 import dataclasses
+import math
 import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from rich.console import Console
 from gspo_jax import cli, experiment, programs
 from gspo_jax.kernels import backend
 from gspo_jax.models import flops as flops_lib
+from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import hlo, jaxpr, topology
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS, Chip
+from gspo_jax.training.state import new_state, state_shardings
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -38,6 +42,8 @@ EFFICIENCY = 0.83
 """Σ of the operations' bounds over the time of a step, in published v5p training of dense models of 32B to 128B."""
 AGREEMENT = 0.02
 """How far the three counts of flops may lie apart for a projection to be made."""
+GROUPED = ("gmm", "tgmm")
+"""What the names of the grouped matmul's kernels begin with."""
 LARGEST = 10
 """Buffers that are named where a program does not fit."""
 
@@ -73,6 +79,29 @@ class Setting:
             whole = flops_lib.of_rows(rows, prompt=S, response=T, share=share)
         return whole / self.mesh.size
 
+    def filled(self, name: str) -> float:
+        """How much of the rows that the experts' buffers have room for there are, where experts are balanced."""
+        model, mesh = self.model, self.mesh
+        if name.startswith("sample"):
+            mesh = experiment.make_sampler_mesh(self.config, mesh)
+        shards = mesh.shape["expert"]
+        if not model.num_experts or self.config.model.dispatch == "capacity":
+            return 1.0
+        K = model.experts_per_token
+        return K / (shards * min(K, model.num_experts // shards))
+
+    def resident(self, name: str) -> int:
+        """Bytes of a chip that others hold while a program runs: of the trainer's state what it is not given."""
+        if name == "update":
+            return 0
+        optimizer, _ = experiment.make_update_rule(self.config)
+        _, shapes = transformer.abstract(self.model)
+        places = state_shardings(shapes, optimizer, self.mesh).policy
+        state = jax.eval_shape(partial(new_state, optimizer=optimizer), shapes).policy
+        of = (state, places) if name.startswith("sample") else (state.opt_state, places.opt_state)
+        leaves = zip(*map(jax.tree.leaves, of), strict=True)
+        return sum(math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize for x, place in leaves)
+
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """A forward's flops on a chip, by part, and how often attention's are run in the program as it is written."""
         forward = flops_lib.forward(self.model, self.work(name))
@@ -90,27 +119,30 @@ def plan_program(name: str, setting: Setting, *, key: str, cache: Path, dump: Pa
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{name}.hlo").write_text(compiled.text)
-    module, chip = hlo.Module(compiled.text), setting.chip
+    fill, resident = setting.filled(name), setting.resident(name)
+    module, chip = hlo.Module(compiled.text, filled=dict.fromkeys(GROUPED, fill)), setting.chip
     facts: dict[str, Any] = {
-        "fits": compiled.fits,
+        "fits": compiled.fits and compiled.peak_bytes + resident <= chip.memory,
         "peak_bytes": compiled.peak_bytes,
+        "resident_bytes": resident,
         "limit_bytes": chip.memory,
-        "headroom": round(1 - compiled.peak_bytes / chip.memory, 4),
+        "headroom": round(1 - (compiled.peak_bytes + resident) / chip.memory, 4),
         "host_bytes": compiled.host_bytes,
         "hbm_by_kind": memory_by_kind(module, compiled, setting, name),
         "compile_s": round(compiled.seconds, 1),
         "warnings": [],
     }
-    if not compiled.fits:
-        over = (compiled.peak_bytes - chip.memory) / 1e9
-        facts["warnings"].append(
-            f"needs {over:.1f} GB more than a chip has: {compiled.complaint.splitlines()[0][:200]}"
-        )
+    if not facts["fits"]:
+        over = (compiled.peak_bytes + resident - chip.memory) / 1e9
+        said = f": {compiled.complaint.splitlines()[0][:200]}" if compiled.complaint else ""
+        facts["warnings"].append(f"needs {over:.1f} GB more than a chip has{said}")
         facts["largest"] = [described(module, buffer) for buffer in compiled.live[:LARGEST]]
+    if not compiled.fits:
         return facts
     whole = module.costs()
     costs = whole if name != "sample_decode" else module.loop() or whole
-    facts |= figures(costs, name, setting, traced_flops=jaxpr.product_flops(traced.jaxpr) / setting.mesh.size)
+    asked = jaxpr.product_flops(traced.jaxpr, filled=dict.fromkeys(GROUPED, fill)) / setting.mesh.size
+    facts |= figures(costs, name, setting, traced_flops=asked)
     facts["warnings"] += warnings(costs, setting, name)
     return facts
 
@@ -195,17 +227,34 @@ def memory_by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, nam
     """What a chip's memory holds at the peak, in bytes: what the compiler says is alive, sorted by what it is."""
     kinds: Counter[str] = Counter()
     shapes = parameter_shapes(setting)
-    for buffer in compiled.live:
+    for buffer in without_aliases(module, compiled.live):
         kinds[kind_of(module, buffer, setting.model, shapes, name)] += buffer.bytes
     if compiled.fits:
         kinds["unused between buffers"] += max(0, compiled.peak_bytes - sum(kinds.values()))
     return dict(kinds.most_common())
 
 
+def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers that are not a loop's names for others: it changes in place what it is given."""
+    found, seen, inner = [], Counter[Any](), []
+    for buffer in live:
+        operation = module.find(buffer.name)
+        if operation is not None and operation.opcode == "parameter" and buffer.element is not None:
+            inner.append((buffer, operation.arrays[buffer.element]))
+        else:
+            found.append(buffer)
+            arrays = operation.arrays if operation is not None else ()
+            seen.update(arrays[buffer.element or 0 :][:1])
+    for buffer, array in inner:
+        if seen[array]:
+            seen[array] -= 1
+        else:
+            found.append(buffer)
+    return found
+
+
 def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
     """Of the parameters as a chip of the trainer holds them."""
-    from gspo_jax.models import transformer
-
     _, shapes = transformer.abstract(setting.model)
     placed = mesh_lib.param_shardings(shapes, setting.mesh)
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
@@ -231,7 +280,8 @@ def kind_of(module: hlo.Module, buffer: Buffer, model: ModelConfig, shapes: set[
     if name == "update" and dims in shapes:
         return "gradients"
     if len(dims) > 1 and dims[0] == model.num_layers:
-        return {"update": "saved activations", "sample_decode": "cache", "sample_prefill": "cache"}.get(name, "routes")
+        kinds = {"update": "saved activations", "score": "routes", "reshard": "the sampler's weights"}
+        return kinds.get(name, "cache")
     for scope in ("attention", "feed_forward", "logits", "optimizer"):
         if scope in operation.scope:
             return scope.replace("_", " ")
@@ -292,42 +342,48 @@ def show(console: Console, name: str, facts: Mapping[str, Any]) -> None:
     gb = 1e9
     fits = "fits" if facts["fits"] else "DOES NOT FIT"
     console.print(
-        f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / gb:.2f} of {facts['limit_bytes'] / gb:.2f} GB "
-        f"({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
+        f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / gb:.2f} GB beside {facts['resident_bytes'] / gb:.2f}, of "
+        f"{facts['limit_bytes'] / gb:.2f} GB ({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
         highlight=False,
+        soft_wrap=True,
     )
     held = ", ".join(f"{kind} {size / gb:.2f}" for kind, size in facts["hbm_by_kind"].items() if size > 0.005 * gb)
-    console.print(f"  at the peak, GB: {held}", highlight=False)
+    console.print(f"  at the peak, GB: {held}", highlight=False, soft_wrap=True)
     if facts["fits"]:
         show_costs(console, facts)
     for line in facts.get("largest", []):
-        console.print(f"  {line}", highlight=False, markup=False)
+        console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
     for text in facts["warnings"]:
-        console.print(f"  warning: {text}", style="yellow", highlight=False, markup=False)
+        console.print(f"  warning: {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_costs(console: Console, facts: Mapping[str, Any]) -> None:
     """Flops, collectives and times."""
     seconds, per = facts["seconds"], facts["per"]
     counts = ", ".join(f"{by} {count / 1e12:.2f}" for by, count in facts["flops_by"].items())
-    console.print(f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)", highlight=False)
+    console.print(
+        f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)", highlight=False, soft_wrap=True
+    )
     for c in facts["collectives"][:4]:
         console.print(
             f"  {c['kind']} over {c['group']}: {c['count']} times, {c['bytes'] / 1e9:.2f} GB sent, "
             f"most in {c['source']}",
             highlight=False,
+            soft_wrap=True,
             markup=False,
         )
     bounds = ", ".join(f"{what} {1e3 * seconds[what]:.2f}" for what in seconds)
-    console.print(f"  ms: {bounds}; {facts['binds']} binds", highlight=False)
+    console.print(f"  ms: {bounds}; {facts['binds']} binds", highlight=False, soft_wrap=True)
     if facts["projected_step_s"] is None:
-        console.print("  no projection: the counts of flops lie too far apart", style="yellow")
+        console.print("  no projection: the counts of flops lie too far apart", style="yellow", soft_wrap=True)
     elif seconds["floor"]:
         low, high = facts["projected_step_s"]
         console.print(
             f"  projected (ahead of time, not measured): {1e3 * low:.1f} ms with collectives hidden, "
-            f"{1e3 * high:.1f} ms with them exposed; {seconds['floor'] / high:.0%} to {seconds['floor'] / low:.0%} of the floor",
+            f"{1e3 * high:.1f} ms with them exposed, {low / seconds['floor']:.2f} to "
+            f"{high / seconds['floor']:.2f} times the floor",
             highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -370,7 +426,7 @@ def plan(
     facts |= {"sampler_mesh": dict(sampler_mesh.shape), "programs": {}}
     if console is not None:
         mesh_text = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        console.print(f"{facts['topology']}, {mesh.size} chips, mesh {mesh_text}", highlight=False)
+        console.print(f"{facts['topology']}, {mesh.size} chips, mesh {mesh_text}", highlight=False, soft_wrap=True)
     for one in wanted:
         found = facts["programs"][one] = plan_program(one, setting, key=key, cache=cache, dump=dump)
         if console is not None:

@@ -34,8 +34,8 @@ def causal_attention(
     """softmax(q k^T / sqrt(h)) v over the valid keys at or before each query; the queries are the last T of N tokens.
 
     Query head i reads key/value head i // (H / Kv). The output has q's dtype. A query that sees no key gets 0, on TPU
-    something finite. Off the TPU a chunk of queries at a time meets the keys up to its end, and the backward pass computes the
-    scores again: of the [T, N] scores nothing is kept.
+    something finite. Off the TPU a chunk of queries at a time meets the keys up to its end, and the backward pass
+    computes the scores again: of the [T, N] scores nothing is kept.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid)

@@ -98,7 +98,8 @@ def attention(
     """softmax(q k^T / sqrt(h)) v over the valid keys of the prompt and of the own response, at or before each query.
 
     Query head i reads key/value head i // (H / Kv). Scores are float32, the output has q's dtype. A query that sees no
-    key gets something finite: to make it 0 costs three passes over all outputs, and nobody learns from it. The output and its log-sum of exponentials are named "dot" for `jax.checkpoint`.
+    key gets something finite: to make it 0 costs three passes over all outputs, and nobody learns from it. The output
+    and its log-sum of exponentials are named "dot" for `jax.checkpoint`.
 
     Args:
       q: queries, scaled and rounded again to their dtype; the last T of N tokens, all of them if there are more

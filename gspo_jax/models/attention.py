@@ -98,6 +98,6 @@ class Attention(nnx.Module):
         return checkpoint_name(out.reshape(*x.shape[:2], -1) @ self.o.astype(x.dtype), "dot"), kept
 
     def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
-        """Heads before tokens, as attention wants them: laid out anew here, before norm and rotation make it float32."""
+        """Heads before tokens, as attention wants them: laid out anew before norm and rotation make it float32."""
         heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
         return checkpoint_name(jnp.swapaxes(heads, 1, 2), "dot")

@@ -1,4 +1,4 @@
-"""Compiles a program for a machine that is not there, and keeps what came of it: text, memory, what is in it at peak."""
+"""Compiles a program for a machine that is not there, and keeps what came of it: its text, and the memory it takes."""
 
 import dataclasses
 import gzip
@@ -107,7 +107,7 @@ def _live(report: str) -> tuple[Buffer, ...]:
 
 
 def _needed(complaint: str, live: tuple[Buffer, ...]) -> int:
-    """Bytes that a program asked for which did not fit, as the compiler's message says or by the buffers it tells of."""
+    """Bytes that a program asked for which did not fit, by the compiler's message or the buffers it tells of."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     said = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
     return max(int(float(said[1]) * units[said[2]]) if said else 0, sum(buffer.bytes for buffer in live))

@@ -181,9 +181,14 @@ class Costs:
 
 
 class Module:
-    """A compiled program's text, taken apart."""
+    """A compiled program's text, taken apart.
 
-    def __init__(self, text: str):
+    `filled` says of kernels, by what their names begin with, how much of the rows that they estimate their flops for
+    there are: of buffers that have room for the worst case.
+    """
+
+    def __init__(self, text: str, *, filled: Mapping[str, float] | None = None):
+        self.filled = filled or {}
         self.computations: dict[str, Computation] = {}
         self.entry = ""
         current: Computation = {}
@@ -486,7 +491,8 @@ class _Walk:
         if flops is None or moves is None:
             self.kernels[re.sub(r"[.\d]+$", "", operation.name)] += times  # pyright: ignore[reportArgumentType]
             return 0.0, moved
-        return float(flops), float(moves)
+        fill = next((f for name, f in self.module.filled.items() if operation.name.startswith(name)), 1.0)
+        return fill * float(flops), float(moves)
 
 
 def _is_kernel(operation: Operation) -> bool:

@@ -2,19 +2,24 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspo_jax.parallel.hlo import MOST
 
 
-def product_flops(jaxpr: Any, devices: int = 1) -> float:
+def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] | None = None) -> float:
     """Of all matrix products, and of Pallas kernels that estimate their own, over all devices together.
 
     Inside `jax.shard_map` a product stands for one on each shard, outside for all of it. `devices` is how many shards
     one product of this jaxpr stands for. A loop whose turns depend on data counts as often as its scope says
-    (`hlo.at_most`), or once.
+    (`hlo.at_most`), or once. `filled` is that of `hlo.Module`, by the names of `jax.jit` that kernels are called under.
     """
+
+    def inside(jaxpr: Any, devices: int = devices, name: str = "") -> float:
+        share = (filled or {}).get(name, 1.0)
+        return share * product_flops(jaxpr, devices, filled=filled)
+
     total = 0.0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, parameters = equation.primitive.name, equation.params
@@ -30,12 +35,13 @@ def product_flops(jaxpr: Any, devices: int = 1) -> float:
             sizes = parameters["mesh"].shape
             cut = parameters.get("newly_manual_axes", parameters.get("manual_axes"))  # its name before jax 0.12
             shards = math.prod(sizes[axis] for axis in cut)
-            total += product_flops(parameters["jaxpr"], devices * shards)
+            total += inside(parameters["jaxpr"], devices * shards)
         elif name == "cond":
-            total += max(product_flops(branch, devices) for branch in parameters["branches"])
+            total += max(map(inside, parameters["branches"]))
         else:
             times = _trips(name, equation)
-            total += times * sum(product_flops(inner, devices) for inner in _inside(parameters))
+            called = parameters.get("name", "") if name in ("jit", "pjit") else ""
+            total += times * sum(inside(inner, name=called) for inner in _inside(parameters))
     return total
 
 

@@ -1,0 +1,34 @@
+"""GSPO on Qwen3-235B-A22B, on 128 chips of v5p.
+
+    python -m gspo_jax.train --config=configs/qwen3_235b_a22b.py --workdir=gs://BUCKET/RUN \\
+        --config.model.folder=Qwen3-235B-A22B --config.data.folder=gsm8k
+"""
+
+from ml_collections import ConfigDict
+
+from gspo_jax.config import base
+from gspo_jax.types import UserError
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """`arg` may be "least": 64 chips, v5p:4x4x4."""
+    config = base()
+    config.model.published = "Qwen3-235B-A22B"
+    config.mesh.update({"data": 1, "fsdp": -1})
+    config.sampling.mesh.update({"data": -1, "expert": 32})
+    config.data.task = "gsm8k"
+    config.data.prompts_per_batch = 128
+    config.data.max_prompt_length = 512
+    config.sampling.group_size = 16
+    config.sampling.max_response_length = 3968
+    config.training.microbatches = 2
+    config.training.logprob_chunk = 128 * 512
+    config.scoring.workers = 8
+    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
+    config.eval.correct = "math_verify"
+    if arg == "least":
+        config.data.prompts_per_batch = 64
+        config.training.logprob_chunk = 64 * 512
+    elif arg:
+        raise UserError(f"configs/qwen3_235b_a22b.py takes no argument {arg!r}; use least or none")
+    return config

@@ -1,0 +1,32 @@
+"""GSPO on a dense Qwen3 of 0.6B to 8B parameters, on one host of four v5p chips.
+
+    python -m gspo_jax.train --config=configs/qwen3_dense.py:4B --workdir=runs/qwen3_4b \\
+        --config.model.folder=Qwen3-4B --config.data.folder=gsm8k
+"""
+
+from ml_collections import ConfigDict
+
+from gspo_jax.config import base
+from gspo_jax.types import UserError, choices
+
+SIZES = ("0.6B", "1.7B", "4B", "8B")
+
+
+def get_config(arg: str = "1.7B") -> ConfigDict:
+    """`arg` is one of `SIZES`."""
+    arg = arg or "1.7B"
+    if arg not in SIZES:
+        raise UserError(f"configs/qwen3_dense.py takes no argument {arg!r}; {choices(arg, SIZES)}")
+    config = base()
+    config.model.published = f"Qwen3-{arg}"
+    config.data.task = "gsm8k"
+    config.data.prompts_per_batch = 64
+    config.data.max_prompt_length = 512
+    config.sampling.group_size = 16
+    config.sampling.max_response_length = 3584
+    config.training.microbatches = 16
+    config.training.logprob_chunk = 4 * 1024
+    config.scoring.workers = 8
+    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
+    config.eval.correct = "math_verify"
+    return config

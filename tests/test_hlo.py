@@ -1,0 +1,140 @@
+"""The walk over compiled text: every loop as often as it turns, slices as slices, collectives as a ring sends them.
+
+Small programs compiled here, whose costs are worked out by hand, and lines of text as the TPU's compiler writes them.
+"""
+
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gspo_jax.parallel import hlo, jaxpr
+from gspo_jax.parallel import mesh as mesh_lib
+
+
+def compiled(f, *arguments):
+    return hlo.Module(jax.jit(f).lower(*arguments).compile().as_text())
+
+
+def ones(*shape):
+    return jnp.ones(shape, jnp.float32)
+
+
+def test_a_product_takes_two_flops_for_each_pair():
+    costs = compiled(lambda a, b: a @ b, ones(8, 16), ones(16, 32)).costs()
+    assert costs.flops == 2 * 8 * 16 * 32
+    assert costs.bytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
+
+
+def nested(x, w):
+    def outer(x, w):
+        inner = jax.lax.fori_loop(2, 9, lambda i, y: y @ w, x)
+        return inner, None
+
+    return jax.lax.scan(outer, x, w)[0]
+
+
+def test_loops_count_as_often_as_they_turn():
+    arguments = ones(4, 16), ones(5, 16, 16)
+    expected = 5 * 7 * 2 * 4 * 16 * 16
+    costs = compiled(nested, *arguments).costs()
+    assert (costs.flops, costs.unknown) == (expected, ())
+    assert jaxpr.product_flops(jax.make_jaxpr(nested)(*arguments)) == expected
+
+
+def until(x, w, n):
+    return jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] @ w), (0, x))[1]
+
+
+def test_a_loop_that_depends_on_data_counts_once_or_as_its_scope_says():
+    arguments, once = (ones(4, 16), ones(16, 16), jnp.int32(3)), 2 * 4 * 16 * 16
+    module = compiled(until, *arguments)
+    costs, turn = module.costs(), module.loop()
+    assert costs.flops == once and len(costs.unknown) == 1
+    assert turn is not None and turn.flops == once
+
+    def told(*arguments):
+        with jax.named_scope(hlo.at_most(6)):
+            return until(*arguments)
+
+    module = compiled(told, *arguments)
+    assert (module.costs().flops, module.costs().unknown, module.loop()) == (6 * once, (), None)
+    assert jaxpr.product_flops(jax.make_jaxpr(told)(*arguments)) == 6 * once
+
+
+def test_collectives_of_a_mesh():
+    mesh = mesh_lib.make_mesh({"fsdp": 4, "expert": 2})
+    x = jax.device_put(ones(8, 64), NamedSharding(mesh, PartitionSpec(("fsdp", "expert"))))
+
+    def body(x):
+        whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
+        return jax.lax.psum(whole, "expert")
+
+    with jax.set_mesh(mesh):
+        spec = PartitionSpec(("fsdp", "expert"))
+        f = jax.shard_map(body, in_specs=spec, out_specs=PartitionSpec("fsdp"), check_vma=True)
+        module = hlo.Module(jax.jit(f).lower(x).compile().as_text())
+    sent = module.costs().by_group()
+    assert sent["all-gather", 4] == (1, 3 * 64 * 4)
+    assert sent["all-reduce", 2] == (1, 2 * 0.5 * 4 * 64 * 4)
+    assert jaxpr.product_flops(jax.make_jaxpr(lambda x: x @ x.T)(x)) == 2 * 8 * 64 * 8
+
+
+def module(body, head="HloModule m", inner=""):
+    return hlo.Module(f"{head}\n\n{textwrap.dedent(inner)}\nENTRY %main (p: f32[]) -> f32[] {{\n{body}\n}}\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
+        ("replica_groups=[4,2]<=[8]", 2),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}", 8),
+        ("replica_groups=mesh['data'=2,'fsdp'=64] {'fsdp':(16)4}", 4),
+    ],
+)
+def test_groups_as_they_are_written(groups, size):
+    text = f"  %p = bf16[128]{{0}} parameter(0)\n  ROOT %r = bf16[128]{{0}} all-reduce(%p), {groups}, to_apply=%add"
+    (key,) = module(text).costs().by_group()
+    assert key == ("all-reduce", size)
+
+
+def test_a_slice_moves_what_it_slices_and_on_chip_memory_is_free():
+    text = """
+  %p = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %v = f32[50,8]{1,0:T(8,128)S(1)} parameter(2)
+  %s = f32[1,8]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,8}
+  %n = f32[50,8]{1,0:T(8,128)S(1)} negate(%v)
+  ROOT %u = f32[100,8]{1,0} dynamic-update-slice(%p, %s, %i, %i)"""
+    assert module(text).costs().bytes == 4 * 8 * 2 * 2
+
+
+def test_a_batched_product_written_as_a_convolution():
+    """32 rows, 8 features in and 16 out, for each of 4 heads: the window meets one head at each place."""
+    text = """
+  %a = bf16[32,4,8]{2,1,0} parameter(0)
+  %b = bf16[4,8,16]{2,1,0} parameter(1)
+  ROOT %c = bf16[32,4,16]{2,1,0} convolution(%a, %b), window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=b0f_0io->b0f"""
+    # With seven places of a full correlation only 4 × 4 of 7 × 4 lie on the input; the text above has four outputs.
+    pairs = sum(1 for o in range(4) for w in range(4) if 0 <= o + w - 3 < 4)
+    assert module(text).costs().flops == 2 * 32 * 8 * 16 * pairs
+
+
+def test_kernels_by_their_own_estimate():
+    call = 'custom-call(%p), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{CONFIG}}'
+    estimate = '"cost_estimate":{"flops":"1000","transcendentals":"0","bytes_accessed":"64"}'
+    text = f"  %p = bf16[128]{{0}} parameter(0)\n  %gmm.3 = bf16[128]{{0}} {call.replace('CONFIG', estimate)}"
+    text += f"\n  ROOT %splash.1 = bf16[128]{{0}} {call.replace('CONFIG', '')}"
+    body = hlo.Module(f"ENTRY %main (p: f32[]) -> f32[] {{\n{text}\n}}\n", filled={"gmm": 0.25})
+    costs = body.costs()
+    assert (costs.flops, costs.bytes) == (250, 64 + 2 * 2 * 128)
+    assert costs.kernels == {"splash": 1}
+
+
+def test_the_largest_bound_counts_for_every_operation():
+    costs = compiled(lambda a, b: a @ b, ones(8, 16), ones(16, 32)).costs()
+    assert costs.seconds(flops=costs.flops, bandwidth=1e30) == pytest.approx(1)
+    assert costs.seconds(flops=1e30, bandwidth=costs.bytes / 2) == pytest.approx(2)
