@@ -117,11 +117,6 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def to_rows(mesh: Mesh, tree: Tree) -> Tree:
-    """Places host arrays that lead with this process's rows over the batch axes."""
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows_sharding(mesh), x), tree)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())

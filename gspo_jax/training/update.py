@@ -173,7 +173,7 @@ def make_update(
     )
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
+    @partial(jax.jit, donate_argnums=0, out_shardings=None if shardings is None else (shardings, shardings.updates))
     def update(state: TrainState, experience: Experience, index: Array | int) -> tuple[TrainState, Metrics]:
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
         weights = objective.weights(batch.mask)
