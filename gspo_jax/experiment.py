@@ -30,6 +30,7 @@ from gspo_jax.models.dispatch import Dispatch, check_dispatch
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import processes
 from gspo_jax.rewards import environments, shaping
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
@@ -252,6 +253,7 @@ def make_mesh(config: ConfigDict) -> Mesh:
     check_batch(config, dict(mesh.shape))
     if mesh.shape["expert"] > 1:
         check_dispatch(make_dispatch(config), jax.default_backend())
+    processes.connect(mesh)
     return mesh
 
 

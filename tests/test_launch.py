@@ -78,7 +78,7 @@ def test_scripts_parse_and_are_clean():
     assert len(scripts) >= 4
     for script in scripts:
         assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-        assert script.name in ("venv.sh", "sweep.sh") or os.access(script, os.X_OK)
+        assert script.name in ("venv.sh", "flags.sh", "sweep.sh") or os.access(script, os.X_OK)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, check=True)
 

@@ -6,22 +6,27 @@ TPU and GKE. Where there is nothing to be found, or one process alone, it is on 
 """
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import clusters, distributed
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.types import UserError
 
-_GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+"""The variables that tell a process of the others."""
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 """jax's names of what it may look for by itself. Looking for the TPU ones asks the network, on TPU machines only."""
 
@@ -41,7 +46,7 @@ def start(*, heartbeat_s: int, start_s: int) -> int:
     Raises:
       UserError: the environment says half of what is needed.
     """
-    found = _given(os.environ) or _detected()
+    found = find()
     if not found:
         return 1
     late = threading.Timer(start_s, _leave, [f"the other processes of the run are not there after {start_s} s"])
@@ -60,6 +65,43 @@ def start(*, heartbeat_s: int, start_s: int) -> int:
 def is_first() -> bool:
     """Whether this is the process that writes what a run writes once."""
     return jax.process_index() == 0
+
+
+def connect(mesh: Mesh) -> None:
+    """Has every group of devices that may ever work together meet now, on CPUs, where they are connected by gloo.
+
+    It gives up where one comes 30 s late to the first meeting of its group, which is otherwise behind a compilation. It
+    also tells of each, on stdout.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    sizes = range(1, len(mesh.axis_names) + 1)
+    groups = [group for size in sizes for group in itertools.combinations(mesh.axis_names, size)]
+    spread = PartitionSpec(mesh.axis_names)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=spread, out_specs=spread)
+    def meet(x: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(x, group) + 0 * x for group in groups]
+
+    numbers = jax.make_array_from_callback(
+        (mesh.size,), NamedSharding(mesh, spread), lambda here: np.arange(mesh.size, dtype=np.float32)[here]
+    )
+    with _silent():
+        jax.block_until_ready(jax.jit(meet)(numbers))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nobody prints to stdout in the block, the C++ libraries neither."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def wait_for_all(name: str) -> None:
@@ -84,30 +126,30 @@ def guarded(count: int) -> Iterator[None]:
         os._exit(code)
 
 
-def _given(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `jax.distributed.initialize` that the variables give; none without them."""
-    missing = [name for name in _GIVEN if not environment.get(name)]
-    if len(missing) == len(_GIVEN):
-        return {}
+def find() -> dict[str, Any]:
+    """What `jax.distributed.initialize` is to be told: nothing for a process that is on its own.
+
+    Raises:
+      UserError: the environment says half of what is needed, or what makes no sense.
+    """
+    missing = [name for name in GIVEN if not os.environ.get(name)]
+    if len(missing) == len(GIVEN):
+        return _detected()
     if missing:
-        raise UserError(f"{missing[0]} is not set, and others of {', '.join(_GIVEN)} are; set all of them, or none")
-    address, *numbers = (environment[name] for name in _GIVEN)
+        raise UserError(f"{missing[0]} is not set, and others of {', '.join(GIVEN)} are; set all of them, or none")
+    address, *numbers = (os.environ[name] for name in GIVEN)
     if ":" not in address or not all(number.isdigit() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
         raise UserError(
-            f"{', '.join(_GIVEN)} are {', '.join([address, *numbers])}; give host:port, how many processes there are, "
+            f"{', '.join(GIVEN)} are {', '.join([address, *numbers])}; give host:port, how many processes there are, "
             "and which of these, from 0, this is"
         )
     count, number = map(int, numbers)
-    if count == 1:
-        return {}
-    return {"coordinator_address": address, "num_processes": count, "process_id": number, **_ALONE}
-
-
-_ALONE = {"cluster_detection_method": "deactivate"}
+    told = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    return told | {"cluster_detection_method": "deactivate"} if count > 1 else {}
 
 
 def _detected() -> dict[str, Any]:
-    """As `_given`, by jax's own detection."""
+    """As `find`, by jax's own detection."""
     known = {cluster.name: cluster for cluster in clusters.ClusterEnv._cluster_types}
     for name in _CLUSTERS if jax.config.jax_platforms == "cpu" else _TPU_CLUSTERS + _CLUSTERS:
         if known[name].is_env_present() and known[name].get_process_count() > 1:
