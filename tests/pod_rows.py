@@ -16,6 +16,7 @@ def check(sizes: dict[str, int]) -> None:
     """Whole batches go to the devices and back, and are made of what each process knows of its own rows."""
     # Backwards, the rows of a process are not those that it would get by counting.
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[::-1])
+    processes.connect(mesh)
     batch = {
         "tokens": np.arange(B * 6, dtype=np.int32).reshape(B, 6),
         "total": np.where(np.arange(B) % 5, np.arange(B), np.nan).astype(np.float32),

@@ -1,4 +1,4 @@
-"""Runs of several processes, for real: the same numbers as of one, checkpoints for each other, and an end when one dies.
+"""Runs of several processes, for real: the same numbers as of one, checkpoints for each other, an end when one dies.
 
 That two processes train as one does is in test_train.py, beside the run of one.
 """

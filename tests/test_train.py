@@ -81,13 +81,8 @@ def test_two_processes_train_as_one_does(tiny_run, tmp_path):
     assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "there is something to learn"
     assert read_samples(tmp_path) == read_samples(workdir)
     assert "gspo 2/2" in first and "Gloo" not in first and second == ""
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-        "samples",
-        "tb",
-    }
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoints", "config.json", "metrics.jsonl", "samples", "tb"}
     assert len(list((tmp_path / "tb").iterdir())) == 1
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
 

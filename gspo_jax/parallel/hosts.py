@@ -27,8 +27,8 @@ def to_rows(mesh: Mesh, tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda rows: x[rows]), tree)
 
 
-def everywhere(tree: Tree) -> Tree:
-    """Host copies of whole arrays, on every process."""
+def everywhere(tree: Any) -> Any:
+    """Host copies of whole arrays, on every process, in the same tree."""
     return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_everywhere, tree)
 
 
@@ -51,14 +51,14 @@ def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
     They lie on its devices. Of processes that hold the same rows, split over `tensor` alone, the first owns them.
     """
     assert AXES[-1] == "tensor"
-    rows_of = rows_sharding(mesh).devices_indices_map((count,))
+    rows_of: Any = rows_sharding(mesh).devices_indices_map((count,))
     mine = [device for device in mesh.devices[..., 0].flat if device.process_index == jax.process_index()]
     every = np.arange(count)
     return np.sort(np.concatenate([every[:0], *(every[rows_of[device]] for device in mine)]))
 
 
-def own(mesh: Mesh, tree: Tree) -> Tree:
-    """Host copies of this process's own rows of arrays that lead with rows."""
+def own(mesh: Mesh, tree: Any) -> Any:
+    """Host copies of this process's own rows of arrays that lead with rows, in the same tree."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(lambda x: _own(mesh, x), tree)
@@ -66,10 +66,11 @@ def own(mesh: Mesh, tree: Tree) -> Tree:
 
 def _own(mesh: Mesh, x: jax.Array) -> np.ndarray:
     x = jax.device_put(x, rows_sharding(mesh))  # where it is, unless the compiler has split it over `tensor` too
-    parts = {shard.index[0].indices(len(x))[0]: shard.data for shard in x.addressable_shards}
-    held = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
-    rows = np.concatenate([np.arange(start, start + len(parts[start])) for start in sorted(parts)])
-    return held[np.isin(rows, own_rows(mesh, len(x)))]
+    rows_of = x.sharding.devices_indices_map(x.shape)
+    held = np.empty(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        held[rows_of[shard.device]] = shard.data
+    return held[own_rows(mesh, len(x))]
 
 
 def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
@@ -81,9 +82,8 @@ def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
     def whole(x: Any) -> np.ndarray:
         filled = np.zeros((count, *x.shape[1:]), x.dtype)
         filled[rows] = x
-        shape = (mesh.shape["tensor"], *filled.shape)
-        # A row that several processes hold is right only where it is owned: on the first of the tensor axis.
-        parts = jax.make_array_from_callback(shape, spread, lambda index: filled[index[1:]][None])
-        return _everywhere(parts[0])
+        known = np.broadcast_to(filled, (mesh.shape["tensor"], *filled.shape))
+        # A row that several processes hold is known where it is owned: on the first of the tensor axis.
+        return _everywhere(jax.make_array_from_callback(known.shape, spread, lambda index: known[index])[0])
 
     return jax.tree.map(whole, tree)

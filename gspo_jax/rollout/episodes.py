@@ -192,7 +192,8 @@ class Player:
     def _replied(self, episodes: Episodes, over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
         """With what the environment says to the turns that are over; an episode without a reply has ended.
 
-        Each process asks for its own rows. A reply that leaves no room for another token ends it at its limit: the response is truncated.
+        A reply that leaves no room for another token ends it at its limit: the response is truncated. Each process asks
+        for its own rows.
         """
         tokens, mask, truncated, ended = (
             np.array(x)
@@ -201,7 +202,8 @@ class Player:
         own = hosts.own_rows(self._sampler.mesh, len(ended))
         for row in own[(over & ~truncated & (episodes.turns < self._turns))[own]]:
             length = int(mask[row].sum())
-            said = reply(episodes.texts[row], tokens[row, :length].tolist(), episodes.records[row])
+            text: Any = episodes.texts[row]
+            said = reply(text, tokens[row, :length].tolist(), episodes.records[row])
             if said is None:
                 continue
             if length + len(said) >= self._sampler.length:
