@@ -52,6 +52,7 @@ MAY_CHANGE = (
     *("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir"),
     *(
         "cpu_devices",
+        "processes.",
         "mesh.",
         "sampling.slots",
         "model.dispatch",
