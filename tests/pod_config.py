@@ -17,6 +17,8 @@ def get_config(arg: str = "") -> ConfigDict:
     """`arg` as in configs/tiny.py."""
     config = cli.load_config(f"{ROOT}/configs/tiny.py:{','.join(word for word in (arg, 'runlocal') if word)}")
     config.coldstart.steps = 60
+    if "steps" in arg:
+        config.data.max_prompt_length = 16  # of countdown, in tokens learned from sums
     config.sampling.group_size = 4
     config.overlong.update({"penalty": 1.0, "cache": 24})
     config.rewards = ConfigDict({"format": 1.0})

@@ -238,8 +238,15 @@ def repository(tmp_path) -> Path:
 def launch(repository: Path, *words: str) -> subprocess.Popen:
     """Begins launch/cpu_pod.sh."""
     script = str(repository / "launch" / "cpu_pod.sh")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(["bash", script, *words], env=environment(1, 0, 0), start_new_session=True, **pipes)
+    return subprocess.Popen(
+        ["bash", script, *words],
+        env=environment(1, 0, 0),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else bash keeps what ignores it
+    )
 
 
 def processes_of(workdir: Path) -> dict[int, int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import clusters, distributed
+from jax._src import clusters, distributed  # what was found, and how many there are, has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -111,12 +111,14 @@ def wait_for_all(name: str) -> None:
 
 @contextmanager
 def guarded(count: int) -> Iterator[None]:
-    """Ends one of several processes at once when the block fails, which the others would else wait for."""
+    """Ends one of several processes at once when the block fails: else it would wait at its exit for the others."""
     try:
         yield
     except BaseException as error:
         if count == 1:
             raise
+        if isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error):  # before jax misses the other one
+            _leave(f"another process of the run is lost ({' '.join(str(error).split())})")
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if not isinstance(error, SystemExit):
             traceback.print_exc()
