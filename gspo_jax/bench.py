@@ -37,6 +37,7 @@ from gspo_jax import cli, experiment
 from gspo_jax.config import base
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.sampler import Sampler, Spent
 from gspo_jax.training.drawing import Parser
@@ -298,7 +299,7 @@ class Iterations:
         times.append(time.perf_counter())
 
         old = self._old_policy(state.params, None, None, rollout)
-        scored = Rewards(*mesh_lib.to_rows(self._mesh, rewards))
+        scored = Rewards(*hosts.to_rows(self._mesh, rewards))
         experience = jax.block_until_ready(self._experience(rollout, old, scored))
         times.append(time.perf_counter())
 

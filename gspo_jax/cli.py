@@ -18,6 +18,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from gspo_jax.parallel import processes
 from gspo_jax.types import UserError
 
 Main = Callable[[ConfigDict], None]
@@ -39,8 +40,10 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     config: Any = default if flags.FLAGS.config is None else flags.FLAGS.config
     logging.set_verbosity(logging.WARNING)
     trim_around_compiling()
-    simulate_devices(config.cpu_devices)
-    main(config)
+    count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
+    simulate_devices(max(config.cpu_devices // count, 1))
+    with processes.guarded(count):
+        _guarded(lambda: main(config))
 
 
 def simulate_devices(count: int) -> None:
@@ -74,13 +77,13 @@ def cores() -> int:
 
 
 def write_facts(file: str | None, facts: dict[str, Any]) -> None:
-    """What `--json=FILE` asks for."""
-    if file is not None:
+    """What `--json=FILE` asks for, of the first process."""
+    if file is not None and processes.is_first():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _guarded(step: Callable[[], list[str] | None]) -> list[str] | None:
+def _guarded(step: Callable[[], Any]) -> Any:
     try:
         return step()
     except UserError as error:

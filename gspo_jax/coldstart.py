@@ -26,7 +26,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives.surrogates import token_mean
-from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import hosts, processes
 from gspo_jax.training import state as state_lib
 from gspo_jax.training.progress import Progress
 from gspo_jax.training.scoring import Scoring, score
@@ -48,8 +48,6 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
             max_prompt_length=data.max_prompt_length,
             max_response_length=config.sampling.max_response_length,
             seed=config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
         )
         for terse in (0.0, cold.terse)
     )
@@ -61,13 +59,14 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
             for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
-                model, loss = step(model, Responses(*mesh_lib.to_rows(mesh, fields)))
+                model, loss = step(model, Responses(*hosts.to_rows(mesh, fields)))
             progress.advance(cross_entropy=float(loss))
     unfinished = folder.with_name(folder.name + ".partial")
     huggingface.save(model.params, model_config, unfinished)  # every process takes part
-    if jax.process_index() == 0:
+    if processes.is_first():
         tokenizer.save(unfinished)
         os.replace(unfinished, folder)
+    processes.wait_for_all("cold start")
 
 
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:

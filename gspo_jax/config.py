@@ -9,8 +9,12 @@ def base() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0  # of everything: initial weights, data order, sampling
     config.iterations = 1000  # each: sample a batch, reward it, learn from it in `training.minibatches` updates
-    config.cpu_devices = 8  # simulated devices, where jax runs on CPU
+    config.cpu_devices = 8  # simulated devices, where jax runs on CPU; of all processes together
     config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # -1: the rest of the devices
+
+    config.processes = ConfigDict()  # of a run that several make
+    config.processes.heartbeat_s = 30  # one that is silent for so long is lost, and the others end
+    config.processes.start_s = 300  # they wait so long for each other at the start
 
     config.model = ConfigDict()
     config.model.folder = ""  # a Hugging Face folder of Qwen3 or Qwen3-MoE; empty: the cold start makes the model

@@ -9,11 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, experiment
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.parallel import hosts
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
 from gspo_jax.training.folder import open_folder
@@ -56,7 +58,14 @@ class Evaluation:
 
 
 def evaluate(
-    player: Player, batches: EvalBatches, tokenizer: Tokenizer, scorer: Scorer, key: jax.Array, *, correct: str
+    player: Player,
+    batches: EvalBatches,
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    key: jax.Array,
+    mesh: Mesh,
+    *,
+    correct: str,
 ) -> Evaluation:
     """Plays k episodes, the sampler's group size, to every prompt; the same key gives the same noise every time.
 
@@ -65,13 +74,17 @@ def evaluate(
     right, lengths, truncated = [], [], []
     for number, batch in enumerate(batches):
         played = player.play(batch.prompts, batch.texts, batch.records, jax.random.fold_in(key, number))
-        rollout, k = played.rollout, len(played.texts) // len(batch.texts)
-        completions = experiment.completions(tokenizer, rollout)
-        scores = scorer.score(played.texts.tolist(), completions, played.records.tolist())
+        rollout, B = played.rollout, len(played.texts)
+        own, k = hosts.own_rows(mesh, B), B // len(batch.texts)
+        tokens, mask, cut = hosts.own(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
+        completions = experiment.completions(tokenizer, tokens, mask)
+        scores = scorer.score(played.texts[own].tolist(), completions, played.records[own].tolist())
+        found = (np.nan_to_num(scores.by_name[correct]) > 0.5, mask.sum(axis=1), cut)
         real = np.repeat(batch.valid, k)
-        right.append((np.nan_to_num(scores.by_name[correct]) > 0.5)[real].reshape(-1, k))
-        lengths.append(np.asarray(rollout.mask).sum(axis=1)[real])
-        truncated.append(np.asarray(rollout.truncated)[real])
+        found = [column[real] for column in hosts.shared(mesh, found, B)]
+        right.append(found[0].reshape(-1, k))
+        lengths.append(found[1])
+        truncated.append(found[2])
     by_prompt = np.concatenate(right)
     means = by_prompt.mean(axis=1)
     return Evaluation(
@@ -101,7 +114,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
             sampler.load(params)
             key = experiment.eval_key(experiment.run_key(config))
             player = experiment.make_player(config, policy, sampler)
-            result = evaluate(player, batches, policy.tokenizer, scorer, key, correct=config.eval.correct)
+            result = evaluate(player, batches, policy.tokenizer, scorer, key, mesh, correct=config.eval.correct)
     print(f"{name}: {result}")
     return result
 

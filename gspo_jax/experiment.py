@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Bool, Int
 from ml_collections import ConfigDict
 
 from gspo_jax import objectives
@@ -31,6 +32,7 @@ from gspo_jax.models.published import find as find_published
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import processes
 from gspo_jax.rewards import environments, shaping
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
@@ -43,11 +45,13 @@ from gspo_jax.training.folder import RunFolder
 from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties
-from gspo_jax.types import Rollout, UserError
+from gspo_jax.types import UserError
 
 _POSITIVE = (
     "iterations",
     "cpu_devices",
+    "processes.heartbeat_s",
+    "processes.start_s",
     "data.prompts_per_batch",
     "data.max_prompt_length",
     "sampling.group_size",
@@ -264,14 +268,15 @@ def make_mesh(config: ConfigDict) -> Mesh:
     """The mesh over all devices, checked against the batch.
 
     Raises:
-      UserError: it does not fit, there are several processes, or their devices lack what the dispatch needs.
+      UserError: it does not fit, or the devices lack what the dispatch needs.
     """
-    if jax.process_count() > 1:
-        raise UserError(f"there are {jax.process_count()} processes; runs are made by one, with all of its devices")
+    if jax.default_backend() == "cpu":
+        mesh_lib.check_divides("cpu_devices", config.cpu_devices, "the number of processes", jax.process_count())
     mesh = mesh_lib.make_mesh(dict(config.mesh))
     check_batch(config, dict(mesh.shape))
     if mesh.shape["expert"] > 1:
         check_dispatch(make_dispatch(config), jax.default_backend())
+    processes.connect(mesh)
     return mesh
 
 
@@ -480,9 +485,8 @@ def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
     return bool(model.num_experts) and wanted
 
 
-def completions(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
+def completions(tokenizer: Tokenizer, tokens: Int[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> list[str]:
     """The text of each response, special tokens left out."""
-    tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
     return [tokenizer.decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]
 
 
@@ -592,8 +596,6 @@ def training_prompts(config: ConfigDict, policy: Policy, records: Sequence[Recor
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
         seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
     )
 
 
@@ -604,6 +606,4 @@ def held_out(config: ConfigDict, policy: Policy, records: Sequence[Record]) -> E
         policy.tokenizer,
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
     )

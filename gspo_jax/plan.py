@@ -342,8 +342,8 @@ def show(console: Console, name: str, facts: Mapping[str, Any]) -> None:
     gb = 1e9
     fits = "fits" if facts["fits"] else "DOES NOT FIT"
     console.print(
-        f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / gb:.2f} GB beside {facts['resident_bytes'] / gb:.2f}, of "
-        f"{facts['limit_bytes'] / gb:.2f} GB ({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
+        f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / gb:.2f} GB beside {facts['resident_bytes'] / gb:.2f} "
+        f"of {facts['limit_bytes'] / gb:.2f} GB ({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
         highlight=False,
         soft_wrap=True,
     )

@@ -11,21 +11,24 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Shaped
 
-from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import hosts
 from gspo_jax.rollout.episodes import rows_of
 from gspo_jax.types import Rollout
 
 
 @struct.dataclass
 class Scored:
-    """A batch of responses with their rewards: row by row, on the host but for the rollout."""
+    """A batch of responses with their rewards: the rollout on the devices, all else on the host of every process."""
 
     rollout: Rollout
     texts: Shaped[np.ndarray, " B"]
     """The prompt of each response."""
-    completions: Shaped[np.ndarray, " B"]
     lengths: Int[np.ndarray, " B"]
     """Tokens of each response, an environment's included."""
+    drawn: Int[np.ndarray, " B"]
+    """Those of them that the policy drew."""
+    truncated: Bool[np.ndarray, " B"]
+    """Responses that met their limit without an EOS."""
     turns: Int[np.ndarray, " B"]
     """Turns of the policy."""
     older: Int[np.ndarray, " B"]
@@ -88,10 +91,10 @@ class Rounds:
         kept = self._kept()
         groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
         rows = rows_of(groups, self._group_size)
-        rounds = [dataclasses.replace(scored, rollout=jax.device_get(scored.rollout)) for scored in self._rounds]
+        rounds = [dataclasses.replace(scored, rollout=hosts.everywhere(scored.rollout)) for scored in self._rounds]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
         worth = np.repeat(kept[groups], self._group_size)
-        return dataclasses.replace(batch, rollout=mesh_lib.to_rows(mesh, batch.rollout), learn=batch.learn & worth)
+        return dataclasses.replace(batch, rollout=hosts.to_rows(mesh, batch.rollout), learn=batch.learn & worth)
 
     def metrics(self) -> dict[str, float]:
         """How much was sampled for the batch; nothing with a limit of one round."""

@@ -28,7 +28,7 @@ from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
-from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import hosts, processes
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.shaping import overlong
 from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
@@ -53,6 +53,7 @@ MAY_CHANGE = (
     *("iterations", "eval.", "log.", "checkpoint.", "scoring.", "data.data_dir"),
     *(
         "cpu_devices",
+        "processes.",
         "mesh.",
         "sampling.slots",
         "model.dispatch",
@@ -141,8 +142,9 @@ class Run:
     update: UpdateFn
     files: RunFolder
     checkpointer: Checkpointer
-    writer: MetricsWriter
-    samples: SamplesWriter
+    writer: MetricsWriter | None
+    """None in all processes but the first, as is `samples`."""
+    samples: SamplesWriter | None
     progress: Progress
     evaluations: list[dict[str, float]]
     """By their names in metrics.jsonl, those of earlier starts included."""
@@ -194,28 +196,33 @@ class Run:
                 f"{self.config.environment.name} has replied to no response of a whole batch; see that a turn ends "
                 "where it listens (sampling.stop_ids), and that environment.turns is above 1"
             )
-        completions = experiment.completions(self.policy.tokenizer, played.rollout)
-        rollout, texts, records = played.rollout, played.texts.tolist(), played.records.tolist()
+        rollout, B = played.rollout, len(played.texts)
+        own = hosts.own_rows(self.mesh, B)  # every process scores its own; here on, all columns are of these
+        tokens, mask, drawn, truncated = hosts.own(
+            self.mesh, (rollout.tokens, rollout.mask, rollout.action_mask, rollout.truncated)
+        )
+        completions = experiment.completions(self.policy.tokenizer, tokens, mask)
+        texts, records = played.texts[own].tolist(), played.records[own].tolist()
         scores = self.scorer.score(texts, completions, records)
         total, by_name = scores.total, scores.by_name
-        tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
         step_rewards = steps = None
         if self.step_scorer is not None:
             found = self.step_scorer.score(texts, completions, records)
             total, by_name = np.where(found.failed, np.float32(np.nan), total), by_name | found.by_name
             step_rewards, steps = to_tokens(found.steps, tokens, mask, self.policy.tokenizer.decode)
-            own = np.asarray(rollout.action_mask)  # what an environment says is no step
-            step_rewards, steps = np.where(own, step_rewards, 0), steps & own
-        return Scored(
-            **played._asdict(),
-            completions=np.array(completions, object),
-            lengths=mask.sum(axis=1),
-            total=total,
-            by_name=by_name,
-            learn=np.isfinite(total),
-            step_rewards=step_rewards,
-            steps=steps,
-        )
+            # What an environment says is no step.
+            step_rewards, steps = np.where(drawn, step_rewards, 0), steps & drawn
+        columns = {
+            "lengths": mask.sum(axis=1),
+            "drawn": drawn.sum(axis=1),
+            "truncated": truncated,
+            "total": total,
+            "by_name": by_name,
+            "learn": np.isfinite(total),
+            "step_rewards": step_rewards,
+            "steps": steps,
+        }
+        return Scored(**played._asdict(), **hosts.shared(self.mesh, columns, B))
 
     def old_policy(self, state: TrainState, rollout: Rollout) -> OldPolicy:
         """What the old policy, the critic and the reference say of a rollout, before it is learned from."""
@@ -226,7 +233,7 @@ class Run:
         """Advantages of a scored batch, after length shaping and filters."""
         total = without_failures(scored.total, self.group_size) + self.overlong(scored)
         fields: tuple[Any, ...] = (total, self.learned(scored), scored.step_rewards, scored.steps)
-        made = self.make_experience(scored.rollout, old, Rewards(*mesh_lib.to_rows(self.mesh, fields)))
+        made = self.make_experience(scored.rollout, old, Rewards(*hosts.to_rows(self.mesh, fields)))
         if self.objective.critic is None and not jnp.any(made.advantages):
             self.warn(
                 "no advantage of a whole batch differs from 0, because the responses of every prompt have equal "
@@ -236,8 +243,7 @@ class Run:
 
     def learned(self, scored: Scored) -> np.ndarray:
         """Which responses are learned from, [B]: not those that could not be scored, fill up, or are filtered out."""
-        cut = np.asarray(scored.rollout.truncated)
-        return scored.learn & ~cut if self.config.overlong.filter else scored.learn
+        return scored.learn & ~scored.truncated if self.config.overlong.filter else scored.learn
 
     def overlong(self, scored: Scored) -> np.ndarray:
         """DAPO's punishment of each response, [B]; 0 where the config has none."""
@@ -273,7 +279,7 @@ class Run:
             # Only the first mini-batch is seen by the very weights that sampled it.
             line |= {name: value for name, value in seen.items() if i == 0 or not name.startswith("mismatch/")}
             line |= of_iteration if i + 1 == self.minibatches else {}
-            self.writer.write(int(state.updates) - self.minibatches + 1 + i, line)
+            self.write(int(state.updates) - self.minibatches + 1 + i, line)
         self.guard_ratios(metrics)
         self.progress.advance(
             reward=float(np.nanmean(scored.total)),
@@ -283,6 +289,11 @@ class Run:
             accuracy=self.evaluations[-1]["eval/accuracy"] if self.evaluations else None,
         )
 
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes metrics, which all processes know, into the run folder."""
+        if self.writer is not None:
+            self.writer.write(step, metrics)
+
     def columns(self, scored: Scored) -> dict[str, np.ndarray]:
         """What is known of each response on the host, [B] each; what starts with "reward/" is a metric by that name."""
         columns = {"reward/mean": scored.total} | {f"reward/{name}": x for name, x in scored.by_name.items()}
@@ -291,9 +302,9 @@ class Run:
         columns["reward/zero_std"] = np.repeat(~scored.contrast(self.group_size), self.group_size).astype(np.float32)
         return columns | {
             "length": scored.lengths,
-            "truncated": np.asarray(scored.rollout.truncated),
+            "truncated": scored.truncated,
             "learned": self.learned(scored),
-            "drawn": np.asarray(scored.rollout.action_mask).sum(axis=1),
+            "drawn": scored.drawn,
             **({"turns": scored.turns} if self.config.environment.name or self.config.sampling.prefix else {}),
             **({} if self.buffer is None else {"older": scored.older}),
         }
@@ -329,16 +340,19 @@ class Run:
         log = self.config.log
         if (iteration + 1) % log.samples_every and iteration + 1 != self.config.iterations:
             return
-        shown = range(0, len(scored.total), max(1, len(scored.total) // log.samples))
-        self.samples.write(
-            int(state.updates),
-            prompts=[scored.texts[i] for i in shown],
-            completions=[scored.completions[i] for i in shown],
-            rewards=[float(scored.total[i]) for i in shown],
-            answers=[scored.records[i]["answer"] for i in shown],
-        )
-        for i in shown:
-            shortened = textwrap.shorten(scored.completions[i], SHOWN_CHARACTERS, placeholder=" …")
+        shown = np.arange(0, len(scored.total), max(1, len(scored.total) // log.samples))
+        tokens, mask = hosts.everywhere((scored.rollout.tokens, scored.rollout.mask))
+        completions = experiment.completions(self.policy.tokenizer, tokens[shown], mask[shown])
+        if self.samples is not None:
+            self.samples.write(
+                int(state.updates),
+                prompts=scored.texts[shown].tolist(),
+                completions=completions,
+                rewards=scored.total[shown].tolist(),
+                answers=[record["answer"] for record in scored.records[shown]],
+            )
+        for i, completion in zip(shown, completions, strict=True):
+            shortened = textwrap.shorten(completion, SHOWN_CHARACTERS, placeholder=" …")
             self.progress.say(f"  reward {scored.total[i]:g}  {scored.texts[i]!r} -> {shortened!r}")
 
     def finish(self, iteration: int, state: TrainState) -> None:
@@ -367,11 +381,12 @@ class Run:
             self.policy.tokenizer,
             self.scorer,
             experiment.eval_key(self.key),
+            self.mesh,
             correct=self.config.eval.correct,
         )
         self.sampler.release()
         self.evaluations.append(result.metrics())
-        self.writer.write(int(state.updates), self.evaluations[-1])
+        self.write(int(state.updates), self.evaluations[-1])
         self.progress.say(f"update {int(state.updates)}: {result}")
 
     def summary(self) -> dict[str, dict[str, float]]:
@@ -422,8 +437,13 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
             prompts.set_state(restored.run["prompts"])
             if "buffer" in restored.run:
                 left = Episodes.from_arrays(restored.arrays, **restored.run["buffer"])
-        write_config(workdir, config.to_dict(), command=shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]]))
-        writer = stack.enter_context(MetricsWriter(workdir, after_step=after))
+        writer = samples = None
+        if processes.is_first():
+            command = shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
+            write_config(workdir, config.to_dict(), command=command)
+            writer = stack.enter_context(MetricsWriter(workdir, after_step=after))
+            samples = SamplesWriter(workdir, after_step=after)
+        processes.wait_for_all("run folder")  # metrics.jsonl ends at `after`
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=iteration))
         if restored is not None:
             progress.say(f"resuming from iteration {iteration} in {place}")
@@ -475,7 +495,7 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
             files=files,
             checkpointer=checkpointer,
             writer=writer,
-            samples=SamplesWriter(workdir, after_step=after),
+            samples=samples,
             progress=progress,
             evaluations=[] if restored is None else earlier_evaluations(workdir),
         )

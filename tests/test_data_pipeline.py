@@ -1,4 +1,4 @@
-"""The pipeline: the same global batches for any process count, exact resumption, and nothing cut or lost silently."""
+"""The pipeline: batches that the seed alone decides, exact resumption, and nothing cut or lost silently."""
 
 import itertools
 import json
@@ -51,22 +51,6 @@ def test_a_batch_holds_tokens_texts_and_records(source, tokenizer):
         assert (row[length:] == tokenizer.pad_id).all()
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_global_batches_do_not_depend_on_the_process_count(source, tokenizer, shuffle):
-    def global_batches(count):
-        iterators = [
-            batches(source, tokenizer, shuffle=shuffle, process_index=i, process_count=count) for i in range(count)
-        ]
-        return [[ids(next(iterator)) for iterator in iterators] for _ in range(12)]
-
-    one, two, four = (global_batches(count) for count in (1, 2, 4))
-    for whole, halves, quarters in zip(one, two, four, strict=True):
-        assert [len(h) for h in halves] == [4, 4] and [len(q) for q in quarters] == [2] * 4
-        # Row r of the global batch goes to process r % count.
-        assert [r for rows in zip(*halves, strict=True) for r in rows] == whole[0]
-        assert [r for rows in zip(*quarters, strict=True) for r in rows] == whole[0]
-
-
 def test_every_epoch_has_every_prompt_once_in_a_new_order(source, tokenizer):
     stream = itertools.chain.from_iterable(ids(b) for b in batches(source, tokenizer))
     first, second = ([next(stream) for _ in range(30)] for _ in range(2))
@@ -77,7 +61,7 @@ def test_every_epoch_has_every_prompt_once_in_a_new_order(source, tokenizer):
     assert ids(next(plain)) == [f"r{i}" for i in range(8)]
 
 
-def test_resuming_is_exact_on_any_process_count(source, tokenizer):
+def test_resuming_is_exact(source, tokenizer):
     unbroken = [ids(batch) for batch in itertools.islice(batches(source, tokenizer), 11)]
     first = batches(source, tokenizer)
     for _ in range(5):
@@ -90,11 +74,6 @@ def test_resuming_is_exact_on_any_process_count(source, tokenizer):
     assert [ids(next(again)) for _ in range(6)] == unbroken[5:]
     first.set_state(state)
     assert ids(next(first)) == unbroken[5]
-    halves = [batches(source, tokenizer, process_index=i, process_count=2) for i in range(2)]
-    for half in halves:
-        half.set_state(state)
-    for whole in unbroken[5:]:
-        assert sorted(itertools.chain(*(ids(next(half)) for half in halves))) == sorted(whole)
 
 
 def test_the_state_before_the_first_batch_is_the_start(source, tokenizer):
@@ -218,24 +197,14 @@ def test_the_chat_template_and_the_instruction_make_the_prompt(tokenizer, tmp_pa
     assert loaded.skipped_by == {"empty prompt": 1}
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_evaluation_sees_every_prompt_once(source, tokenizer, count):
+def test_evaluation_sees_every_prompt_once(source, tokenizer):
     source[4] = make_record(4, "123456789")
-    parts = [
-        pipeline.eval_batches(
-            source, tokenizer, prompts_per_batch=8, max_prompt_length=S, process_index=i, process_count=count
-        )
-        for i in range(count)
-    ]
-    assert all(len(part) == 4 and part.skipped == 1 for part in parts)
+    held_out = pipeline.eval_batches(source, tokenizer, prompts_per_batch=8, max_prompt_length=S)
+    assert len(held_out) == 4 and held_out.skipped == 1
     for _ in range(2):  # it can be iterated again
-        seen = {}
-        for i, part in enumerate(parts):
-            for b, batch in enumerate(part):
-                assert batch.prompts.tokens.shape == (8 // count, S)
-                for row, (name, valid) in enumerate(zip(ids(batch), batch.valid, strict=True)):
-                    seen[b * 8 + row * count + i] = (name, bool(valid))
-        rows = [seen[place] for place in range(32)]
+        seen = list(held_out)
+        assert all(batch.prompts.tokens.shape == (8, S) for batch in seen)
+        rows = [row for batch in seen for row in zip(ids(batch), batch.valid.tolist(), strict=True)]
         assert [name for name, valid in rows if valid] == [f"r{i}" for i in range(30) if i != 4]
         assert rows[29:] == [("r29", False)] * 3
 
@@ -259,15 +228,6 @@ def test_worked_batches_hold_prompt_and_response(source, tokenizer):
     following = next(iterator).tokens
     iterator.set_state(state)
     np.testing.assert_array_equal(next(iterator).tokens, following)
-
-
-def test_batches_that_do_not_divide_are_refused(source, tokenizer):
-    with pytest.raises(UserError, match="8 prompts per batch do not divide over 3 processes; use 6 or 9"):
-        batches(source, tokenizer, process_count=3)
-    with pytest.raises(UserError, match=r"0 prompts per batch .* use 2"):
-        batches(source, tokenizer, process_count=2, prompts_per_batch=0)
-    with pytest.raises(ValueError, match="process_index 2 is not within process_count 2"):
-        batches(source, tokenizer, process_index=2, process_count=2)
 
 
 def test_a_batch_may_be_larger_than_the_data(source, tokenizer):

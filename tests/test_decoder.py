@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from gspo_jax.models import huggingface, transformer
+from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.decoder import Prefix, generate, response_keys, to_sampler
@@ -208,7 +209,7 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     mesh = mesh_lib.make_mesh(sizes)
     with jax.set_mesh(mesh):
         weights = to_sampler(SHAPES, mesh, jnp.float32)(place(params(), mesh))
-        batch, numbers, limits = mesh_lib.to_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        batch, numbers, limits = hosts.to_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
         keys = response_keys(jax.random.key(1), numbers)
         out, _, work = generate(GRAPH, weights, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
         same(out, one_by_one)

@@ -104,8 +104,9 @@ def scored(tag: int, total: list[float]) -> Scored:
     return Scored(
         rollout=rollout(tag),
         texts=names,
-        completions=names,
         lengths=LENGTHS,
+        drawn=LENGTHS,
+        truncated=np.zeros(B, bool),
         turns=np.ones(B),
         older=np.zeros(B),
         records=names,

@@ -73,12 +73,16 @@ def _calls(root: Path) -> list[str]:
     return (root / "calls").read_text().splitlines()
 
 
+SOURCED = ("cloud.sh", "command.sh", "flags.sh", "sweep.sh", "venv.sh")
+"""Scripts that only others run."""
+
+
 def test_scripts_parse_and_are_clean():
     scripts = [*ROOT.glob("launch/*.sh"), ROOT / ".ci" / "run"]
     assert len(scripts) >= 4
     for script in scripts:
         assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-        assert script.name in ("cloud.sh", "command.sh", "sweep.sh", "venv.sh") or os.access(script, os.X_OK)
+        assert script.name in SOURCED or os.access(script, os.X_OK)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, check=True)
 

@@ -1,7 +1,10 @@
 """Mesh axes, the logical-axis table, and what an error says."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -72,6 +75,30 @@ def test_every_parameter_is_split_as_the_table_says():
 )
 def test_experts_are_split_whole_where_there_are_enough(experts, sizes, axes):
     assert mesh_lib.expert_axes(experts, dict(zip(("expert", "fsdp"), sizes, strict=True))) == axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU device as far as a mesh looks at it."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    process_index: int = 0
+
+
+def test_only_the_data_axis_spans_slices():
+    chips = [Chip(i, slice_index=i % 2, coords=(i // 2 % 2, i // 4, 0)) for i in range(8)]
+    mesh = mesh_lib.make_mesh({"data": 4, "fsdp": 2}, chips)
+    slices = np.vectorize(lambda chip: chip.slice_index)(mesh.devices)[:, :, 0, 0]
+    np.testing.assert_array_equal(slices, [[0, 0], [0, 0], [1, 1], [1, 1]])
+    with pytest.raises(UserError, match=r"mesh.data 1 is not divisible by the number of slices = 2; use 2"):
+        mesh_lib.make_mesh({"fsdp": 8}, chips)
+    with pytest.raises(UserError, match="needs 4 devices but there are 8"):
+        mesh_lib.make_mesh({"data": 4}, chips)
 
 
 def test_constrain_needs_no_mesh():

@@ -17,6 +17,7 @@ from gspo_jax.kernels.attention import segment_attention
 from gspo_jax.models import transformer
 from gspo_jax.models.attention import rms_norm
 from gspo_jax.models.moe import Routing, route
+from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
@@ -107,7 +108,7 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
 def test_nor_does_it_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
     with jax.set_mesh(mesh), quick_compilation():
-        weights, rows = place(params(), mesh, CONFIG), mesh_lib.to_rows(mesh, rollout)
+        weights, rows = place(params(), mesh, CONFIG), hosts.to_rows(mesh, rollout)
         expected = jax.device_get(learn(weights, rows))
         assert_same(expected, learn(weights, rows, expected[1].routes.experts))
     there = real(rollout)

@@ -1,7 +1,9 @@
 """Whole runs: every config for two iterations, what they leave in the run folder, resuming, evaluation."""
 
 import dataclasses
+import functools
 import json
+import operator
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ from gspo_jax.run import response_metrics
 from gspo_jax.train import train
 from gspo_jax.training.metrics import read_metrics, read_samples
 from gspo_jax.types import UserError
+from tests.pods import assert_same_metrics, succeed
 from tests.tiny import CONFIG, quick_compilation
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +35,8 @@ def quick():
 def tiny(folder: Path) -> ConfigDict:
     config = cli.load_config(str(ROOT / "configs/tiny.py:runlocal"))
     config.data.data_dir = str(folder / "data")
+    config.sampling.group_size = 4
+    config.overlong.update({"penalty": 1.0, "cache": 24})  # hardly a response is right; that some are long is punished
     return config
 
 
@@ -62,6 +67,24 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     samples = read_samples(workdir)[updates]
     assert {"prompt", "completion", "reward", "answer"} <= samples[0].keys()
     assert json.loads((workdir / "config.json").read_text())["iterations"] == 2
+
+
+def test_two_processes_train_as_one_does(tiny_run, tmp_path):
+    """Rows, weights and experts are spread over both; the run folder is that of one run."""
+    config, workdir, _ = tiny_run
+    words = ["--config=configs/tiny.py:runlocal", f"--workdir={tmp_path}", f"--config.model.folder={workdir}/coldstart"]
+    fields = ("data.data_dir", "sampling.group_size", "overlong.penalty", "overlong.cache")
+    flat = {field: functools.reduce(operator.getitem, field.split("."), config) for field in fields}
+    words += [f"--config.{field}={value}" for field, value in flat.items()]
+    first, second = succeed(2, "-m", "gspo_jax.train", *words)
+    assert_same_metrics(workdir, tmp_path)
+    assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "there is something to learn"
+    assert read_samples(tmp_path) == read_samples(workdir)
+    assert "gspo 2/2" in first and "Gloo" not in first and second == ""
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoints", "config.json", "metrics.jsonl", "samples", "tb"}
+    assert len(list((tmp_path / "tb").iterdir())) == 1
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
 
 
 def test_a_finished_run_is_left_as_it_is(tiny_run):

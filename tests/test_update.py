@@ -18,6 +18,7 @@ from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.moe import Routing
 from gspo_jax.objectives.regularizers import value_loss
+from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
@@ -111,7 +112,7 @@ def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, re
             shardings = state_shardings(SHAPES, record, mesh, critic=critic)
             update = make_update(GRAPH, SCORING, objective, record, schedule, shardings=shardings, **settings)
             state = jax.device_put(new_state(params(), record, critic=critic), shardings)
-            after, metrics = update(state, mesh_lib.to_rows(mesh, experience), 1)
+            after, metrics = update(state, hosts.to_rows(mesh, experience), 1)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the state stays where it was"
     learners = [after.policy] if after.critic is None else [after.policy, after.critic]

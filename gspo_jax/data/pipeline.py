@@ -1,7 +1,8 @@
-"""Records to batches of token ids: Grain, on threads, resumable to the batch and the same for any process count.
+"""Records to batches of token ids: Grain, on threads, resumable to the batch.
 
-Every prompt is tokenised once before the first batch, so that those that do not fit are left out before the records
-are dealt to processes: the global batch then depends on the seed alone. No prompt is ever cut.
+Every prompt is tokenised once before the first batch, so that those that do not fit are left out before records are
+dealt. The batches depend on the seed alone: of several processes each reads all of them, since prompts are small, and
+groups of responses may later change places with others. No prompt is ever cut.
 """
 
 import collections
@@ -26,7 +27,7 @@ _SCAN = 1024
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """The rows of one process."""
+    """Prompts for responses to be sampled to."""
 
     prompts: Prompts
     """NumPy int32; tokens right padded to max_prompt_length."""
@@ -81,7 +82,7 @@ class Batches(Generic[_Batch]):
         return next(self._iterator)
 
     def get_state(self) -> str:
-        """JSON that `set_state` continues from, with any process count: the next batch and what it is drawn from."""
+        """JSON that `set_state` continues from, the next batch and what it is drawn from."""
         return json.dumps({"grain": self._iterator.get_state()} | self._fingerprint)
 
     def set_state(self, state: str) -> None:
@@ -96,10 +97,8 @@ class Batches(Generic[_Batch]):
 class EvalBatches:
     """Every usable prompt once and in order; can be iterated again. `skipped` and `skipped_by` as in `Batches`."""
 
-    def __init__(
-        self, usable: "_Usable", make: Callable[[list[int]], PromptBatch], *, rows: int, process: slice
-    ) -> None:
-        self._usable, self._make, self._rows, self._process = usable, make, rows, process
+    def __init__(self, usable: "_Usable", make: Callable[[list[int]], PromptBatch], *, rows: int) -> None:
+        self._usable, self._make, self._rows = usable, make, rows
         self.usable = len(usable.indices)
         self.skipped_by = usable.skipped
         self.skipped = sum(usable.skipped.values())
@@ -109,7 +108,7 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[PromptBatch]:
         for start in range(0, len(self) * self._rows, self._rows):
-            places = np.arange(start, start + self._rows)[self._process]
+            places = np.arange(start, start + self._rows)
             indices = self._usable.indices[np.minimum(places, self.usable - 1)]  # the last prompt fills the last batch
             batch = self._make(indices.tolist())
             yield dataclasses.replace(batch, valid=places < self.usable)
@@ -123,32 +122,26 @@ def prompt_batches(
     max_prompt_length: int,
     seed: int,
     shuffle: bool = True,
-    process_index: int = 0,
-    process_count: int = 1,
     max_corrupt: int = 10,
 ) -> Batches[PromptBatch]:
     """Endless batches of prompts for training, in a new order every epoch.
 
-    The stream of rows is shuffle -> repeat -> [process_index::process_count] -> batch, so batch i of all processes
-    together is the same for any process count. A prompt that is too long, empty or has a token the vocabulary lacks
-    is left out, counted, and told in one warning.
+    A prompt that is too long, empty or has a token the vocabulary lacks is left out, counted, and told in one warning.
 
     Args:
       source: records, such as `tasks.load` returns.
-      prompts_per_batch: of all processes together.
       max_prompt_length: S, in tokens.
       max_corrupt: unreadable records to leave out before giving up.
 
     Raises:
-      UserError: no prompt is left, too many records are corrupt, or the batch does not divide over the processes.
+      UserError: no prompt is left, or too many records are corrupt.
     """
-    local = _local_batch(prompts_per_batch, process_index, process_count)
     usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt)
 
     def make(indices: list[int]) -> PromptBatch:
         return _prompt_batch(source, indices, tokenizer, max_prompt_length)
 
-    indices = _indices(usable, local, seed=seed, shuffle=shuffle, process=slice(process_index, None, process_count))
+    indices = _indices(usable, prompts_per_batch, seed=seed, shuffle=shuffle)
     return Batches(indices.map(make), usable, {"seed": seed, "shuffle": int(shuffle), "batch size": prompts_per_batch})
 
 
@@ -158,21 +151,18 @@ def eval_batches(
     *,
     prompts_per_batch: int,
     max_prompt_length: int,
-    process_index: int = 0,
-    process_count: int = 1,
     max_corrupt: int = 10,
 ) -> EvalBatches:
     """Every prompt once, in order, for held-out evaluation; arguments and errors as in `prompt_batches`.
 
-    Every process gets as many batches of the same shape; rows that only fill the last one have `valid` False.
+    Batches have the same shape; rows that only fill the last one have `valid` False.
     """
-    _local_batch(prompts_per_batch, process_index, process_count)
     usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt)
 
     def make(indices: list[int]) -> PromptBatch:
         return _prompt_batch(source, indices, tokenizer, max_prompt_length)
 
-    return EvalBatches(usable, make, rows=prompts_per_batch, process=slice(process_index, None, process_count))
+    return EvalBatches(usable, make, rows=prompts_per_batch)
 
 
 def worked_batches(
@@ -183,16 +173,13 @@ def worked_batches(
     max_prompt_length: int,
     max_response_length: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
     max_corrupt: int = 10,
 ) -> Batches[WorkedBatch]:
-    """Endless shuffled batches of prompts and worked responses; `batch` rows over all processes.
+    """Endless shuffled batches of prompts and worked responses; `batch` rows.
 
     As `prompt_batches`; a worked response that with its end-of-sequence token is longer than `max_response_length` is
     left out too.
     """
-    local = _local_batch(batch, process_index, process_count)
 
     def problem(prompt: list[int], worked: list[int]) -> _Problem | None:
         return _prompt_problem(prompt, tokenizer, max_prompt_length) or _length_problem(
@@ -214,7 +201,7 @@ def worked_batches(
         return WorkedBatch(*_pad(prompts, max_prompt_length, tokenizer.pad_id), tokens, mask)
 
     usable = _scan(source, check, max_corrupt)
-    indices = _indices(usable, local, seed=seed, shuffle=True, process=slice(process_index, None, process_count))
+    indices = _indices(usable, batch, seed=seed, shuffle=True)
     return Batches(indices.map(make), usable, {"seed": seed, "batch size": batch})
 
 
@@ -228,25 +215,12 @@ class _Usable:
     """Of the questions, in order: the same numbers drawn from other data are another run."""
 
 
-def _indices(usable: _Usable, rows: int, *, seed: int, shuffle: bool, process: slice) -> grain.MapDataset[list[int]]:
-    """An endless stream of one process's `rows` record indices per batch; every epoch is shuffled anew."""
+def _indices(usable: _Usable, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
+    """An endless stream of `rows` record indices per batch; every epoch is shuffled anew."""
     dataset = grain.MapDataset.source(usable.indices.tolist())
     endless = (dataset.shuffle(seed=seed) if shuffle else dataset).repeat(None)
     # Nothing remains to be dropped, but rounding an endless length up, as Grain else does, overflows.
-    return endless[process].batch(rows, drop_remainder=True, batch_fn=list)
-
-
-def _local_batch(rows: int, process_index: int, process_count: int) -> int:
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index {process_index} is not within process_count {process_count}")
-    if rows < 1 or rows % process_count:
-        below = rows // process_count * process_count
-        choices = [c for c in (below, below + process_count) if c > 0]
-        raise UserError(
-            f"{rows} prompts per batch do not divide over {process_count} processes; use "
-            + " or ".join(map(str, choices))
-        )
-    return rows // process_count
+    return endless.batch(rows, drop_remainder=True, batch_fn=list)
 
 
 class _Problem(NamedTuple):

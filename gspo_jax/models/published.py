@@ -8,9 +8,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.types import UserError, choices
 
 
-def _qwen3(
-    layers: int, hidden: int, heads: tuple[int, int], wide: int, *, tied: bool = False, **experts: int
-) -> ModelConfig:
+def _qwen3(layers: int, hidden: int, heads: tuple[int, int], wide: int, *, tied: bool = False) -> ModelConfig:
     return ModelConfig(
         vocab_size=151936,
         hidden_size=hidden,
@@ -22,11 +20,12 @@ def _qwen3(
         tie_word_embeddings=tied,
         eos_token_ids=(151645, 151643),
         pad_token_id=151643,
-        **experts,
     )
 
 
-_128_EXPERTS = {"num_experts": 128, "experts_per_token": 8}
+def _with_experts(config: ModelConfig, width: int) -> ModelConfig:
+    return dataclasses.replace(config, num_experts=128, experts_per_token=8, moe_intermediate_size=width)
+
 
 MODELS = {
     "Qwen3-0.6B": _qwen3(28, 1024, (16, 8), 3072, tied=True),
@@ -35,8 +34,8 @@ MODELS = {
     "Qwen3-8B": _qwen3(36, 4096, (32, 8), 12288),
     "Qwen3-14B": _qwen3(40, 5120, (40, 8), 17408),
     "Qwen3-32B": _qwen3(64, 5120, (64, 8), 25600),
-    "Qwen3-30B-A3B": _qwen3(48, 2048, (32, 4), 6144, **_128_EXPERTS, moe_intermediate_size=768),
-    "Qwen3-235B-A22B": _qwen3(94, 4096, (64, 4), 12288, **_128_EXPERTS, moe_intermediate_size=1536),
+    "Qwen3-30B-A3B": _with_experts(_qwen3(48, 2048, (32, 4), 6144), 768),
+    "Qwen3-235B-A22B": _with_experts(_qwen3(94, 4096, (64, 4), 12288), 1536),
 }
 
 

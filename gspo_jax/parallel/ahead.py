@@ -85,7 +85,7 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
     memory = compiled.memory_analysis()
     assert memory is not None
     host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
-    return Compiled(compiled.as_text(), memory.peak_memory_in_bytes, host, True, live, "", seconds)
+    return Compiled(compiled.as_text() or "", memory.peak_memory_in_bytes, host, True, live, "", seconds)
 
 
 def _largest(folder: str, pattern: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.types import UserError
@@ -70,10 +71,24 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor; see `mesh_sizes`."""
+    """A mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor.
+
+    Of several TPU slices each holds whole parts of `data`, and all other axes stay within a slice: only gradients and
+    weights for the sampler go over the network between them.
+
+    Raises:
+      UserError: as `mesh_sizes`, or `data` is no multiple of the number of slices.
+    """
     devices = jax.devices() if devices is None else devices
-    shape = mesh_sizes(sizes, len(devices))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    shape, axis_types = mesh_sizes(sizes, len(devices)), (AxisType.Auto,) * len(AXES)
+    # Other machines than TPUs call every host a slice, and have no such gap between them.
+    slices = len({device.slice_index for device in devices if device.platform == "tpu"})
+    if slices < 2:
+        return jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
+    check_divides("mesh.data", shape[0], "the number of slices", slices)
+    inner, outer = (shape[0] // slices, *shape[1:]), (slices, 1, 1, 1)
+    grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=axis_types)
 
 
 def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
@@ -139,11 +154,6 @@ def param_shardings(params: nnx.State, mesh: Mesh, rules: Rules = TRAINER) -> nn
 def rows_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over the batch axes, all else whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-
-
-def to_rows(mesh: Mesh, tree: Tree) -> Tree:
-    """Places host arrays that lead with this process's rows over the batch axes."""
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows_sharding(mesh), x), tree)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
-from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import hosts
 from gspo_jax.rollout.decoder import Decoded, Prefix
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.types import Prompts, Rollout, RouterRecord
@@ -166,7 +166,7 @@ class Player:
             enough=enough,
             budget=budget,
         )
-        episodes = merged(episodes, jax.device_get(decoded))
+        episodes = merged(episodes, hosts.everywhere(decoded))
         return episodes if self._reply is None else self._replied(episodes, live & episodes.ended, self._reply)
 
     def play(
@@ -186,21 +186,24 @@ class Player:
 
     def played(self, episodes: Episodes) -> Played:
         """Episodes that have ended, with the rollout on the devices."""
-        rollout = mesh_lib.to_rows(self._sampler.mesh, episodes.rollout)
+        rollout = hosts.to_rows(self._sampler.mesh, episodes.rollout)
         return Played(rollout, episodes.texts, episodes.records, episodes.turns, episodes.older)
 
     def _replied(self, episodes: Episodes, over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
         """With what the environment says to the turns that are over; an episode without a reply has ended.
 
-        A reply that leaves no room for another token ends it at its limit: the response is truncated.
+        A reply that leaves no room for another token ends it at its limit: the response is truncated. Each process asks
+        for its own rows.
         """
         tokens, mask, truncated, ended = (
             np.array(x)
             for x in (episodes.rollout.tokens, episodes.rollout.mask, episodes.rollout.truncated, episodes.ended)
         )
-        for row in np.flatnonzero(over & ~truncated & (episodes.turns < self._turns)):
+        own = hosts.own_rows(self._sampler.mesh, len(ended))
+        for row in own[(over & ~truncated & (episodes.turns < self._turns))[own]]:
             length = int(mask[row].sum())
-            said = reply(episodes.texts[row], tokens[row, :length].tolist(), episodes.records[row])
+            text: Any = episodes.texts[row]
+            said = reply(text, tokens[row, :length].tolist(), episodes.records[row])
             if said is None:
                 continue
             if length + len(said) >= self._sampler.length:
@@ -209,6 +212,8 @@ class Player:
             tokens[row, length : length + len(said)] = said
             mask[row, length : length + len(said)] = True
             ended[row] = False
+        changed = [x[own] for x in (tokens, mask, truncated, ended)]
+        tokens, mask, truncated, ended = hosts.shared(self._sampler.mesh, changed, len(ended))
         rollout = dataclasses.replace(episodes.rollout, tokens=tokens, mask=mask, truncated=truncated)
         return dataclasses.replace(episodes, rollout=rollout, ended=ended)
 

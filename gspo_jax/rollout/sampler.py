@@ -1,6 +1,7 @@
 """The decoder with its own copy of the weights, in its own layout and dtype."""
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, UInt32
 
 from gspo_jax.models.transformer import Transformer
-from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import hosts
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.types import Prompts, Rollout, RouterRecord
@@ -67,7 +68,7 @@ class Sampler:
         self._params: nnx.State | None = None
         self.group_size, self.length, self.pad_id, self.mesh = group_size, length, pad_id, mesh
         self.copy_bytes = 0
-        """Bytes of the newest copy, over all devices of this process."""
+        """Bytes of the newest copy, over all devices."""
         self.spent = Spent()
         self._sampling = sampling
         self._router_logprobs = router_logprobs
@@ -77,8 +78,10 @@ class Sampler:
     def load(self, params: nnx.State) -> None:
         """Casts and reshards the trainer's weights."""
         self._params = jax.block_until_ready(self._reshard(params))
-        leaves = jax.tree.leaves(self._params)
-        self.copy_bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+        self.copy_bytes = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * leaf.sharding.num_devices
+            for leaf in jax.tree.leaves(self._params)
+        )
         self.spent = Spent()
 
     def release(self) -> None:
@@ -96,10 +99,10 @@ class Sampler:
         """Samples whole responses; number i of them draws with `fold_in(key, first + i)`.
 
         Args:
-          prompts: this process's rows, on the host.
+          prompts: on the host.
           key: of all the responses.
           first: the number of the first response.
-          limits: of each of this process's responses, at most the sampler's length.
+          limits: of each response, at most the sampler's length.
 
         Raises:
           RuntimeError: a shape that was sampled before was compiled again.
@@ -142,7 +145,7 @@ class Sampler:
         prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), longest)], prompts.lengths)
         wide = None if prefix is None else prefix.tokens.shape[1]
         shapes = (prompts.tokens.shape, longest, wide, limits is None, enough, budget)
-        placed: Any = mesh_lib.to_rows(self.mesh, (prompts, keys, prefix, limits))
+        placed: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
         prompts, data, prefix, limits = placed
         own_keys = jax.random.wrap_key_data(data)
         slots = decoder.check_slots(None if self._slots is None else min(self._slots, len(data)), len(data))
@@ -187,7 +190,7 @@ class Sampler:
         return decoded
 
     def _count(self, work: decoder.Work, prefill_s: float, decode_s: float) -> None:
-        work, spent = jax.device_get(work), self.spent
+        work, spent = hosts.everywhere(work), self.spent
         spent.prefill_s += prefill_s
         spent.decode_s += decode_s
         spent.steps += int(work.steps.max())

@@ -174,7 +174,7 @@ def make_update(
     )
     gradient = jax.value_and_grad(loss, has_aux=True)
 
-    places = None if shardings is None else (shardings, None)
+    places = None if shardings is None else (shardings, shardings.updates)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=places, compiler_options=compiler_options())
     def update(state: TrainState, experience: Experience, index: Array | int) -> tuple[TrainState, Metrics]:

@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it that begin one run: the flags of gspo_jax.train that a user may leave out.
+# shellcheck disable=SC2034 # they read these variables
+
+# complete_flags FLAGS…: sets `workdir` to what the flags say (the last one wins, as in absl), and `defaults` to those that they
+# leave out.
+complete_flags() {
+  local config=''
+  workdir=''
+  defaults=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --config=* | -config=*) config=${1#*=} ;;
+      --workdir=* | -workdir=*) workdir=${1#*=} ;;
+      --config | -config) if [ $# -gt 1 ]; then config=$2 && shift; fi ;;
+      --workdir | -workdir) if [ $# -gt 1 ]; then workdir=$2 && shift; fi ;;
+      --) break ;;
+    esac
+    shift
+  done
+  if [ -z "$config" ]; then
+    config=configs/tiny.py
+    defaults+=(--config="$config")
+  fi
+  if [ -z "$workdir" ]; then
+    workdir=${config##*/}
+    workdir=runs/${workdir%%.py*}
+    defaults+=(--workdir="$workdir")
+  fi
+}

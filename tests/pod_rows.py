@@ -1,0 +1,48 @@
+"""One of several processes that put rows together: `python -m tests.pod_rows`, told by the environment which it is."""
+
+import jax
+import numpy as np
+
+from gspo_jax import cli
+from gspo_jax.parallel import hosts, processes
+from gspo_jax.parallel import mesh as mesh_lib
+
+B = 16
+MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]
+"""Of the last one every row lies on all devices."""
+
+
+def check(sizes: dict[str, int]) -> None:
+    """Whole batches go to the devices and back, and are made of what each process knows of its own rows."""
+    # Backwards, the rows of a process are not those that it would get by counting.
+    mesh = mesh_lib.make_mesh(sizes, jax.devices()[::-1])
+    processes.connect(mesh)
+    batch = {
+        "tokens": np.arange(B * 6, dtype=np.int32).reshape(B, 6),
+        "total": np.where(np.arange(B) % 5, np.arange(B), np.nan).astype(np.float32),
+        "ended": np.arange(B) % 3 == 0,
+    }
+    own = hosts.own_rows(mesh, B)
+    owners = hosts.shared(mesh, np.full(len(own), 1 + jax.process_index(), np.int32), B)
+    assert np.bincount(owners)[1:].sum() == B and owners.all(), "every row is one process's"
+    np.testing.assert_array_equal(np.flatnonzero(owners == 1 + jax.process_index()), own)
+
+    placed = hosts.to_rows(mesh, batch)
+    placed["tokens"] = jax.jit(lambda x: x + 0)(placed["tokens"])
+    assert placed["tokens"].shape == (B, 6)
+    known = hosts.own(mesh, placed)
+    for block in (2**28, 100):  # in one piece, and in some that overlap
+        hosts._BLOCK = block
+        for found in (hosts.everywhere(placed), hosts.shared(mesh, known, B)):
+            jax.tree.map(np.testing.assert_array_equal, found, batch)
+    jax.tree.map(lambda x, whole: np.testing.assert_array_equal(x, whole[own]), known, batch)
+
+
+if __name__ == "__main__":
+    count = processes.start(heartbeat_s=10, start_s=60)
+    cli.simulate_devices(8 // count)
+    with processes.guarded(count):
+        for each in MESHES:
+            check(each)
+            hosts._BLOCK = 2**28
+        print(f"{jax.process_count()} processes agree")

@@ -1,0 +1,322 @@
+"""Runs of several processes, for real: the same numbers as of one, checkpoints for each other, an end when one dies.
+
+That two processes train as one does is in test_train.py, beside the run of one.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gspo_jax.parallel import processes
+from gspo_jax.types import UserError
+from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, succeed
+
+HEARTBEAT_S, LATE_S = 5, 5
+"""Of tests/pod_config.py; and how late a process may be."""
+CONFIG = f"--config={ROOT}/tests/pod_config.py"
+slow = pytest.mark.slow
+
+
+def command(workdir: Path, data: Path, kind: str, *flags: str, iterations: int, cold: Path | None) -> list[str]:
+    """The flags of a run; `kind` is the argument of its config."""
+    words = [f"{CONFIG}:{kind}", f"--workdir={workdir}", f"--config.data.data_dir={data}", *flags]
+    words += [f"--config.iterations={iterations}"]
+    return words if cold is None else [*words, f"--config.model.folder={cold}"]
+
+
+TRAIN = ("-m", "gspo_jax.train")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Where the data and the runs of one process are."""
+    return tmp_path_factory.mktemp("pod")
+
+
+@pytest.fixture(scope="module")
+def whole(data) -> Callable[[str], Path]:
+    """By kind, the folder of what one process makes of five iterations; all begin from the first one's cold start."""
+
+    def run(kind: str) -> Path:
+        folder = data / (kind.replace(",", "-") or "plain")
+        if not folder.exists():
+            cold = run("") / "coldstart" if kind else None
+            succeed(1, *TRAIN, *command(folder, data / "data", kind, *KINDS[kind], iterations=5, cold=cold))
+        return folder
+
+    return run
+
+
+KINDS = {
+    "": ["--config.reference.kl_weight=0.01"],
+    "dapo": ["--config.sampling.slots=32"],
+    "partial": [],
+    "calculator": [],
+    "steps": ["--config.training.old_logprobs=recompute", "--config.routing.replay=r2"],
+}
+
+
+def test_rows_are_spread_and_put_together_again():
+    first, second = succeed(2, "-m", "tests.pod_rows")
+    assert first == "2 processes agree\n" and second == ""
+
+
+@slow
+def test_rows_of_four_processes():
+    assert succeed(4, "-m", "tests.pod_rows")[0] == "4 processes agree\n"
+
+
+@slow
+@pytest.mark.parametrize(("kind", "count"), [(kind, 2) for kind in KINDS] + [("", 4), ("partial", 4)])
+def test_any_number_of_processes_trains_the_same(kind, count, whole, data, tmp_path):
+    one = whole(kind)
+    cold = whole("") / "coldstart"
+    succeed(count, *TRAIN, *command(tmp_path, data / "data", kind, *KINDS[kind], iterations=5, cold=cold))
+    assert_same_metrics(one, tmp_path)
+
+
+@slow
+@pytest.mark.parametrize(("kind", "before", "after"), [("", 1, 2), ("partial", 2, 4), ("partial", 4, 1)])
+def test_a_run_goes_on_with_another_number_of_processes(kind, before, after, whole, data, tmp_path):
+    one, cold = whole(kind), whole("") / "coldstart"
+    for count, iterations in ((before, 3), (after, 5)):
+        words = command(tmp_path, data / "data", kind, *KINDS[kind], iterations=iterations, cold=cold)
+        said = succeed(count, *TRAIN, *words)
+    assert "resuming from iteration 3" in said[0]
+    assert_same_metrics(one, tmp_path)
+
+
+@slow
+def test_a_cold_start_of_two_processes_is_that_of_one(whole, data, tmp_path):
+    succeed(2, *TRAIN, *command(tmp_path, data / "data", "", *KINDS[""], iterations=1, cold=None))
+    assert not list(tmp_path.glob("*partial*"))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "coldstart" / name).read_bytes() == (whole("") / "coldstart" / name).read_bytes()
+    ours, theirs = (rows_of(folder)[0]["eval/response_length"] for folder in (tmp_path, whole("")))
+    assert ours == pytest.approx(theirs, rel=0.05)  # sixty steps of training make more of rounding
+
+
+@slow
+def test_evaluation_of_two_processes_repeats_the_runs_own(whole, data, tmp_path):
+    run = whole("")
+    words = command(run, data / "data", "", *KINDS[""], iterations=5, cold=run / "coldstart")
+    first, second = succeed(2, "-m", "gspo_jax.evaluate", *words, f"--json={tmp_path}/facts.json")
+    assert "iteration 5: mean@4" in first and second == ""
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["accuracy"] == pytest.approx(rows_of(run)[-1]["eval/accuracy"])
+
+
+def wait_for(found: Callable[[], bool], running: Callable[[], bool], seconds: float = 300) -> None:
+    """Until it is found."""
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert running() and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_process_is_killed_the_others_end(victim, whole, data, tmp_path):
+    words = command(tmp_path, data / "data", "", iterations=500, cold=whole("") / "coldstart")
+    with Pod(2, *TRAIN, *words) as pod:
+        dies, other = pod.processes[victim], pod.processes[1 - victim]
+        wait_for((tmp_path / "checkpoints" / "1").exists, lambda: dies.poll() is None)
+        dies.kill()
+        killed = time.monotonic()
+        said, _ = other.communicate(timeout=60)
+        assert time.monotonic() - killed < HEARTBEAT_S + LATE_S
+    assert other.returncode == processes.LOST, said
+    assert re.search(r"error: .*lost.*start the run again with the same command: it goes on.*\n\Z", said), said
+
+
+FAILS = """
+from gspo_jax.parallel import processes
+count = processes.start(heartbeat_s=5, start_s=60)
+with processes.guarded(count):
+    import jax
+    if jax.process_index():
+        raise RuntimeError("only here")
+    processes.wait_for_all("end")
+"""
+
+
+def test_when_a_process_fails_the_others_do_not_wait_for_it():
+    with Pod(2, "-c", FAILS) as pod:
+        first, second = pod.finish()
+    assert [process.returncode for process in pod.processes] == [processes.LOST, 1]
+    assert "RuntimeError: only here" in second and "error: a process of several has failed" in second
+    assert "RuntimeError" not in first and "start the run again" in first
+
+
+ALONE_S = 3
+
+
+def test_who_is_left_alone_at_the_start_ends():
+    """The coordinator takes the call and is gone, as one that dies then."""
+    start = f"from gspo_jax.parallel import processes; processes.start(heartbeat_s=5, start_s={ALONE_S})"
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        told = environment(2, 1, listener.getsockname()[1])
+        process = subprocess.Popen([sys.executable, "-c", start], cwd=ROOT, env=told, stderr=subprocess.PIPE, text=True)
+        listener.accept()[0].close()
+        connected = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert ALONE_S - 1 < time.monotonic() - connected < ALONE_S + LATE_S
+    assert process.returncode == processes.LOST
+    assert f"error: the other processes of the run are not there after {ALONE_S} s; start the run again" in said
+
+
+@pytest.fixture
+def alone(monkeypatch) -> pytest.MonkeyPatch:
+    """An environment that says nothing of other processes."""
+    for name in list(os.environ):
+        if name.startswith(("JAX_COORDINATOR", "JAX_NUM_PROC", "JAX_PROCESS", "SLURM_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_one_process_is_on_its_own(alone):
+    assert processes.find() == {}
+    for name, value in zip(processes.GIVEN, ("localhost:1", "1", "0"), strict=True):
+        alone.setenv(name, value)
+    assert processes.find() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("localhost:1", "", "0"), "JAX_NUM_PROCESSES is not set, and others of .* are; set all of them, or none"),
+        (("localhost", "2", "0"), "are localhost, 2, 0; give host:port, how many"),
+        (("localhost:1", "2", "2"), "are localhost:1, 2, 2; give host:port, how many"),
+        (("localhost:1", "two", "1"), "are localhost:1, two, 1; give host:port, how many"),
+    ],
+)
+def test_half_of_what_is_needed_is_refused(given, says, alone):
+    for name, value in zip(processes.GIVEN, given, strict=True):
+        alone.setenv(name, value)
+    with pytest.raises(UserError, match=says):
+        processes.find()
+
+
+def test_slurm_is_found(alone):
+    job = {"JOB_ID": "7", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in job.items():
+        alone.setenv(f"SLURM_{name}", value)
+    assert processes.find() == {"cluster_detection_method": "slurm"}
+    alone.setenv("SLURM_NTASKS", "1")
+    assert processes.find() == {}
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A copy of launch/ whose .venv is the interpreter of the tests."""
+    root = tmp_path / "repository"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    state = subprocess.run(
+        ["bash", "-c", "source launch/venv.sh; install_state"], cwd=root, capture_output=True, check=True
+    ).stdout
+    (root / ".venv" / "installed-report").write_bytes(state)
+    return root
+
+
+def launch(repository: Path, *words: str) -> subprocess.Popen:
+    """Begins launch/cpu_pod.sh."""
+    script = str(repository / "launch" / "cpu_pod.sh")
+    return subprocess.Popen(
+        ["bash", script, *words],
+        env=environment(1, 0, 0),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else bash keeps what ignores it
+    )
+
+
+def processes_of(workdir: Path) -> dict[int, int]:
+    """The ids of the processes that train in a folder, by their number."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words, told = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        number = re.search(rb"JAX_PROCESS_ID=(\d)", told)
+        if b"gspo_jax.train" in words and str(workdir).encode() in words and number:
+            found[int(number[1])] = int(entry.name)
+    return found
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+
+@slow
+@needs_proc
+def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
+    """One process is killed; the run ends as one that was left alone."""
+    one, workdir = whole(""), tmp_path / "run"
+    words = command(workdir, data / "data", "", *KINDS[""], iterations=5, cold=one / "coldstart")
+    process = launch(repository, "2", *words)
+    try:
+        wait_for((workdir / "checkpoints" / "2").exists, lambda: process.poll() is None)
+        os.kill(processes_of(workdir)[1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "process 1 of 2 has ended with code 137: all start again" in said
+    assert re.search(r"resuming from iteration [234]", said)
+    assert (workdir / "report").is_dir() and (workdir / "processes" / "1.log").exists()
+    assert_same_metrics(one, workdir)
+    assert not processes_of(workdir)
+
+
+@slow
+@needs_proc
+def test_ctrl_c_ends_all_processes(repository, whole, data, tmp_path):
+    words = command(tmp_path / "run", data / "data", "", iterations=500, cold=whole("") / "coldstart")
+    process = launch(repository, "2", *words)
+    try:
+        wait_for(lambda: len(processes_of(tmp_path / "run")) == 2, lambda: process.poll() is None)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert not processes_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "error: the first argument is missing; say how many processes"),
+        (["--config=configs/tiny.py"], "error: the first argument is --config=configs/tiny.py; say how many processes"),
+    ],
+)
+def test_the_launcher_asks_for_a_number(words, says, repository):
+    said, _ = launch(repository, *words).communicate(timeout=30)
+    assert says in said and said.count("\n") == 1
+
+
+@slow
+def test_the_launcher_does_not_repeat_a_mistake(repository):
+    process = launch(repository, "2", CONFIG, "--workdir=run", "--config.iterations=0")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said.count("error: iterations is 0; it must be at least 1") == 1 and "start again" not in said
