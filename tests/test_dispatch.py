@@ -121,6 +121,22 @@ def test_dispatch_equals_the_oracle(mesh, dispatch, load):
     assert leaf_errors(oracle()(experts), compiled(mesh_id(mesh), dispatch)(experts)) < 2e-6
 
 
+@pytest.mark.parametrize("load", ["random", "one expert", "padded"])
+def test_a_layer_of_many_has_room_for_every_load(load):
+    """On an axis of 8 the usual buffers hold 16 pairs of 32 tokens: a random load fits, the 32 of one expert do not."""
+    experts = jnp.asarray(routed(load))
+    x, weights, kernels, _ = numbers()
+    stacked = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in kernels]
+    held = np.bincount(experts.reshape(-1)[(experts.reshape(-1) >= 0) & (experts.reshape(-1) < E)], minlength=E)
+    assert (held.max() > dispatch_lib._HEADROOM * B * T * K // 8) == (load == "one expert")
+    with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
+        y, dropped = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(
+            x, experts, weights, *stacked, layer=jnp.asarray(1)
+        )
+    assert leaf_errors(all_experts(x, experts, weights, *kernels), y) < 2e-6
+    assert not dropped.any()
+
+
 def kept(experts, mesh, factor):
     """Which pairs find room, by counting: row by row on each shard of the batch, token by token, expert by expert."""
     shards = math.prod(mesh.get(axis, 1) for axis in mesh_lib.BATCH_AXES)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gspo_jax.kernels.decode_attention_tpu import ring_softmax
 from gspo_jax.kernels.grouped_matmul import grouped_matmul
 from gspo_jax.models.attention import attend_segments
 from gspo_jax.models.transformer import REMATS
@@ -29,6 +30,8 @@ SEGMENTS = {"one text": (4096, 1, 0), "a prompt and four": (512, 4, 896), "long"
 EXPERTS, D, F = 32, 2048, 768
 ROWS = {"many": 65536, "few": 64}
 """Of the grouped matmul: those of an update and of a decode step."""
+RINGS = {"short": 448, "long": 4096, "odd": 50}
+"""Columns of a segment."""
 
 
 def with_gradients(f, *arguments, grads):
@@ -37,8 +40,12 @@ def with_gradients(f, *arguments, grads):
 
 
 def compiled(f, *shapes, grads):
-    """Kernels in the compiled program, by name, and the temporary bytes of one chip."""
-    program = topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).compile()
+    """What `read` says of a function and its gradients."""
+    return read(topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).compile())
+
+
+def read(program):
+    """Kernels in a compiled program, by name, and the temporary bytes of one chip."""
     names = re.findall(r"%(\w+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
     memory = program.memory_analysis()
     assert memory
@@ -81,12 +88,30 @@ def experts(target, name, dtype):
         return compiled(run, x, w, sizes, grads=y)
 
 
+def ring(target, name, dtype):
+    """Every chip has 16 slots, and half of the key heads of their rings."""
+    mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
+    chips, one = mesh.size // 2, of_mesh(mesh)
+    q = one((16 * chips, KV_HEADS, HEADS // KV_HEADS, WIDTH), dtype, "batch", "kv_heads")
+    k = one((2, 8, 16 * chips, KV_HEADS, columns, WIDTH), dtype, None, None, "batch", "kv_heads")
+    rows, number = one((16 * chips,), jnp.int32, "batch"), one((), jnp.int32)
+    queries, keys = q.sharding.spec, k.sharding.spec
+
+    def run(q, k, layer, step, ages):
+        return ring_softmax(q, k, k, layer=layer, step=step, ages=ages)
+
+    with jax.set_mesh(mesh):
+        specs = (queries, keys, PartitionSpec(), PartitionSpec(), rows.sharding.spec)
+        run = jax.shard_map(run, in_specs=specs, out_specs=queries, check_vma=False)
+        return read(topology.lower(run, q, k, number, number, rows).compile())
+
+
 def figures(target):
-    """Compiles attention and the grouped matmul for one generation."""
+    """Compiles every kernel for one generation."""
     kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in ("dots", "full")}
     return kept | {
         f"{of.__name__}, {name}, {dtype}": of(target, name, dtype)
-        for of, names in ((attention, SEGMENTS), (experts, ROWS))
+        for of, names in ((attention, SEGMENTS), (experts, ROWS), (ring, RINGS))
         for name in names
         for dtype in ("bfloat16", "float32")
     }
@@ -115,6 +140,9 @@ def test_the_tpu_compiler_takes_every_kernel(target):
     for name in ROWS:
         for dtype in ("bfloat16", "float32"):
             assert found[f"experts, {name}, {dtype}"]["kernels"] == {"gmm": 2, "tgmm": 1}
+    for name in RINGS:
+        for dtype in ("bfloat16", "float32"):
+            assert found[f"ring, {name}, {dtype}"]["kernels"] == {"ring_softmax": 1}
 
 
 if __name__ == "__main__":

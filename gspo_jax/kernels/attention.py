@@ -1,6 +1,7 @@
 """Softmax attention with grouped key/value heads (GQA); scores are float32.
 
-Training and prefill have kernels on TPU (attention_tpu.py). All else is plain XLA.
+On TPU training and prefill have kernels (attention_tpu.py), and so has a decoding slot's look at its own tokens
+(decode_attention_tpu.py). All else is plain XLA.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels import attention_tpu
+from gspo_jax.kernels import attention_tpu, decode_attention_tpu
 from gspo_jax.kernels.backend import platform
 from gspo_jax.parallel.hlo import at_most
 
@@ -242,7 +243,10 @@ def decode_attention(
         prompt = _whole_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
     else:
         prompt = _prompts_in_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
-    out = _own(prompt, q, k, v, layer, step, ages)
+    if platform() == "tpu":
+        out = prompt.joined(_Softmax(*decode_attention_tpu.ring_softmax(q, k, v, layer=layer, step=step, ages=ages)))
+    else:
+        out = _own(prompt, q, k, v, layer, step, ages)
     return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
 
 

@@ -13,13 +13,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import segment_attention
+from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
 from gspo_jax.kernels.segments import valid_so_far
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], whatever the caller wants kept)."""
+
+_Axes = tuple[str | None, ...]
+"""The logical axes of an array's first dimensions."""
 
 
 def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
@@ -44,6 +47,19 @@ def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) ->
     return jnp.maximum(valid_so_far(valid, prompt, responses) - 1, 0)
 
 
+def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:
+    """attend(*arrays) on every shard of the mesh in scope, of its part by logical axes: nothing else cuts a kernel.
+
+    Mesh axes that are manual already have cut the arrays.
+    """
+    if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
+        return attend(*arrays)
+    *parts, result = (without_axes(spec(names, TRAINER), manual_axes()) for names in (*axes, out))
+    # A kernel does not say over which mesh axes its output varies: over all that `out` has.
+    layout = {"in_specs": tuple(parts), "out_specs": result, "check_vma": False}
+    return jax.shard_map(attend, axis_names=automatic, **layout)(*arrays)
+
+
 def attend_segments(
     q: Float[Array, "B N H h"],
     k: Float[Array, "B N Kv h"],
@@ -52,20 +68,37 @@ def attend_segments(
     prompt: int,
     responses: int,
 ) -> Float[Array, "B N H h"]:
-    """`segment_attention`, on every shard of the mesh in scope of its own rows and heads: a kernel is cut by hand."""
+    """`segment_attention`, on every shard of its own rows and heads."""
 
-    def shard(q: Array, k: Array, v: Array, valid: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
         return segment_attention(q, k, v, valid, prompt, responses)
 
-    if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
-        return shard(q, k, v, valid)
-    rows, queries, keys = (
-        without_axes(spec(axes, TRAINER), manual_axes())
-        for axes in (("batch",), ("batch", None, "heads"), ("batch", None, "kv_heads"))
-    )
-    # A kernel does not say over which axes its output varies; nothing here is the same on two shards.
-    layout = {"in_specs": (queries, keys, keys, rows), "out_specs": queries, "check_vma": False}
-    return jax.shard_map(shard, axis_names=automatic, **layout)(q, k, v, valid)
+    queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
+    return _on_shards(attend, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
+
+
+def attend_cached(
+    q: Float[Array, "B H h"],
+    prompt_k: Float[Array, "L P Kv S h"],
+    prompt_v: Float[Array, "L P Kv S h"],
+    prompt_lengths: Int[Array, " P"],
+    k: Float[Array, "L N B Kv C h"],
+    v: Float[Array, "L N B Kv C h"],
+    *,
+    layer: Int[Array, ""],
+    step: Int[Array, ""],
+    ages: Int[Array, " B"],
+    rows: Rows | None,
+) -> Float[Array, "B H h"]:
+    """`decode_attention`, on every shard of its own heads; the decoder has cut the batch already."""
+
+    def attend(q: Array, keys: Array, values: Array, lengths: Array, k: Array, v: Array, where: dict) -> Array:
+        return decode_attention(q, keys, values, lengths, k, v, **where)
+
+    queries, prompts, ring = (None, "heads"), (None, None, "kv_heads"), (None, None, None, "kv_heads")
+    arrays = (q, prompt_k, prompt_v, prompt_lengths, k, v)
+    where = {"layer": layer, "step": step, "ages": ages, "rows": rows}
+    return _on_shards(attend, (*arrays, where), (queries, prompts, prompts, (), ring, ring, ()), queries)
 
 
 class Attention(nnx.Module):

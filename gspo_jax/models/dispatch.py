@@ -10,7 +10,8 @@ Three ways, one result, Σ_k w_k · down_e(silu(gate_e x) · up_e x) with e the 
 With ep shards on the axis, n tokens of width D on each, and balanced experts, a shard sends and receives, each way:
 gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D, capacity `factor` times that. Gather is therefore the lightest
 while ep <= K. Every buffer is sized at compile time: gather and ragged_all_to_all hold ep·n·min(K, E/ep) rows on each
-shard, though ep times fewer come when experts are balanced; the grouped matmul's work follows the rows that came.
+shard, though ep times fewer come when experts are balanced; the grouped matmul's work follows the rows that came. Of
+gather a decode step has a second set, for the usual load.
 """
 
 import dataclasses
@@ -70,6 +71,10 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
         raise UserError("dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'")
 
 
+_HEADROOM = 2
+"""Of a balanced load: what the usual buffers of a decode step have room for."""
+
+
 @jax.custom_vjp
 def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "M D"]:
     """out[m] = x[source[m] // K]: the token of the pair that lies in slot m. Slots without a pair hold any token.
@@ -107,7 +112,9 @@ def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int
         ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs), group.size)
     else:
         ordered, order = jax.lax.sort((group, pairs), num_keys=1)
-    ends = jnp.searchsorted(ordered, jnp.arange(groups, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # Each pair compared with each group is one small pass; a search would be a loop, slow to step on a TPU.
+    ids = jnp.arange(groups, dtype=jnp.int32)
+    ends = jnp.searchsorted(ordered, ids, side="right", method="compare_all").astype(jnp.int32)
     return order, jnp.argsort(order, stable=False).astype(jnp.int32), jnp.diff(ends, prepend=0)
 
 
@@ -120,22 +127,34 @@ def combine_experts(
     down: Float[Array, "*L E F D"],
     *,
     layer: Int[Array, ""] | None = None,
+    shards: int = 1,
 ) -> Float[Array, "N D"]:
     """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over a token's experts that are held here, as ids in [0, E).
 
     They must differ, as a router's do: only min(K, E) of them can be held. The weight is put on what `down` reads: that
     is narrower than what it writes, and no output has to be kept for the weight's gradient.
+
+    With a `layer`, so without a gradient, buffers have room for `_HEADROOM` times this shard's share of the pairs, one
+    of `shards`, and for the worst load only when it comes: a decode step would spend more time on empty rows than on
+    the others.
     """
     E, (N, K) = gate.shape[-3], experts.shape
     # What comes of rows without a pair stays in them, and `gather_up` does not look there.
     matmul = partial(grouped_matmul, tail=False) if layer is None else partial(stacked_matmul, layer=layer)
     held = (experts >= 0) & (experts < E)
     order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
-    source = order[: N * min(K, E)]
-    slot = jnp.where(held, place.reshape(N, K), source.size)
-    rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
-    gated, raised = (checkpoint_name(matmul(rows, w, sizes), "dot") for w in (gate, up))
-    return gather_up(matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
+
+    def within(room: int) -> Array:
+        source = order[:room]
+        slot = jnp.where(held, place.reshape(N, K), room)
+        rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
+        gated, raised = (checkpoint_name(matmul(rows, w, sizes), "dot") for w in (gate, up))
+        return gather_up(matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
+
+    worst, usual = N * min(K, E), -(-_HEADROOM * N * K // shards)
+    if layer is None or usual >= worst:
+        return within(worst)
+    return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), lambda: within(worst))
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
@@ -147,7 +166,8 @@ def _gather(x: Array, experts: Array, weights: Array, *kernels: Array, layer: Ar
     """All-gather of tokens, own experts' share of every token, reduce-scatter of the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels[0].shape[-3]
-    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer)
+    shards = jax.lax.axis_size("expert")
+    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer, shards=shards)
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), jnp.zeros_like(experts[:, 0])
 
 

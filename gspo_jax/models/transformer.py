@@ -10,8 +10,8 @@ from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import Rows, decode_attention
-from gspo_jax.models.attention import Attend, Attention, attend_segments, rms_norm, segment_positions
+from gspo_jax.kernels.attention import Rows
+from gspo_jax.models.attention import Attend, Attention, attend_cached, attend_segments, rms_norm, segment_positions
 from gspo_jax.models.cache import Cache, Slots, write_column
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
@@ -156,7 +156,7 @@ class Transformer(nnx.Module):
                 own = write_column(ks, index, cache.step, k[:, 0]), write_column(vs, index, cache.step, v[:, 0])
                 prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
                 where = {"layer": index, "step": cache.step, "ages": slots.ages, "rows": rows}
-                return decode_attention(q[:, 0], *prompt, *own, **where)[:, None], own
+                return attend_cached(q[:, 0], *prompt, *own, **where)[:, None], own
 
             block = nnx.merge(graph, params, whole)
             x, routes, (ks, vs) = block(x, positions, slots.active[:, None], attend, layer=index)

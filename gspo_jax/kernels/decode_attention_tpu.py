@@ -1,0 +1,124 @@
+"""Attention of decoding slots over their own tokens on TPU: a kernel that reads the ring of keys and values in place.
+
+A loop over segments would write the scores of each, and begin anew with every trip. Here one block of columns is on its
+way from memory while the one before is at work, and nothing but the result is written.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+_MASKED = -1e30
+_LANES = 128
+_BLOCK_BYTES = 2**20
+"""Of keys, and as much of values, that are fetched at a time: enough to hide what a step of the grid costs."""
+
+
+def _columns(size: int, column_bytes: int) -> int:
+    """Columns of a segment of `size` in a block: the most that divide it, in whole tiles, and take `_BLOCK_BYTES`."""
+    tiled = (c for c in range(size, 0, -16) if size % c == 0)
+    return next((c for c in tiled if c * column_bytes <= _BLOCK_BYTES), size)
+
+
+def _kernel(
+    layer_ref: Any,
+    step_ref: Any,
+    first_ref: Any,
+    begins_ref: Any,
+    ages_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    highest_ref: Any,
+    total_ref: Any,
+) -> None:
+    """Joins one block of one slot's columns to the slot's softmax, which stays in the outputs."""
+    del layer_ref, begins_ref  # for the index of blocks
+    heads, columns = k_ref.shape[:2]
+    age, i = ages_ref[pl.program_id(0)], pl.program_id(1)
+
+    @pl.when(i == 0)
+    def _() -> None:
+        out_ref[...] = jnp.zeros_like(out_ref)
+        highest_ref[...] = jnp.full_like(highest_ref, _MASKED / 10)
+        total_ref[...] = jnp.zeros_like(total_ref)
+
+    start = step_ref[0] - (first_ref[0] + i) * columns  # how many steps ago the block was begun
+
+    @pl.when(start - (columns - 1) < age)
+    def _() -> None:
+        ago = start - jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
+        seen = (ago >= 0) & (ago < age)
+        for head in range(heads):
+            q, k, v = q_ref[head], k_ref[head], v_ref[head]
+            scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
+            before = highest_ref[head][:, :1]
+            highest = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+            probs, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
+            new = jnp.dot(probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            out_ref[head] = out_ref[head] * kept + new
+            highest_ref[head] = jnp.broadcast_to(highest, highest_ref.shape[1:])
+            total_ref[head] = total_ref[head] * kept + probs.sum(axis=1, keepdims=True)
+
+
+def ring_softmax(
+    q: Float[Array, "B Kv g h"],
+    k: Float[Array, "L N B Kv C h"],
+    v: Float[Array, "L N B Kv C h"],
+    *,
+    layer: Int[Array, ""],
+    step: Int[Array, ""],
+    ages: Int[Array, " B"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Kv g h"], Float[Array, "B Kv g 1"], Float[Array, "B Kv g 1"]]:
+    """Of one layer's queries over the newest `ages` columns of a ring, of which `step` is the newest, modulo N·C.
+
+    Returns Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Of a slot's
+    blocks only those are read that it sees. `interpret` runs the kernel on any backend, slowly, for tests.
+    """
+    _, N, B, Kv, C, h = k.shape
+    g, columns = q.shape[2], _columns(C, Kv * h * k.dtype.itemsize)
+    per_segment = C // columns
+    # Blocks are numbered on and on, as steps are: one that is begun again comes twice, with other columns seen.
+    newest = step // columns
+    begins = jnp.minimum(jnp.maximum(step + 1 - ages, 0) // columns, newest)
+    first = begins.min()
+
+    def slot(b: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+        return b, 0, 0, 0
+
+    def block(b: Any, i: Any, layer: Any, step: Any, first: Any, begins: Any, ages: Any) -> tuple[Any, ...]:
+        # Instead of what lies before a slot's first block it fetches that one: once, and ahead.
+        at = jnp.maximum(first[0] + i, begins[b]) % (N * per_segment)
+        return layer[0], at // per_segment, b, 0, at % per_segment, 0
+
+    of_ring = pl.BlockSpec((None, None, None, Kv, columns, h), block)
+    of_slot = pl.BlockSpec((None, Kv, g, h), slot)
+    of_sums = pl.BlockSpec((None, Kv, g, _LANES), slot)
+    sums = jax.ShapeDtypeStruct((B, Kv, g, _LANES), jnp.float32)
+    scalars = (x.astype(jnp.int32).reshape(-1) for x in (layer, step, first, begins, ages))
+    out, highest, total = pl.pallas_call(
+        _kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(B, newest - first + 1),
+            in_specs=[of_slot, of_ring, of_ring],
+            out_specs=[of_slot, of_sums, of_sums],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((B, Kv, g, h), jnp.float32), sums, sums],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * B * Kv * g * N * C * h,
+            transcendentals=B * Kv * g * N * C,
+            bytes_accessed=2 * B * Kv * N * C * h * k.dtype.itemsize,
+        ),
+        name="ring_softmax",
+        interpret=interpret,
+    )(*scalars, q, k, v)
+    return out, highest[..., :1], total[..., :1]

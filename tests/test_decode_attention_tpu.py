@@ -1,0 +1,80 @@
+"""The TPU kernel of decoding slots' attention to their own tokens, interpreted on the CPU, equals the loop in XLA."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.kernels import attention, decode_attention_tpu
+
+L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
+"""Layers, segments of the ring, slots, key heads, columns of a segment, width, and queries to a key head."""
+RING = N * C
+
+
+def draw(dtype):
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((B, KV, G, H)), dtype)
+    return q, *(jnp.asarray(x, dtype) for x in rng.standard_normal((2, L, N, B, KV, C, H)))
+
+
+@partial(jax.jit, static_argnames="block")
+def kernel(q, k, v, step, ages, block):
+    """Compiled once for each size of blocks."""
+    del block
+    return decode_attention_tpu.ring_softmax(q, k, v, layer=jnp.asarray(1), step=step, ages=ages, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [16, 32])
+def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
+    """A ring that is being filled, is full, or has gone round; slots of all ages, an idle one, and all of one age."""
+    q, k, v = draw(dtype)
+    column = KV * H * k.dtype.itemsize
+    monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
+    assert decode_attention_tpu._columns(C, column) == block
+    zero, lowest = jnp.zeros((B, KV, G, 1)), jnp.full((B, KV, G, 1), attention._MASKED / 10)
+    none = attention._Softmax(jnp.zeros((B, KV, G, H)), lowest, zero)
+    loop = jax.jit(partial(attention._own, none, q, k, v, jnp.asarray(1)))
+    rng = np.random.default_rng(1)
+    for step in (0, 3, C, RING - 1, RING + 3, 5 * RING + 17):
+        oldest = min(step + 1, RING)
+        for ages in (rng.integers(1, oldest + 1, B), np.array([0, 1, oldest, oldest]), np.full(B, oldest)):
+            ours = attention._Softmax(*kernel(q, k, v, jnp.asarray(step), jnp.asarray(ages), block))
+            theirs = loop(jnp.asarray(step), jnp.asarray(ages))
+            for a, b in zip(ours, theirs, strict=True):
+                assert np.isfinite(a).all()
+                tolerance = 1e-5 if dtype == "float32" else 2e-2
+                np.testing.assert_allclose(a[ages > 0], b[ages > 0], rtol=tolerance, atol=tolerance)
+
+
+def test_blocks_that_no_slot_sees_are_not_read():
+    """Two segments of three hold no number, and nothing of them is in what comes out."""
+    q, k, v = draw("float32")
+    k, v = (x.at[:, [0, 2]].set(jnp.nan) for x in (k, v))
+    out = kernel(q, k, v, jnp.asarray(2 * C - 1), jnp.asarray([0, 1, 7, C]), C)
+    for x in out:
+        assert np.isfinite(x).all()
+
+
+def test_decoding_takes_the_kernel_on_tpu(monkeypatch):
+    """Prompts and own tokens under one softmax, as on every other backend."""
+    q, k, v = draw("float32")
+    rng = np.random.default_rng(2)
+    prompt_k, prompt_v = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((2, L, 2, KV, 5, H)))
+    arrays = (q.reshape(B, KV * G, H), prompt_k, prompt_v, jnp.asarray([5, 2]), k, v)
+    where = {"layer": jnp.asarray(1), "step": jnp.asarray(40), "ages": jnp.asarray([1, 41, 9, 30]), "rows": None}
+    expected = jax.jit(attention.decode_attention)(*arrays, **where)
+    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    interpreted = partial(decode_attention_tpu.ring_softmax, interpret=True)
+    monkeypatch.setattr(decode_attention_tpu, "ring_softmax", interpreted)
+    got = jax.jit(lambda *x: attention.decode_attention(*x, **where))(*arrays)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "columns"), [(448, 448), (4096, 1024), (64 * 37, 592), (50, 50)])
+def test_blocks_divide_a_segment(size, columns):
+    """Of four heads of 128 in bfloat16, 1024 columns of which take 2^20 bytes; 2368 = 4 · 592."""
+    assert decode_attention_tpu._columns(size, 4 * 128 * 2) == columns
