@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import grouped_matmul, stacked_matmul
+from gspo_jax.kernels.grouped_matmul import grouped_matmuls, stacked_matmuls
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
 
@@ -120,22 +120,26 @@ def combine_experts(
     down: Float[Array, "*L E F D"],
     *,
     layer: Int[Array, ""] | None = None,
+    likely: int | None = None,
 ) -> Float[Array, "N D"]:
     """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over a token's experts that are held here, as ids in [0, E).
 
     They must differ, as a router's do: only min(K, E) of them can be held. The weight is put on what `down` reads: that
-    is narrower than what it writes, and no output has to be kept for the weight's gradient.
+    is narrower than what it writes, and no output has to be kept for the weight's gradient. Of N · min(K, E) pairs that
+    there is room for, `likely` are held when all experts of the model have the same load; None is all.
     """
     E, (N, K) = gate.shape[-3], experts.shape
     # What comes of rows without a pair stays in them, and `gather_up` does not look there.
-    matmul = partial(grouped_matmul, tail=False) if layer is None else partial(stacked_matmul, layer=layer)
+    matmuls = partial(grouped_matmuls, tail=False) if layer is None else partial(stacked_matmuls, layer=layer)
+    matmuls = partial(matmuls, likely=likely)
     held = (experts >= 0) & (experts < E)
     order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
     source = order[: N * min(K, E)]
     slot = jnp.where(held, place.reshape(N, K), source.size)
     rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
-    gated, raised = (checkpoint_name(matmul(rows, w, sizes), "dot") for w in (gate, up))
-    return gather_up(matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
+    gated, raised = (checkpoint_name(y, "dot") for y in matmuls(rows, (gate, up), sizes))
+    (out,) = matmuls(jax.nn.silu(gated) * raised * shares, (down,), sizes)
+    return gather_up(out, source, slot)
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
@@ -147,7 +151,7 @@ def _gather(x: Array, experts: Array, weights: Array, *kernels: Array, layer: Ar
     """All-gather of tokens, own experts' share of every token, reduce-scatter of the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels[0].shape[-3]
-    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer)
+    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer, likely=experts.size)
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), jnp.zeros_like(experts[:, 0])
 
 
@@ -231,7 +235,7 @@ def _pairs(
     held, shards = kernels[0].shape[-3], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
     sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, *kernels, layer=layer)), source, slot)
+    y = gather_up(back(combine_experts(*sent, *kernels, layer=layer, likely=experts.size)), source, slot)
     dropped = (slot >= source.size) & (experts < held * shards)
     return y, dropped.sum(axis=1, dtype=jnp.int32)
 
