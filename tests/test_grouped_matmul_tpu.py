@@ -144,17 +144,17 @@ def test_visits_are_the_tiles_of_each_group(name):
         if size
     ]
     empty = [e for e, size in enumerate(sizes) if not size]
-    visits, filled = grouped_matmul_tpu._visits(jnp.asarray(sizes, jnp.int32), rows, tile)
+    visits, counts = grouped_matmul_tpu._visits(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
     found = list(zip(*(x.tolist() for x in visits), strict=True))
-    assert filled == len(expected)
+    assert counts.tolist() == [len(expected), len(expected) + len(empty)]
     assert found[: len(expected)] == expected
-    rest = found[len(expected) : len(expected) + len(empty)]
+    rest = found[len(expected) : counts[1]]
     assert [(e, first == end) for e, _, first, end in rest] == [(e, True) for e in empty]
 
 
 def test_work_follows_the_rows_in_the_groups():
     """131072 rows in a buffer for four times as many: 256 tiles of 512, and 31 groups begin inside one."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)
-    visits, filled = grouped_matmul_tpu._visits(groups, 524288, 512)
-    assert 256 < filled <= 256 + 31
+    visits, counts = grouped_matmul_tpu._visits(groups, 524288, 512, interpret=True)
+    assert 256 < counts[0] == counts[1] <= 256 + 31
     assert visits.tile.size == 1024 + 31

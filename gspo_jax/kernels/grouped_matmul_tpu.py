@@ -38,27 +38,65 @@ class _Visits(NamedTuple):
     """Behind its last row there."""
 
 
-def _visits(group_sizes: Int[Array, " E"], rows: int, tile: int) -> tuple[_Visits, Int[Array, ""]]:
-    """The visits, and how many of them have rows; as many more follow as there are groups without.
+def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
+    """Runs a kernel whose outputs do not say over which manual mesh axes they vary, and says it for them.
 
-    Made of comparisons of all visits with all groups, a few small fusions: searches and scatters would be loops.
+    Inside `jax.shard_map` the types are checked, and these kernels would be refused.
     """
-    E, sizes = group_sizes.shape[0], group_sizes.astype(jnp.int32)[None]
-    ends = jnp.cumsum(sizes, axis=1)
-    starts, filled = ends - sizes, sizes > 0
-    tiles = jnp.where(filled, pl.cdiv(ends, tile) - starts // tile, 0)
-    last = jnp.cumsum(tiles, axis=1)
-    total = last[:, -1:]
-    begin = jnp.where(filled, last - tiles, total + jnp.cumsum(~filled, axis=1, dtype=jnp.int32) - 1)
-    turn = jnp.arange(pl.cdiv(rows, tile) + E - 1, dtype=jnp.int32)[:, None] - begin
-    mine = (turn >= 0) & (turn < jnp.maximum(tiles, 1))  # at most one group of each visit
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
+    if not axes:
+        return kernel(*args)
+    whole = PartitionSpec()
+    out = jax.shard_map(kernel, in_specs=(whole,) * len(args), out_specs=whole, check_vma=False)(*args)
+    return jax.lax.pcast(out, tuple(axes), to="varying")
 
-    def of_group(x: Int[Array, "#V E"]) -> Int[Array, " V"]:
-        return jnp.where(mine, x, 0).sum(axis=1)
 
-    number = of_group(jnp.where(filled, starts // tile + turn, 0))
-    first, end = (jnp.clip(of_group(row) - number * tile, 0, tile) for row in (starts, ends))
-    return _Visits(of_group(jnp.arange(E, dtype=jnp.int32)[None]), number, first, end), total[0, 0]
+def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
+    """Writes the visits of each group in turn, then those of groups without rows; `rows` is the length of a tile."""
+    E = sizes.shape[0]
+
+    def write(v: Array, *visit: Array | int) -> Array:
+        for out, value in zip((group, tile, first, end), visit, strict=True):
+            out[v] = value
+        return v + 1
+
+    def filled(e: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, v = at
+        stop = start + sizes[e]
+
+        def one(t: Array, v: Array) -> Array:
+            return write(v, e, t, jnp.maximum(start - t * rows, 0), jnp.minimum(stop - t * rows, rows))
+
+        # From the tile of the first row to that of the last: none where there are no rows.
+        tiles = jnp.where(sizes[e] > 0, (stop - 1) // rows + 1, 0)
+        return stop, jax.lax.fori_loop(start // rows, tiles, one, v)
+
+    def empty(e: Array, v: Array) -> Array:
+        return jax.lax.cond(sizes[e] > 0, lambda v: v, lambda v: write(v, e, 0, 0, 0), v)
+
+    _, with_rows = jax.lax.fori_loop(0, E, filled, (jnp.int32(0), jnp.int32(0)))
+    counts[0], counts[1] = with_rows, jax.lax.fori_loop(0, E, empty, with_rows)
+
+
+def _visits(group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool) -> tuple[_Visits, Int[Array, " 2"]]:
+    """The visits, how many of them have rows, and how many there are with those of groups without.
+
+    Its scalar loops take the chip less time than the many small operations that arrays would need.
+    """
+    E = group_sizes.shape[0]
+    room = pl.cdiv(rows, tile) + E - 1
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    run = pl.pallas_call(
+        functools.partial(_visits_kernel, rows=tile),
+        out_shape=(*[jax.ShapeDtypeStruct((room,), jnp.int32)] * 4, jax.ShapeDtypeStruct((2,), jnp.int32)),
+        in_specs=(scalars,),
+        out_specs=(scalars,) * 5,
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=4 * (E + 4 * room + 2), transcendentals=0),
+        interpret=interpret,
+        name="grouped_visits",
+    )
+    *visits, counts = _unchecked(run, group_sizes.astype(jnp.int32))
+    return _Visits(*visits), counts
 
 
 def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
@@ -99,19 +137,6 @@ def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[in
     """
     pairs = [p for p in itertools.product(_splits(down), _splits(across)) if fits(*p)]
     return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
-
-
-def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
-    """Runs a kernel whose outputs do not say over which manual mesh axes they vary, and says it for them.
-
-    Inside `jax.shard_map` the types are checked, and these kernels would be refused.
-    """
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
-    if not axes:
-        return kernel(*args)
-    whole = PartitionSpec()
-    out = jax.shard_map(kernel, in_specs=(whole,) * len(args), out_specs=whole, check_vma=False)(*args)
-    return jax.lax.pcast(out, tuple(axes), to="varying")
 
 
 def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> None:
@@ -172,13 +197,13 @@ def _products(
 
     columns = _columns(width, fits)
     blocks = pl.cdiv(width, columns)
-    visits, filled = _visits(group_sizes, N, tile)
+    visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
 
     def matrix(n: Any, v: Any, group: Any, tile: Any, first: Any, end: Any, layer: Any) -> tuple[Any, ...]:
         del tile, first, end
         return layer[0] * E + group[v], *((n, 0) if transposed else (0, n))
 
-    def run(filled: Array, *args: Array) -> tuple[Array, ...]:
+    def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
             _sum_kernel if transposed else _each_kernel,
             out_shape=(jax.ShapeDtypeStruct((N, width), rows[0].dtype),) * outs,
@@ -190,7 +215,7 @@ def _products(
                     * len(weights),
                 ),
                 out_specs=(pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n)),) * outs,
-                grid=(blocks, filled),
+                grid=(blocks, count),
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             # Of all rows of the buffer, for how many there will be is not known.
@@ -204,7 +229,7 @@ def _products(
             name="grouped_matmul_transposed" if transposed else "grouped_matmul",
         )(*args)
 
-    return _unchecked(run, filled, *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
+    return _unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
 
 
 def matmuls(
@@ -318,7 +343,7 @@ def outer(
         D, F, lambda d, f: 2 * size * (tile * (d + f) + d * f) + 4 * d * f + 4 * tile * (d + f) <= _VMEM
     )
     deep, wide = pl.cdiv(D, down), pl.cdiv(F, across)
-    visits, filled = _visits(group_sizes, N, tile)
+    visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
 
     def run(count: Array, *args: Array) -> Array:
         return pl.pallas_call(
@@ -345,4 +370,4 @@ def outer(
         )(*args)
 
     # Groups without rows are visited too: their gradient is zero, and has to be written.
-    return _unchecked(run, filled + (group_sizes == 0).sum(dtype=jnp.int32), *visits, rows, grads)
+    return _unchecked(run, counts[1], *visits, rows, grads)

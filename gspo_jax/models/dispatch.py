@@ -107,7 +107,9 @@ def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int
         ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs), group.size)
     else:
         ordered, order = jax.lax.sort((group, pairs), num_keys=1)
-    ends = jnp.searchsorted(ordered, jnp.arange(groups, dtype=jnp.int32), side="right").astype(jnp.int32)
+    # A search of one by one is a loop, which on TPU takes longer than to count all.
+    method = "compare_all" if platform() == "tpu" else "scan"
+    ends = jnp.searchsorted(ordered, jnp.arange(groups, dtype=jnp.int32), side="right", method=method).astype(jnp.int32)
     return order, jnp.argsort(order, stable=False).astype(jnp.int32), jnp.diff(ends, prepend=0)
 
 
