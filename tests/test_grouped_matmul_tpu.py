@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 
 from gspo_jax.kernels import grouped_matmul_tpu
+from gspo_jax.types import UserError
 
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8}
 """Half a unit in the last place of the largest result, for bfloat16."""
 
 
 def dense(rows, weights, sizes):
-    """float64: each row times the matrix of its group; rows beyond the last group are zero."""
+    """float64: each row times the matrix of its group; those beyond the last group are left out."""
     group = np.repeat(np.arange(len(sizes)), sizes)
-    out = np.einsum("nd,ndf->nf", rows[: len(group)], weights[group])
-    return np.pad(out, ((0, len(rows) - len(group)), (0, 0)))
+    return np.einsum("nd,ndf->nf", rows[: len(group)], weights[group])
 
 
 def dense_outer(rows, grads, sizes):
@@ -30,63 +30,131 @@ def draw(dtype, *shape, seed):
 
 
 def close(x, expected, dtype):
+    """Of the rows that a group owns: what lies beyond may be anything."""
     assert x.dtype == dtype
-    error = np.abs(np.asarray(x, np.float64) - expected).max() / np.abs(expected).max()
+    error = np.abs(np.asarray(x, np.float64)[: len(expected)] - expected).max() / np.abs(expected).max()
     assert error < ROUNDING[dtype]
 
 
+SIZES = {
+    "empty group": (300, [70, 0, 130, 1, 99]),
+    "one takes all": (300, [0, 0, 0, 300, 0]),
+    "tail": (300, [20, 0, 33, 0, 0]),
+    "whole tiles": (300, [0, 128, 0, 128, 0]),
+    "less than a tile": (40, [3, 0, 30, 2, 1]),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("rows", "sizes", "vmem"),
-    [
-        (300, [70, 0, 130, 1, 99], grouped_matmul_tpu._VMEM),
-        (300, [0, 0, 0, 300, 0], grouped_matmul_tpu._VMEM),
-        (300, [20, 0, 33, 0, 0], grouped_matmul_tpu._VMEM),
-        (300, [0, 128, 0, 128, 0], grouped_matmul_tpu._VMEM),
-        (40, [3, 0, 30, 2, 1], grouped_matmul_tpu._VMEM),
-        (300, [70, 0, 130, 1, 90], 5 * 2**17),
-    ],
-    ids=["empty group", "one takes all", "tail", "whole tiles", "less than a tile", "weights in blocks"],
-)
-def test_kernels_equal_the_dense_oracle(rows, sizes, vmem, dtype, monkeypatch):
-    monkeypatch.setattr(grouped_matmul_tpu, "_VMEM", vmem)
-    D, F = 256, 256
+@pytest.mark.parametrize(("name", "F"), [*((name, 256) for name in SIZES), ("empty group", 200)])
+def test_kernels_equal_the_dense_oracle(name, F, dtype):
+    """Of one matrix and of two, in two blocks of columns; the rows beyond the groups hold no numbers."""
+    rows, sizes = SIZES[name]
+    D, used, E = 256, sum(sizes), len(sizes)
     x, x64 = draw(dtype, rows, D, seed=0)
-    w, w64 = draw(dtype, len(sizes), D, F, seed=1)
-    g, g64 = draw(dtype, rows, F, seed=2)
+    (v, v64), (w, w64) = (draw(dtype, E, D, F, seed=seed) for seed in (1, 2))
+    (g, g64), (h, h64) = (draw(dtype, rows, F, seed=seed) for seed in (3, 4))
+    x, g, h = (a.at[used:].set(jnp.nan) for a in (x, g, h))
     groups = jnp.asarray(sizes, jnp.int32)
-    close(grouped_matmul_tpu.matmul(x, w, groups, transposed=False, interpret=True), dense(x64, w64, sizes), dtype)
-    back = grouped_matmul_tpu.matmul(g, w, groups, transposed=True, interpret=True)
-    close(back, dense(g64, w64.swapaxes(1, 2), sizes), dtype)
+
+    (one,) = grouped_matmul_tpu.matmuls(x, (w,), groups, interpret=True)
+    close(one, dense(x64, w64, sizes), dtype)
+    for y, expected in zip(grouped_matmul_tpu.matmuls(x, (v, w), groups, interpret=True), (v64, w64), strict=True):
+        close(y, dense(x64, expected, sizes), dtype)
+
+    back = [dense(a, b.swapaxes(1, 2), sizes) for a, b in ((g64, v64), (h64, w64))]
+    close(grouped_matmul_tpu.matmuls_transposed((g,), (v,), groups, interpret=True), back[0], dtype)
+    close(grouped_matmul_tpu.matmuls_transposed((g, h), (v, w), groups, interpret=True), sum(back), dtype)
     close(grouped_matmul_tpu.outer(x, g, groups, interpret=True), dense_outer(x64, g64, sizes), dtype)
 
 
-def test_no_rows_at_all_is_all_zero():
-    """The kernels visit no tile then, and leave whatever memory holds."""
-    x, w, none = jnp.ones((40, 16)), jnp.ones((3, 16, 24)), jnp.zeros(3, jnp.int32)
-    assert not grouped_matmul_tpu.matmul(x, w, none, transposed=False, interpret=True).any()
-    assert not grouped_matmul_tpu.outer(x, jnp.ones((40, 24)), none, interpret=True).any()
+def test_a_layer_s_matrices_are_read_where_they_lie():
+    """Of three layers of two; what the others hold is no number."""
+    rows, sizes = 40, [25, 10]
+    x, x64 = draw("float32", rows, 128, seed=0)
+    w, w64 = draw("float32", 2, 128, 256, seed=1)
+    stack = jnp.full((6, 128, 256), jnp.nan).at[2:4].set(w)
+    groups = jnp.asarray(sizes, jnp.int32)
+    (out,) = grouped_matmul_tpu.matmuls(x, (stack,), groups, layer=jnp.int32(1), interpret=True)
+    close(out, dense(x64, w64, sizes), "float32")
+
+
+def test_without_rows_the_weights_gradient_is_zero():
+    """The other kernels visit no tile then, and leave whatever memory holds."""
+    x, g, none = jnp.full((40, 16), jnp.nan), jnp.full((40, 24), jnp.nan), jnp.zeros(3, jnp.int32)
+    (out,) = grouped_matmul_tpu.matmuls(x, (jnp.ones((3, 16, 24)),), none, interpret=True)
+    assert out.shape == (40, 24)
+    np.testing.assert_array_equal(grouped_matmul_tpu.outer(x, g, none, interpret=True), np.zeros((3, 16, 24)))
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "tile"), [(131072, 32, 512), (8192, 32, 256), (2048, 32, 128), (64, 32, 64), (5, 2, 16)]
+    ("rows", "groups", "likely", "tile"),
+    [
+        (524288, 32, 131072, 512),
+        (8192, 32, 8192, 256),
+        (2048, 8, 2048, 256),
+        (2048, 8, 128, 128),
+        (64, 32, 64, 64),
+        (5, 2, 5, 5),
+    ],
 )
-def test_a_tile_of_rows_is_no_longer_than_a_group_fills(rows, groups, tile):
-    assert grouped_matmul_tpu._row_tile(rows, groups) == tile
+def test_a_tile_of_rows_is_no_longer_than_a_group_fills(rows, groups, likely, tile):
+    assert grouped_matmul_tpu._row_tile(rows, groups, likely, 2048, 2) == tile
 
 
-def test_tiles_divide_the_dimension_where_they_can():
+def test_wide_rows_have_shorter_tiles():
+    """Two buffers of 512 rows of 4096 numbers are 8 MiB in bfloat16, 16 in float32: 4 and 8 times a third of 14."""
+    tiles = [grouped_matmul_tpu._row_tile(131072, 32, 131072, 4096, size) for size in (2, 4)]
+    assert tiles == [256, 128]
+
+
+def test_blocks_divide_the_dimension_where_they_can():
     """768 = 6 · 128 has the divisors 6, 3, 2 and 1 times 128; 200 has none, and is taken whole or with a masked end."""
     assert grouped_matmul_tpu._splits(768) == [128, 256, 384, 768]
     assert grouped_matmul_tpu._splits(200) == [200, 128]
-    assert grouped_matmul_tpu._tiles(2048, 768, lambda k, n: k * n <= 2**20) == (2048, 384)
-    assert grouped_matmul_tpu._tiles(768, 2048, lambda k, n: k * n <= 2**20) == (768, 1024)
+
+
+def test_columns_are_shared_by_two_cores():
+    """Halves where they fit; of 3 · 128 columns one core computes 256, not all; 64 cannot be cut."""
+    columns = grouped_matmul_tpu._columns
+    assert columns(768, lambda n: True) == 384
+    assert columns(768, lambda n: n < 384) == 128
+    assert columns(384, lambda n: True) == 128
+    assert columns(64, lambda n: True) == 64
+    with pytest.raises(UserError, match="a grouped matmul with 768 columns has no blocks that fit"):
+        columns(768, lambda n: False)
+
+
+def test_blocks_of_a_weight_s_gradient_move_the_fewest_bytes():
+    """1/1024 + 1/768 < 1/2048 + 1/384: rows of 2048 are read once then, not twice. Whole would be one core's work."""
+    assert grouped_matmul_tpu._tiles(2048, 768, lambda d, f: d * f <= 2**20) == (1024, 768)
+    assert grouped_matmul_tpu._tiles(2048, 768, lambda d, f: True) == (1024, 768)
+    assert grouped_matmul_tpu._tiles(64, 96, lambda d, f: True) == (64, 96)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_visits_are_the_tiles_of_each_group(name):
+    """Counted one by one; groups without rows come last."""
+    rows, sizes = SIZES[name]
+    tile, ends = 16, np.cumsum(sizes)
+    expected = [
+        (e, t, max(end - size - t * tile, 0), min(end - t * tile, tile))
+        for e, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        for t in range((end - size) // tile, -(-end // tile))
+        if size
+    ]
+    empty = [e for e, size in enumerate(sizes) if not size]
+    visits, counts = grouped_matmul_tpu._visits(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
+    found = list(zip(*(x.tolist() for x in visits), strict=True))
+    assert counts.tolist() == [len(expected), len(expected) + len(empty)]
+    assert found[: len(expected)] == expected
+    rest = found[len(expected) : counts[1]]
+    assert [(e, first == end) for e, _, first, end in rest] == [(e, True) for e in empty]
 
 
 def test_work_follows_the_rows_in_the_groups():
     """131072 rows in a buffer for four times as many: 256 tiles of 512, and 31 groups begin inside one."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)
-    _, tiles = grouped_matmul_tpu._kernels.make_group_metadata(
-        group_sizes=groups, m=524288, tm=512, start_group=jnp.int32(0), num_nonzero_groups=32
-    )
-    assert 256 <= tiles <= 256 + 31
+    visits, counts = grouped_matmul_tpu._visits(groups, 524288, 512, interpret=True)
+    assert 256 < counts[0] == counts[1] <= 256 + 31
+    assert visits.tile.size == 1024 + 31

@@ -55,20 +55,22 @@ def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_grouped_matmul_gradient_is_its_own(dtype):
+    """Of the rows, which two products share, and of both weights."""
     rng = np.random.default_rng(1)
     rows = jnp.asarray(rng.standard_normal((96, 8)), dtype)
-    weights = jnp.asarray(rng.standard_normal((3, 8, 4)), dtype)
+    weights = tuple(jnp.asarray(rng.standard_normal((3, 8, 4)), dtype) for _ in range(2))
     sizes = [50, 0, 30]
-    target = jnp.asarray(rng.standard_normal((96, 4)), jnp.float32)
+    targets = jnp.asarray(rng.standard_normal((2, 96, 4)), jnp.float32)
 
     def loss(rows, weights):
-        return (gm.grouped_matmul(rows, weights, jnp.asarray(sizes, jnp.int32)).astype(jnp.float32) * target).sum()
+        out = gm.grouped_matmuls(rows, weights, jnp.asarray(sizes, jnp.int32))
+        return sum((y.astype(jnp.float32) * target).sum() for y, target in zip(out, targets, strict=True))
 
     def plain(rows, weights):
-        chosen = weights[np.repeat([0, 2], [50, 30])].astype(jnp.float32)
-        return (jnp.einsum("nd,ndf->nf", rows[:80].astype(jnp.float32), chosen) * target[:80]).sum()
+        chosen = jnp.stack(weights)[:, np.repeat([0, 2], [50, 30])].astype(jnp.float32)
+        return (jnp.einsum("nd,wndf->wnf", rows[:80].astype(jnp.float32), chosen) * targets[:, :80]).sum()
 
-    ours, theirs = (jax.grad(f, argnums=(0, 1))(rows, weights) for f in (loss, plain))
+    ours, theirs = (jax.tree.leaves(jax.grad(f, argnums=(0, 1))(rows, weights)) for f in (loss, plain))
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == dtype
         np.testing.assert_allclose(

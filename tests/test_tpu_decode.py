@@ -2,7 +2,7 @@
 
 Compiled ahead of time for a slice that is not there, in a process of its own. The figures, and the program's text:
 
-    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_decode [FILE.hlo]
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_decode [ROWS [FILE.hlo]]
 """
 
 import json
@@ -42,43 +42,46 @@ QWEN3_30B_A3B = ModelConfig(
 )
 TARGET = "v5p:4x4x4"
 MESH = {"data": -1, "expert": 16}
-ROWS, PROMPT, LENGTH, GROUP = 1024, 512, 4096 - 512, 16
+ROWS = 1024
+"""Responses at a time: a whole number for each chip, with GROUP to a prompt if there are as many."""
+PROMPT, LENGTH, GROUP = 512, 4096 - 512, 16
 
 
-def shapes(mesh, graph_shapes):
+def shapes(mesh, graph_shapes, rows):
     """bfloat16 weights in the sampler's layout, prompts that have been prefilled, and keys."""
 
     def one(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.SAMPLER)))
 
-    config, prompts = QWEN3_30B_A3B, ROWS // GROUP
+    config, prompts = QWEN3_30B_A3B, rows // min(GROUP, rows // mesh.size)
     params = jax.eval_shape(decoder.to_sampler(graph_shapes, mesh, jnp.bfloat16), graph_shapes)
     shardings = mesh_lib.param_shardings(graph_shapes, mesh, mesh_lib.SAMPLER)
     params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
     kv = (config.num_layers, prompts, config.num_kv_heads, PROMPT, config.head_dim)
     k = one(kv, jnp.bfloat16, "layers", "batch", "kv_heads", None, None)
     routes = one((prompts, PROMPT, config.num_layers, config.experts_per_token), jnp.int8, "batch", None, None, None)
-    rows = NamedSharding(mesh, PartitionSpec(mesh_lib.BATCH_AXES))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS))
+    by_row = NamedSharding(mesh, PartitionSpec(mesh_lib.BATCH_AXES))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     begun = Prefilled(
         Prompts(one((prompts, PROMPT), jnp.int32, "batch", None), one((prompts,), jnp.int32, "batch")),
         None,
         Read(k, k, RouterRecord(routes, None)),
         None,
-        Draws(*(one((ROWS,), dtype, "batch") for dtype in (jnp.int32, jnp.float32, jnp.float32))),
+        Draws(*(one((rows,), dtype, "batch") for dtype in (jnp.int32, jnp.float32, jnp.float32))),
     )
-    return params, begun, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows)
+    return params, begun, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=by_row)
 
 
-def figures(file=None):
+def figures(rows=ROWS, file=None):
     """Compiles the decode loop for TARGET and reads what one chip would hold."""
+    rows = int(rows)
     mesh = topology.topology_mesh(TARGET, MESH)
     graph, graph_shapes = transformer.abstract(QWEN3_30B_A3B, dtype=jnp.bfloat16)
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        settings = {"length": LENGTH, "eos_ids": (), "pad_id": 0, "slots": ROWS, "sampling": Sampling()}
+        settings = {"length": LENGTH, "eos_ids": (), "pad_id": 0, "slots": rows, "sampling": Sampling()}
         run = partial(decoder.decode, graph, **settings)
-        compiled = topology.lower(run, *shapes(mesh, graph_shapes)).compile()
+        compiled = topology.lower(run, *shapes(mesh, graph_shapes, rows)).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory
     if file:

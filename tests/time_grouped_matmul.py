@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax.kernels.grouped_matmul import grouped_matmul
+from gspo_jax.kernels.grouped_matmul import grouped_matmuls
 
 N, D, F = 8192, 256, 128
 
@@ -36,12 +36,12 @@ def main() -> None:
     one = jnp.asarray(rng.standard_normal((D, F)), jnp.float32)
     plain = milliseconds(jax.jit(jnp.matmul), rows, one)
     plain_gradient = milliseconds(jax.jit(lambda x, w, g: (g @ w.T, x.T @ g)), rows, one, grads)
-    gradient = jax.jit(lambda x, w, n, g: jax.vjp(lambda x, w: grouped_matmul(x, w, n), x, w)[1](g))
+    gradient = jax.jit(lambda x, w, n, g: jax.vjp(lambda x, w: grouped_matmuls(x, (w,), n), x, w)[1]((g,)))
     for experts in (16, 128):
         sizes = np.floor(rng.dirichlet(np.ones(experts)) * N).astype(np.int32)
         sizes[0] += N - sizes.sum()
         weights = jnp.asarray(rng.standard_normal((experts, D, F)), jnp.float32)
-        forward = milliseconds(jax.jit(grouped_matmul), rows, weights, jnp.asarray(sizes))
+        forward = milliseconds(jax.jit(grouped_matmuls), rows, (weights,), jnp.asarray(sizes))
         backward = milliseconds(gradient, rows, weights, jnp.asarray(sizes), grads)
         print(
             f"{experts:4d} experts: forward {forward:.2f} ms, {forward / plain:.2f} × plain; "

@@ -1,11 +1,11 @@
 """Rows times the weights of their expert: one function, the best implementation per backend behind it.
 
-CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: megablox.
+CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: Pallas kernels.
 Elsewhere: `jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -142,58 +142,81 @@ def _ragged_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
     return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
 
 
-def _matmul(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool, tail: bool) -> Array:
+def _products(
+    rows: Array, weights: Sequence[Array], group_sizes: Array, tail: bool, likely: int | None
+) -> tuple[Array, ...]:
     if platform() == "tpu":
-        return grouped_matmul_tpu.matmul(rows, weights, group_sizes, transposed=transposed, tail=tail)
+        out = grouped_matmul_tpu.matmuls(rows, weights, group_sizes, likely=likely)
+        return tuple(_tail_zeroed(y, group_sizes) for y in out) if tail else out
     kernel = _blocked if platform() == "cpu" else _ragged
-    return kernel(rows, weights, group_sizes, transposed=transposed)
+    return tuple(kernel(rows, w, group_sizes, transposed=False) for w in weights)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_matmul(
-    rows: Float[Array, "N D"], weights: Float[Array, "E D F"], group_sizes: Int[Array, " E"], tail: bool = True
-) -> Float[Array, "N F"]:
-    """Multiplies each row with its group's matrix: out[n] = rows[n] @ weights[e(n)].
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmuls(
+    rows: Float[Array, "N D"],
+    weights: tuple[Float[Array, "E D F"], ...],
+    group_sizes: Int[Array, " E"],
+    tail: bool = True,
+    likely: int | None = None,
+) -> tuple[Float[Array, "N F"], ...]:
+    """Multiplies each row with its group's matrices: out_i[n] = rows[n] @ weights_i[e(n)].
+
+    Together they cost less than one by one: rows are read once, and so is the sum of their gradients written.
 
     Args:
       rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
-      weights: one [D, F] matrix per group, of the rows' dtype.
+      weights: each with one [D, F] matrix per group, of the rows' dtype.
       group_sizes: int32, summing to at most N. Rows beyond the sum come out zero and get no gradient.
       tail: False where nobody looks at the rows beyond the sum: they, and their gradients, may then hold anything.
+      likely: how many rows the groups are likely to have, of the N that there is room for; None is all. For speed.
     """
-    return _matmul(rows, weights, group_sizes, transposed=False, tail=tail)
+    return _products(rows, weights, group_sizes, tail, likely)
 
 
-def _forward(rows: Array, weights: Array, group_sizes: Array, tail: bool) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _matmul(rows, weights, group_sizes, transposed=False, tail=tail), (rows, weights, group_sizes)
+def _forward(
+    rows: Array, weights: tuple[Array, ...], group_sizes: Array, tail: bool, likely: int | None
+) -> tuple[tuple[Array, ...], tuple[Array, tuple[Array, ...], Array]]:
+    return _products(rows, weights, group_sizes, tail, likely), (rows, weights, group_sizes)
 
 
-def _backward(tail: bool, residuals: tuple[Array, Array, Array], grads: Array) -> tuple[Array, Array, None]:
+def _backward(
+    tail: bool, likely: int | None, residuals: tuple[Array, tuple[Array, ...], Array], grads: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], None]:
     rows, weights, group_sizes = residuals
-    d_rows = _matmul(grads, weights, group_sizes, transposed=True, tail=tail)
-    outer = {"cpu": _blocked_outer, "tpu": grouped_matmul_tpu.outer}.get(platform(), _ragged_outer)
-    return d_rows, outer(rows, grads, group_sizes).astype(weights.dtype), None
+    if platform() == "tpu":
+        d_rows = grouped_matmul_tpu.matmuls_transposed(grads, weights, group_sizes, likely=likely)
+        d_rows = _tail_zeroed(d_rows, group_sizes) if tail else d_rows
+        outer = partial(grouped_matmul_tpu.outer, likely=likely)
+    else:
+        kernel, outer = (_blocked, _blocked_outer) if platform() == "cpu" else (_ragged, _ragged_outer)
+        d_rows = reduce(
+            jnp.add, (kernel(g, w, group_sizes, transposed=True) for g, w in zip(grads, weights, strict=True))
+        )
+    d_weights = (outer(rows, g, group_sizes).astype(w.dtype) for g, w in zip(grads, weights, strict=True))
+    return d_rows, tuple(d_weights), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmuls.defvjp(_forward, _backward)
 
 
-def stacked_matmul(
+def stacked_matmuls(
     rows: Float[Array, "N D"],
-    weights: Float[Array, "L E D F"],
+    weights: tuple[Float[Array, "L E D F"], ...],
     group_sizes: Int[Array, " E"],
     *,
     layer: Int[Array, ""],
-) -> Float[Array, "N F"]:
-    """grouped_matmul(rows, weights[layer], group_sizes, tail=False), but the layer's weights are read where they lie.
+    likely: int | None = None,
+) -> tuple[Float[Array, "N F"], ...]:
+    """grouped_matmuls of each weights[layer] and tail=False, but the layer's weights are read where they lie.
 
     For a loop over layers, such as a decoder's, in which a copy would cost as much as the product. Without a gradient.
     """
-    L, E = weights.shape[:2]
-    whole = weights.reshape(L * E, *weights.shape[2:])
+    L, E = weights[0].shape[:2]
+    whole = tuple(w.reshape(L * E, *w.shape[2:]) for w in weights)
+    if platform() == "tpu":
+        return grouped_matmul_tpu.matmuls(rows, whole, group_sizes, layer=layer, likely=likely)
     if platform() == "cpu":
-        return _blocked(rows, whole, group_sizes, transposed=False, first=layer * E)
-    if platform() == "tpu":  # the groups of other layers have no rows, and none of their tiles is visited
-        sizes = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(L * E, jnp.int32), group_sizes, layer * E, 0)
-        return grouped_matmul_tpu.matmul(rows, whole, sizes, transposed=False, tail=False)
-    return _ragged(rows, jax.lax.dynamic_index_in_dim(weights, layer, keepdims=False), group_sizes, transposed=False)
+        return tuple(_blocked(rows, w, group_sizes, transposed=False, first=layer * E) for w in whole)
+    ours = (jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
+    return tuple(_ragged(rows, w, group_sizes, transposed=False) for w in ours)

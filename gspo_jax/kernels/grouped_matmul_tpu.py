@@ -1,55 +1,44 @@
-"""The grouped matmul on TPU: JAX's megablox kernels with tiles that fit the shapes.
+"""The grouped matmul on TPU, in Pallas: what forward and backward need, and no more rows or weights than have work.
 
-Rows are visited in tiles, a tile once for each group that has rows in it, and no tile beyond the last group is: the
-work follows the rows in the groups, not the rows of the buffer and not the experts.
+Rows lie in tiles. A tile is visited once for each group that has rows in it, and no tile beyond the last group is: the
+work follows the rows in the groups, not the rows of the buffer and not the experts. Blocks of the weights span what is
+summed over, and stay in place from one tile of a group to the next: they are read once.
 """
 
 import functools
-import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-# The package's name `gmm` is the differentiable wrapper, which hides the module of the kernels.
-_kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+from gspo_jax.types import UserError
 
 _LANES = 128
 _VMEM = 14 * 2**20
 """Bytes that a kernel's blocks may take of the 16 MiB that the compiler grants it; measured: more can fail."""
 
 
-def _row_tile(rows: int, groups: int) -> int:
-    """Rows per tile: the longest of 512, 256 and 128 that an average group fills.
+class _Visits(NamedTuple):
+    """Which group meets which tile of rows, in order: tiles with rows, group by group, then groups without rows.
 
-    A group's first and last tile are computed whole and masked, so long tiles waste work on short groups; short ones
-    load the weights more often. Fewer rows than a tile make one tile, of a multiple of the 16 that bfloat16 packs.
+    There is room for one visit of each tile, and one more for each group that begins inside of one.
     """
-    tile = next((t for t in (512, 256) if rows // groups >= t and rows % t == 0), _LANES)
-    return min(tile, -(-rows // 16) * 16)
+
+    group: Int[Array, " V"]
+    tile: Int[Array, " V"]
+    first: Int[Array, " V"]
+    """The group's first row in the tile, counted from the tile's."""
+    end: Int[Array, " V"]
+    """Behind its last row there."""
 
 
-def _splits(size: int) -> list[int]:
-    """Tile lengths for a dimension: its divisors that fill the lanes, or, if it does not, itself and masked ends."""
-    if size % _LANES:
-        return [size, *(t for t in (1024, 512, 256, 128) if t < size)]
-    return [t for t in range(_LANES, size + 1, _LANES) if size % t == 0]
-
-
-def _tiles(inner: int, outer: int, fits: Callable[[int, int], bool]) -> tuple[int, int]:
-    """The largest pair of tiles of the two weight dimensions that fits in VMEM.
-
-    The weights are read once per tile of rows and the rows once per tile of the weights, so the largest block of
-    weights moves the fewest bytes; of equal blocks, the longest inner one, which saves visits to the accumulator.
-    """
-    pairs = [p for p in itertools.product(_splits(inner), _splits(outer)) if fits(*p)]
-    return max(pairs, key=lambda p: (p[0] * p[1], p[0]))
-
-
-def _unchecked(kernel: Callable[..., Array], *args: Array) -> Array:
+def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
     """Runs a kernel whose outputs do not say over which manual mesh axes they vary, and says it for them.
 
     Inside `jax.shard_map` the types are checked, and these kernels would be refused.
@@ -62,55 +51,325 @@ def _unchecked(kernel: Callable[..., Array], *args: Array) -> Array:
     return jax.lax.pcast(out, tuple(axes), to="varying")
 
 
-def _padded(a: Array, tile: int) -> Array:
-    return jnp.pad(a, ((0, -a.shape[0] % tile), (0, 0)))
+def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
+    """Writes the visits of each group in turn, then those of groups without rows; `rows` is the length of a tile."""
+    E = sizes.shape[0]
+
+    def write(v: Array, *visit: Array | int) -> Array:
+        for out, value in zip((group, tile, first, end), visit, strict=True):
+            out[v] = value
+        return v + 1
+
+    def filled(e: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, v = at
+        stop = start + sizes[e]
+
+        def one(t: Array, v: Array) -> Array:
+            return write(v, e, t, jnp.maximum(start - t * rows, 0), jnp.minimum(stop - t * rows, rows))
+
+        # From the tile of the first row to that of the last: none where there are no rows.
+        tiles = jnp.where(sizes[e] > 0, (stop - 1) // rows + 1, 0)
+        return stop, jax.lax.fori_loop(start // rows, tiles, one, v)
+
+    def empty(e: Array, v: Array) -> Array:
+        return jax.lax.cond(sizes[e] > 0, lambda v: v, lambda v: write(v, e, 0, 0, 0), v)
+
+    _, with_rows = jax.lax.fori_loop(0, E, filled, (jnp.int32(0), jnp.int32(0)))
+    counts[0], counts[1] = with_rows, jax.lax.fori_loop(0, E, empty, with_rows)
 
 
-def matmul(
-    rows: Float[Array, "N D"],
-    weights: Float[Array, "E I O"],
+def _visits(
+    group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
+) -> tuple[_Visits, Int[Array, " 2"]]:
+    """The visits, how many of them have rows, and how many there are with those of groups without.
+
+    Its scalar loops take the chip less time than the many small operations that arrays would need.
+    """
+    E = group_sizes.shape[0]
+    room = pl.cdiv(rows, tile) + E - 1
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    run = pl.pallas_call(
+        functools.partial(_visits_kernel, rows=tile),
+        out_shape=(*[jax.ShapeDtypeStruct((room,), jnp.int32)] * 4, jax.ShapeDtypeStruct((2,), jnp.int32)),
+        in_specs=(scalars,),
+        out_specs=(scalars,) * 5,
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=4 * (E + 4 * room + 2), transcendentals=0),
+        interpret=interpret,
+        name="grouped_visits",
+    )
+    *visits, counts = _unchecked(run, group_sizes.astype(jnp.int32))
+    return _Visits(*visits), counts
+
+
+def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
+    """Rows per tile: the longest of 512, 256 and 128 that an average group fills; fewer of very wide or few rows.
+
+    A group's first and last tile are computed whole and masked, so long tiles waste work on short groups; short ones
+    keep the matrix units waiting for weights. Two buffers of a tile, `width` numbers of `size` bytes in a row, take at
+    most a third of the room.
+    """
+    tile = next((t for t in (512, 256) if likely // groups >= t), _LANES)
+    while tile > 16 and 2 * size * tile * width > _VMEM // 3:
+        tile //= 2
+    return min(tile, rows)
+
+
+def _splits(size: int) -> list[int]:
+    """Tile lengths for a dimension: its divisors that fill the lanes, or, if it does not, itself and masked ends."""
+    if size % _LANES:
+        return [size, *(t for t in (1024, 512, 256, 128) if t < size)]
+    return [t for t in range(_LANES, size + 1, _LANES) if size % t == 0]
+
+
+def _columns(width: int, fits: Callable[[int], bool]) -> int:
+    """Columns of the output per block: what leaves the busier of two cores the fewest, then as long as can be.
+
+    Chips of v4 and v5p are two cores, which share the blocks of columns. Rows are read once per block.
+    """
+    lengths = [t for t in _splits(width) if fits(t)]
+    if not lengths:
+        raise UserError(f"a grouped matmul with {width} columns has no blocks that fit {_VMEM} bytes; use bfloat16")
+    return min(lengths, key=lambda t: (pl.cdiv(pl.cdiv(width, t), 2) * t, -t))
+
+
+def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Blocks [d, f] of the output of `outer`, of which the fewest bytes move: N · (D · F / f + F · D / d).
+
+    At least two where there can be, for the two cores of a chip.
+    """
+    pairs = [p for p in itertools.product(_splits(down), _splits(across)) if fits(*p)]
+    return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
+
+
+def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> None:
+    """Writes the rows [first, end) of a tile, and leaves those of other groups as they are."""
+    whole = (first == 0) & (end == out.shape[0])
+
+    @pl.when(whole)
+    def _() -> None:
+        out[...] = product.astype(out.dtype)
+
+    @pl.when(~whole)
+    def _() -> None:
+        row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
+        kept = out[...].astype(jnp.float32)
+        out[...] = jnp.where((row >= first) & (row < end), product, kept).astype(out.dtype)
+
+
+def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any) -> None:
+    """out_i = rows @ weights_i, of one visit and one block of columns."""
+    del group, tile, layer  # choose the blocks
+    v = pl.program_id(1)
+    weights, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    for w, out in zip(weights, outs, strict=True):
+        _store(jnp.dot(rows[...], w[...], preferred_element_type=jnp.float32), out, first[v], end[v])
+
+
+def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any) -> None:
+    """out = Σ_i rows_i @ weights_i^T, of one visit and one block of columns."""
+    del group, tile, layer  # choose the blocks
+    v = pl.program_id(1)
+    *pairs, out = refs
+    rows, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+    product = functools.partial(
+        jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    total = functools.reduce(jnp.add, (product(x[...], w[...]) for x, w in zip(rows, weights, strict=True)))
+    _store(total, out, first[v], end[v])
+
+
+def _products(
+    rows: Sequence[Float[Array, "N D"]],
+    weights: Sequence[Float[Array, "M I O"]],
     group_sizes: Int[Array, " E"],
     *,
     transposed: bool,
-    tail: bool = True,
-    interpret: bool = False,
-) -> Float[Array, "N F"]:
-    """out[n] = rows[n] @ weights[e(n)], or its transpose; rows beyond the last group come out zero, if `tail`.
+    layer: Int[Array, ""] | int,
+    likely: int | None,
+    interpret: bool,
+) -> tuple[Float[Array, "N F"], ...]:
+    """Of one array of rows its product with each of the weights; transposed, of as many arrays the sum of products."""
+    (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
+    width, outs = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
+    tile = _row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
-    Products are accumulated in float32 and rounded once to the rows' dtype. `interpret` runs the kernel on any
-    backend, slowly, for tests, and not inside `jax.shard_map`.
+    def fits(columns: int) -> bool:  # two buffers each of rows, weights and outputs, and the products in float32
+        blocks = len(rows) * tile * inner + len(weights) * inner * columns + outs * tile * columns
+        return 2 * size * blocks + 4 * outs * tile * columns <= _VMEM
+
+    columns = _columns(width, fits)
+    blocks = pl.cdiv(width, columns)
+    visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
+
+    def matrix(n: Any, v: Any, group: Any, tile: Any, first: Any, end: Any, layer: Any) -> tuple[Any, ...]:
+        del tile, first, end
+        return layer[0] * E + group[v], *((n, 0) if transposed else (0, n))
+
+    def run(count: Array, *args: Array) -> tuple[Array, ...]:
+        return pl.pallas_call(
+            _sum_kernel if transposed else _each_kernel,
+            out_shape=(jax.ShapeDtypeStruct((N, width), rows[0].dtype),) * outs,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=5,
+                in_specs=(
+                    *[pl.BlockSpec((tile, inner), lambda n, v, group, tile, *_: (tile[v], 0))] * len(rows),
+                    *[pl.BlockSpec((None, *((columns, inner) if transposed else (inner, columns))), matrix)]
+                    * len(weights),
+                ),
+                out_specs=(pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n)),) * outs,
+                grid=(blocks, count),
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            # Of all rows of the buffer, for how many there will be is not known.
+            cost_estimate=pl.CostEstimate(
+                flops=2 * N * inner * width * len(weights),
+                bytes_accessed=size
+                * (len(rows) * N * inner * blocks + len(weights) * min(E, N) * inner * width + outs * N * width),
+                transcendentals=0,
+            ),
+            interpret=interpret,
+            name="grouped_matmul_transposed" if transposed else "grouped_matmul",
+        )(*args)
+
+    return _unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
+
+
+def matmuls(
+    rows: Float[Array, "N D"],
+    weights: Sequence[Float[Array, "M D F"]],
+    group_sizes: Int[Array, " E"],
+    *,
+    layer: Int[Array, ""] | int = 0,
+    likely: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N F"], ...]:
+    """out_i[n] = rows[n] @ weights_i[layer · E + e(n)], for each of the weights; the rows are read once for all.
+
+    Products are accumulated in float32 and rounded once to the rows' dtype. Rows beyond the last group may hold
+    anything, before and after.
+
+    Args:
+      rows: sorted by group.
+      weights: of one shape, and of the rows' dtype.
+      group_sizes: summing to at most N.
+      layer: which E of the matrices the groups belong to.
+      likely: how many rows there will be, of the N that there is room for; None is all.
+      interpret: runs the kernel on any backend, slowly, for tests, and not inside `jax.shard_map`.
+
+    Raises:
+      UserError: no block of the weights fits the chip's fast memory.
     """
-    width, size = weights.shape[1 if transposed else 2], rows.dtype.itemsize
-    tile = _row_tile(rows.shape[0], weights.shape[0])
-    # Two buffers each of rows, weights and output, and the accumulator.
-    inner, across = _tiles(
-        rows.shape[1], width, lambda k, n: 2 * size * (tile * k + k * n + tile * n) + 4 * tile * n <= _VMEM
-    )
-    kernel = functools.partial(
-        _kernels.gmm,
-        preferred_element_type=rows.dtype,
-        tiling=(tile, inner, across),
-        transpose_rhs=transposed,
+    return _products(
+        (rows,),
+        weights,
+        group_sizes,
+        transposed=False,
+        layer=layer,
+        likely=likely,
         interpret=interpret,
     )
-    out = _unchecked(kernel, _padded(rows, tile), weights, group_sizes.astype(jnp.int32))[: rows.shape[0]]
-    # What no group owns is never written, and may hold anything.
-    return jnp.where(jnp.arange(out.shape[0])[:, None] < group_sizes.sum(), out, 0) if tail else out
+
+
+def matmuls_transposed(
+    grads: Sequence[Float[Array, "N F"]],
+    weights: Sequence[Float[Array, "E D F"]],
+    group_sizes: Int[Array, " E"],
+    *,
+    likely: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "N D"]:
+    """Σ_i grads_i[n] @ weights_i[e(n)]^T: what `matmuls` hands back to its rows, added up in float32 before it is rounded.
+
+    Arguments and errors are those of `matmuls`.
+    """
+    (out,) = _products(
+        grads,
+        weights,
+        group_sizes,
+        transposed=True,
+        layer=0,
+        likely=likely,
+        interpret=interpret,
+    )
+    return out
+
+
+def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:
+    """out = Σ rows^T grads over the visits of a group, of one block of the output."""
+    del tile  # chooses the blocks
+    v, last = pl.program_id(1), pl.num_programs(1) - 1
+    begins = (v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v])
+    ends = (v == last) | (group[jnp.minimum(v + 1, last)] != group[v])
+    whole = (first[v] == 0) & (end[v] == rows.shape[0])
+
+    @pl.when(begins)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    def add(x: Array, g: Array) -> None:
+        total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def own(x: Array) -> Array:  # of both factors, for what other rows hold may be no number
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        return jnp.where((row >= first[v]) & (row < end[v]), x.astype(jnp.float32), 0).astype(x.dtype)
+
+    @pl.when(whole)
+    def _() -> None:
+        add(rows[...], grads[...])
+
+    @pl.when(~whole & (first[v] < end[v]))
+    def _() -> None:
+        add(own(rows[...]), own(grads[...]))
+
+    @pl.when(ends)
+    def _() -> None:
+        out[...] = total[...].astype(out.dtype)
 
 
 def outer(
-    rows: Float[Array, "N D"], grads: Float[Array, "N F"], group_sizes: Int[Array, " E"], *, interpret: bool = False
+    rows: Float[Array, "N D"],
+    grads: Float[Array, "N F"],
+    group_sizes: Int[Array, " E"],
+    *,
+    likely: int | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "E D F"]:
-    """dW[e] = Σ_n rows[n] grads[n]^T over the rows n of e, accumulated in float32, rounded once to the rows' dtype."""
-    size = rows.dtype.itemsize
-    tile = _row_tile(rows.shape[0], group_sizes.shape[0])
+    """dW[e] = Σ_n rows[n] grads[n]^T over the rows n of e, accumulated in float32, rounded once to the rows' dtype.
+
+    Arguments are those of `matmuls`.
+    """
+    (N, D), F, E, size = rows.shape, grads.shape[1], group_sizes.shape[0], rows.dtype.itemsize
+    tile = _row_tile(N, E, N if likely is None else likely, max(D, F), size)
     # Two buffers each of rows, gradients and output, the accumulator, and both inputs masked in float32.
     down, across = _tiles(
-        rows.shape[1],
-        grads.shape[1],
-        lambda k, n: 2 * size * (tile * k + tile * n + k * n) + 4 * k * n + 4 * tile * (k + n) <= _VMEM,
+        D, F, lambda d, f: 2 * size * (tile * (d + f) + d * f) + 4 * d * f + 4 * tile * (d + f) <= _VMEM
     )
-    kernel = functools.partial(
-        _kernels.tgmm, preferred_element_type=rows.dtype, tiling=(tile, down, across), interpret=interpret
-    )
-    return _unchecked(kernel, _padded(rows, tile).T, _padded(grads, tile), group_sizes.astype(jnp.int32))
+    deep, wide = pl.cdiv(D, down), pl.cdiv(F, across)
+    visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
+
+    def run(count: Array, *args: Array) -> Array:
+        return pl.pallas_call(
+            _outer_kernel,
+            out_shape=jax.ShapeDtypeStruct((E, D, F), rows.dtype),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=4,
+                in_specs=(
+                    pl.BlockSpec((tile, down), lambda b, v, group, tile, *_: (tile[v], b // wide)),
+                    pl.BlockSpec((tile, across), lambda b, v, group, tile, *_: (tile[v], b % wide)),
+                ),
+                out_specs=pl.BlockSpec((None, down, across), lambda b, v, group, *_: (group[v], b // wide, b % wide)),
+                grid=(deep * wide, count),
+                scratch_shapes=(pltpu.VMEM((down, across), jnp.float32),),
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * N * D * F,
+                bytes_accessed=size * (N * D * wide + N * F * deep + E * D * F),
+                transcendentals=0,
+            ),
+            interpret=interpret,
+            name="grouped_outer",
+        )(*args)
+
+    # Groups without rows are visited too: their gradient is zero, and has to be written.
+    return _unchecked(run, counts[1], *visits, rows, grads)

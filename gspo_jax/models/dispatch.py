@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import grouped_matmul, stacked_matmul
+from gspo_jax.kernels.grouped_matmul import grouped_matmuls, stacked_matmuls
+from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
 
@@ -112,9 +113,9 @@ def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int
         ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs), group.size)
     else:
         ordered, order = jax.lax.sort((group, pairs), num_keys=1)
-    # Each pair compared with each group is one small pass; a search would be a loop, slow to step on a TPU.
-    ids = jnp.arange(groups, dtype=jnp.int32)
-    ends = jnp.searchsorted(ordered, ids, side="right", method="compare_all").astype(jnp.int32)
+    # A search of one by one is a loop, which on TPU takes longer than to count all.
+    method = "compare_all" if platform() == "tpu" else "scan"
+    ends = jnp.searchsorted(ordered, jnp.arange(groups, dtype=jnp.int32), side="right", method=method).astype(jnp.int32)
     return order, jnp.argsort(order, stable=False).astype(jnp.int32), jnp.diff(ends, prepend=0)
 
 
@@ -127,20 +128,21 @@ def combine_experts(
     down: Float[Array, "*L E F D"],
     *,
     layer: Int[Array, ""] | None = None,
-    shards: int = 1,
+    likely: int | None = None,
 ) -> Float[Array, "N D"]:
     """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over a token's experts that are held here, as ids in [0, E).
 
     They must differ, as a router's do: only min(K, E) of them can be held. The weight is put on what `down` reads: that
-    is narrower than what it writes, and no output has to be kept for the weight's gradient.
+    is narrower than what it writes, and no output has to be kept for the weight's gradient. Of N · min(K, E) pairs that
+    there is room for, `likely` are held when all experts of the model have the same load; None is all.
 
-    With a `layer`, so without a gradient, buffers have room for `_HEADROOM` times this shard's share of the pairs, one
-    of `shards`, and for the worst load only when it comes: a decode step would spend more time on empty rows than on
-    the others.
+    With a `layer`, so without a gradient, buffers have room for `_HEADROOM` times as many as are likely, and for the
+    worst load only when it comes: a decode step would spend more time on empty rows than on the others.
     """
     E, (N, K) = gate.shape[-3], experts.shape
     # What comes of rows without a pair stays in them, and `gather_up` does not look there.
-    matmul = partial(grouped_matmul, tail=False) if layer is None else partial(stacked_matmul, layer=layer)
+    matmuls = partial(grouped_matmuls, tail=False) if layer is None else partial(stacked_matmuls, layer=layer)
+    matmuls = partial(matmuls, likely=likely)
     held = (experts >= 0) & (experts < E)
     order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
 
@@ -148,13 +150,20 @@ def combine_experts(
         source = order[:room]
         slot = jnp.where(held, place.reshape(N, K), room)
         rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
-        gated, raised = (checkpoint_name(matmul(rows, w, sizes), "dot") for w in (gate, up))
-        return gather_up(matmul(jax.nn.silu(gated) * raised * shares, down, sizes), source, slot)
+        gated, raised = (checkpoint_name(y, "dot") for y in matmuls(rows, (gate, up), sizes))
+        (out,) = matmuls(jax.nn.silu(gated) * raised * shares, (down,), sizes)
+        return gather_up(out, source, slot)
 
-    worst, usual = N * min(K, E), -(-_HEADROOM * N * K // shards)
+    worst = N * min(K, E)
+    usual = worst if likely is None else _HEADROOM * likely
     if layer is None or usual >= worst:
         return within(worst)
-    return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), lambda: within(worst))
+
+    def rarely() -> Array:
+        with jax.named_scope(hlo.RARELY):
+            return within(worst)
+
+    return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
@@ -166,8 +175,7 @@ def _gather(x: Array, experts: Array, weights: Array, *kernels: Array, layer: Ar
     """All-gather of tokens, own experts' share of every token, reduce-scatter of the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels[0].shape[-3]
-    shards = jax.lax.axis_size("expert")
-    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer, shards=shards)
+    y = combine_experts(everyone(x), ids, everyone(weights), *kernels, layer=layer, likely=experts.size)
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), jnp.zeros_like(experts[:, 0])
 
 
@@ -251,7 +259,7 @@ def _pairs(
     held, shards = kernels[0].shape[-3], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
     sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, *kernels, layer=layer)), source, slot)
+    y = gather_up(back(combine_experts(*sent, *kernels, layer=layer, likely=experts.size)), source, slot)
     dropped = (slot >= source.size) & (experts < held * shards)
     return y, dropped.sum(axis=1, dtype=jnp.int32)
 

@@ -46,6 +46,10 @@ def at_most(trips: int) -> str:
     return f"at_most_{trips}"
 
 
+RARELY = "rarely"
+"""The name of a scope for a branch that is not counted: there for a case that hardly ever comes."""
+
+
 class Array(NamedTuple):
     """The type of an array in compiled text."""
 
@@ -243,6 +247,10 @@ class Module:
         entry = self.computations.pop(self.entry, {})
         self.computations[self.entry] = entry
         return {name: operation for inside in self.computations.values() for name, operation in inside.items()}
+
+    def rare(self, computation: str) -> bool:
+        """Whether it is a branch of the scope `RARELY`."""
+        return any(RARELY in operation.scope.split("/") for operation in self.computations[computation].values())
 
     def root(self, computation: str) -> Operation:
         """What a computation returns."""
@@ -460,10 +468,13 @@ class _Walk:
                 body = operation.attribute(r"body=%([\w.\-~]+)")
                 assert body
                 self.walk(body, times * (1 if trips is None else trips), inner)
-            elif operation.opcode in ("call", "conditional", "call-start"):
-                for called in operation.calls:  # of branches, each as often as any other
-                    share = len(operation.calls) if operation.opcode == "conditional" else 1
-                    self.walk(called, times / share, {})
+            elif operation.opcode == "conditional":
+                usual = [called for called in operation.calls if not self.module.rare(called)]
+                for called in usual:  # each as often as any other
+                    self.walk(called, times / len(usual), {})
+            elif operation.opcode in ("call", "call-start"):
+                for called in operation.calls:
+                    self.walk(called, times, {})
             else:
                 self.count(computation, operation, times)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo_jax.parallel.hlo import MOST
+from gspo_jax.parallel.hlo import MOST, RARELY
 
 
 def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] | None = None) -> float:
@@ -37,12 +37,16 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
             shards = math.prod(sizes[axis] for axis in cut)
             total += inside(parameters["jaxpr"], devices * shards)
         elif name == "cond":
-            total += max(map(inside, parameters["branches"]))
+            total += max(inside(branch) for branch in parameters["branches"] if not _rare(branch))
         else:
             times = _trips(name, equation)
             called = parameters.get("name", "") if name in ("jit", "pjit") else ""
             total += times * sum(inside(inner, name=called) for inner in _inside(parameters))
     return total
+
+
+def _rare(branch: Any) -> bool:
+    return any(RARELY in str(equation.source_info.name_stack).split("/") for equation in branch.jaxpr.eqns)
 
 
 def _trips(name: str, equation: Any) -> int:
