@@ -16,7 +16,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.model.published = "Qwen3-30B-A3B"
     config.model.remat = "dots"
     config.mesh.update({"data": 1, "fsdp": -1})  # 64 chips: two whole experts of each layer on a chip
-    config.sampling.mesh.update({"data": -1, "expert": 16})
+    config.sampling.mesh.update({"data": -1, "expert": 32})
     config.data.task = "gsm8k"
     config.data.prompts_per_batch = 64
     config.data.max_prompt_length = 512

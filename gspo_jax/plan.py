@@ -205,7 +205,7 @@ def by_group(costs: hlo.Costs) -> dict[tuple[str, int], tuple[float, float, str]
 
 
 def least_bytes(name: str, setting: Setting) -> float:
-    """Bytes of main memory that a program cannot do without on a chip: weights once, and a decoder's cache."""
+    """Bytes that a chip must read at least: its share of all weights once, and of a decoder's cache what is seen."""
     model, chips = setting.model, setting.mesh.size
     embedding = model.vocab_size * model.hidden_size
     layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))
@@ -214,13 +214,10 @@ def least_bytes(name: str, setting: Setting) -> float:
     whole = dense + experts * (model.num_experts - model.experts_per_token) if model.num_experts else dense
     if name == "reshard":
         return (4 + 2) * (whole + 2 * embedding) / chips
+    seen = 0.0
     if name == "sample_decode":
-        cut = dict(experiment.make_sampler_mesh(setting.config, setting.mesh).shape)
-        held = (whole - experts * model.num_experts) / cut["tensor"]
-        held += experts * model.num_experts / (cut["tensor"] * cut["expert"])
         seen = setting.work(name).pairs * 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers
-        return 2 * (held + embedding / cut["tensor"]) + seen
-    return 2 * whole / chips
+    return 2 * (whole + embedding) / chips + seen
 
 
 def memory_by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
@@ -234,17 +231,23 @@ def memory_by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, nam
     return dict(kinds.most_common())
 
 
+def made(module: hlo.Module, buffer: Buffer) -> tuple[hlo.Operation | None, hlo.Array | None]:
+    """The operation that makes a buffer and what is in it; None where the text does not tell."""
+    operation = module.find(buffer.name)
+    arrays = operation.arrays[buffer.element or 0 :] if operation is not None else ()
+    return operation, arrays[0] if arrays else None
+
+
 def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
     """The buffers that are not a loop's names for others: it changes in place what it is given."""
-    found, seen, inner = [], Counter[Any](), []
+    found, seen, inner = [], Counter[hlo.Array | None](), []
     for buffer in live:
-        operation = module.find(buffer.name)
+        operation, array = made(module, buffer)
         if operation is not None and operation.opcode == "parameter" and buffer.element is not None:
-            inner.append((buffer, operation.arrays[buffer.element]))
+            inner.append((buffer, array))
         else:
             found.append(buffer)
-            arrays = operation.arrays if operation is not None else ()
-            seen.update(arrays[buffer.element or 0 :][:1])
+            seen[array] += 1
     for buffer, array in inner:
         if seen[array]:
             seen[array] -= 1
@@ -263,7 +266,7 @@ def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
 
 def kind_of(module: hlo.Module, buffer: Buffer, model: ModelConfig, shapes: set[tuple[int, ...]], name: str) -> str:
     """Parameters, optimizer, gradients, saved activations, cache, collectives, …, of one buffer."""
-    operation = module.find(buffer.name)
+    operation, array = made(module, buffer)
     if operation is None:
         return "other"
     if operation.opcode == "parameter" and buffer.element is None:
@@ -273,7 +276,6 @@ def kind_of(module: hlo.Module, buffer: Buffer, model: ModelConfig, shapes: set[
         if "params" in path:
             return "parameters"
         return "cache" if ".k" in path or ".v" in path else "batch"
-    array = operation.arrays[buffer.element or 0] if operation.arrays else None
     if operation.opcode.removesuffix("-start").removesuffix("-done") in hlo.COLLECTIVES:
         return "collectives"
     dims = array.dims if array else ()
@@ -290,10 +292,9 @@ def kind_of(module: hlo.Module, buffer: Buffer, model: ModelConfig, shapes: set[
 
 def described(module: hlo.Module, buffer: Buffer) -> str:
     """One line on a buffer."""
-    operation = module.find(buffer.name)
-    if operation is None:
+    operation, array = made(module, buffer)
+    if operation is None or array is None:
         return f"{buffer.bytes / 1e9:.2f} GB {buffer.name}"
-    array = operation.arrays[buffer.element or 0]
     shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
     return f"{buffer.bytes / 1e9:.2f} GB {shape} {operation.opcode}: {shortened(operation.scope)}"
 

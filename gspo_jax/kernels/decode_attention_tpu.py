@@ -69,8 +69,8 @@ def _kernel(
 
 def ring_softmax(
     q: Float[Array, "B Kv g h"],
-    k: Float[Array, "L N B Kv C h"],
-    v: Float[Array, "L N B Kv C h"],
+    k: Float[Array, "L N R Kv C h"],
+    v: Float[Array, "L N R Kv C h"],
     *,
     layer: Int[Array, ""],
     step: Int[Array, ""],
@@ -80,10 +80,11 @@ def ring_softmax(
     """Of one layer's queries over the newest `ages` columns of a ring, of which `step` is the newest, modulo N·C.
 
     Returns Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Of a slot's
-    blocks only those are read that it sees. `interpret` runs the kernel on any backend, slowly, for tests.
+    blocks only those are read that it sees. The ring may have room for more slots than there are queries. `interpret`
+    runs the kernel on any backend, slowly, for tests.
     """
-    _, N, B, Kv, C, h = k.shape
-    g, columns = q.shape[2], _columns(C, Kv * h * k.dtype.itemsize)
+    (B, Kv, g, h), (N, C) = q.shape, (k.shape[1], k.shape[4])
+    columns = _columns(C, Kv * h * k.dtype.itemsize)
     per_segment = C // columns
     # Blocks are numbered on and on, as steps are: one that is begun again comes twice, with other columns seen.
     newest = step // columns

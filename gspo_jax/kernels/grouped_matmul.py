@@ -1,6 +1,6 @@
 """Rows times the weights of their expert: one function, the best implementation per backend behind it.
 
-CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: Pallas kernels.
+CPU: loops over blocks of each expert's rows, so that the cost follows the rows, not the experts. TPU: Pallas kernels.
 Elsewhere: `jax.lax.ragged_dot`.
 """
 
