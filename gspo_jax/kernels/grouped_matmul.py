@@ -1,7 +1,7 @@
 """Rows times the weights of their expert: one function, the best implementation per backend behind it.
 
-CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: Pallas kernels.
-Elsewhere: `jax.lax.ragged_dot`.
+CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: kernels in
+Pallas. Elsewhere: `jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence
@@ -142,7 +142,9 @@ def _ragged_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
     return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
 
 
-def _products(rows: Array, weights: Sequence[Array], group_sizes: Array, tail: bool, likely: int | None) -> tuple[Array, ...]:
+def _products(
+    rows: Array, weights: Sequence[Array], group_sizes: Array, tail: bool, likely: int | None
+) -> tuple[Array, ...]:
     if platform() == "tpu":
         out = grouped_matmul_tpu.matmuls(rows, weights, group_sizes, likely=likely)
         return tuple(_tail_zeroed(y, group_sizes) for y in out) if tail else out

@@ -78,7 +78,9 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
     counts[0], counts[1] = with_rows, jax.lax.fori_loop(0, E, empty, with_rows)
 
 
-def _visits(group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool) -> tuple[_Visits, Int[Array, " 2"]]:
+def _visits(
+    group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
+) -> tuple[_Visits, Int[Array, " 2"]]:
     """The visits, how many of them have rows, and how many there are with those of groups without.
 
     Its scalar loops take the chip less time than the many small operations that arrays would need.
@@ -276,7 +278,7 @@ def matmuls_transposed(
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
-    """Σ_i grads_i[n] @ weights_i[e(n)]^T: what `matmuls` hands back to its rows, added up in float32 before it is rounded.
+    """Σ_i grads_i[n] @ weights_i[e(n)]^T: what `matmuls` hands back to its rows, added up in float32 and rounded once.
 
     Arguments and errors are those of `matmuls`.
     """
