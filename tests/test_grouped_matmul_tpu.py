@@ -1,5 +1,6 @@
 """The TPU kernels of the grouped matmul, interpreted on the CPU, equal a dense oracle; their tiles fit the shapes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -158,3 +159,35 @@ def test_work_follows_the_rows_in_the_groups():
     visits, counts = grouped_matmul_tpu._visits(groups, 524288, 512, interpret=True)
     assert 256 < counts[0] == counts[1] <= 256 + 31
     assert visits.tile.size == 1024 + 31
+
+
+def kernels(f, *arguments):
+    """The cost estimates of the kernels that f calls, by name."""
+    found = {}
+    for equation in jax.make_jaxpr(f)(*arguments).eqns:
+        if equation.primitive.name == "pallas_call":
+            found[equation.params["name"]] = equation.params["cost_estimate"]
+    return found
+
+
+def test_kernels_say_what_they_cost():
+    """Flops of all the rows there is room for. Bytes of two matrices of bfloat16, by hand:
+
+    forward, two blocks of 384 columns: 2 · 1024 · 2048 for the rows, 2 · 8 · 2048 · 768 for one layer's weights though
+    there are three, 2 · 1024 · 768 to write. Backward, two blocks of 1024: 2 · 2 · 1024 · 768, as many weights, and
+    1024 · 2048 to write. The gradient of one, in blocks of 1024 · 768: 1024 · 2048, twice 1024 · 768, and the weights.
+    """
+    N, D, F, E = 1024, 2048, 768, 8
+    x, g, w, sizes = jnp.ones((N, D)), jnp.ones((N, F)), jnp.ones((3 * E, D, F)), jnp.full(E, N // E, jnp.int32)
+    x, g, w = (a.astype(jnp.bfloat16) for a in (x, g, w))
+    costs = kernels(lambda: grouped_matmul_tpu.matmuls(x, (w, w), sizes, layer=1))
+    costs |= kernels(lambda: grouped_matmul_tpu.matmuls_transposed((g, g), (w[:E], w[:E]), sizes))
+    costs |= kernels(lambda: grouped_matmul_tpu.outer(x, g, sizes))
+    weights = 2 * E * D * F
+    expected = {
+        "grouped_matmul": (4 * N * D * F, 2 * (2 * N * D + weights + 2 * N * F)),
+        "grouped_matmul_transposed": (4 * N * D * F, 2 * (4 * N * F + weights + N * D)),
+        "grouped_outer": (2 * N * D * F, 2 * (N * D + 2 * N * F + weights // 2)),
+    }
+    assert {k: (costs[k].flops, costs[k].bytes_accessed) for k in expected} == expected
+    assert set(costs) == {"grouped_visits", *expected}, "of a kernel without an estimate the planner knows nothing"

@@ -84,8 +84,8 @@ def figures(dispatch):
         "compile_cpu_seconds": round(time.process_time() - start),
         "peak_bytes": memory.peak_memory_in_bytes,
         "flops": cost["flops"],  # there is no loop whose trips it would not count
-        "matmul_flops": flops["gmm"],
-        "weight_gradient_flops": flops["tgmm"],
+        "matmul_flops": flops["grouped_matmul"] + flops["grouped_matmul_transposed"],
+        "weight_gradient_flops": flops["grouped_outer"],
     }
 
 

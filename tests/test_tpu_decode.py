@@ -1,8 +1,10 @@
 """The TPU's compiler takes the decoder of Qwen3-30B-A3B, which copies neither a whole cache nor a layer's experts.
 
-Compiled ahead of time for a slice that is not there, in a process of its own. The figures, and the program's text:
+Compiled ahead of time for a slice that is not there, in a process of its own. The figures for so many rows, and the
+program's text:
 
-    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_decode [ROWS [FILE.hlo]]
+    export TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1
+    python -m tests.test_tpu_decode [ROWS [FILE.hlo]]
 """
 
 import json

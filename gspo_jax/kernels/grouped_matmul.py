@@ -1,7 +1,7 @@
 """Rows times the weights of their expert: one function, the best implementation per backend behind it.
 
-CPU: loops over blocks of each expert's rows, so that the cost follows the rows, not the experts. TPU: Pallas kernels.
-Elsewhere: `jax.lax.ragged_dot`.
+CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: kernels in
+Pallas. Elsewhere: `jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence

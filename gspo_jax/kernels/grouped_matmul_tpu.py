@@ -278,7 +278,7 @@ def matmuls_transposed(
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
-    """Σ_i grads_i[n] @ weights_i[e(n)]^T: what `matmuls` hands back to its rows, added up in float32 before it is rounded.
+    """Σ_i grads_i[n] @ weights_i[e(n)]^T: what `matmuls` hands back to its rows, added up in float32 and rounded once.
 
     Arguments and errors are those of `matmuls`.
     """
