@@ -3,6 +3,7 @@
 That two processes train as one does is in test_train.py, beside the run of one.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -249,6 +250,13 @@ def launch(repository: Path, *words: str) -> subprocess.Popen:
     )
 
 
+def end(process: subprocess.Popen) -> None:
+    """Ends the launcher and what it has begun."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def processes_of(workdir: Path) -> dict[int, int]:
     """The ids of the processes that train in a folder, by their number."""
     found = {}
@@ -278,7 +286,7 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
         os.kill(processes_of(workdir)[1], signal.SIGKILL)
         said, _ = process.communicate(timeout=400)
     finally:
-        process.kill()
+        end(process)
     assert process.returncode == 0, said
     assert "process 1 of 2 has ended with code 137: all start again" in said
     assert re.search(r"resuming from iteration [234]", said)
@@ -293,11 +301,12 @@ def test_ctrl_c_ends_all_processes(repository, whole, data, tmp_path):
     words = command(tmp_path / "run", data / "data", "", iterations=500, cold=whole("") / "coldstart")
     process = launch(repository, "2", *words)
     try:
-        wait_for(lambda: len(processes_of(tmp_path / "run")) == 2, lambda: process.poll() is None)
+        wait_for((tmp_path / "run" / "metrics.jsonl").exists, lambda: process.poll() is None)
+        assert len(processes_of(tmp_path / "run")) == 2
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=20)
     finally:
-        process.kill()
+        end(process)
     assert process.returncode == 130
     assert not processes_of(tmp_path / "run")
 
