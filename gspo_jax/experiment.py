@@ -284,12 +284,17 @@ def make_sampler_mesh(config: ConfigDict, mesh: Mesh) -> Mesh:
     """The sampler's: the trainer's devices in the same order, so that rows stay where they are, cut by other axes.
 
     Raises:
-      UserError: its sizes do not make up the trainer's devices.
+      UserError: its sizes do not make up the trainer's devices, or do not divide prompts or slots.
     """
     sizes = dict(config.sampling.mesh)
     if not any(sizes.values()):
         return mesh
-    return mesh_lib.reshaped(mesh, {axis: size or 1 for axis, size in sizes.items()})
+    made = mesh_lib.reshaped(mesh, {axis: size or 1 for axis, size in sizes.items()})
+    shards, by = mesh_lib.batch_shards(made.shape), "the sampler's data×fsdp×expert"
+    mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, by, shards)
+    if config.sampling.slots is not None:
+        mesh_lib.check_divides("sampling.slots", config.sampling.slots, by, shards)
+    return made
 
 
 def make_dispatch(config: ConfigDict) -> Dispatch:
@@ -405,11 +410,16 @@ def open_policy(config: ConfigDict, folder: Path) -> Policy:
 
 
 def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
-    """The sampler of a run. Evaluation uses it too, so that it measures what training samples, and compiles once."""
+    """The sampler of a run. Evaluation uses it too, so that it measures what training samples, and compiles once.
+
+    `mesh` is the trainer's; see `make_sampler_mesh`.
+    """
+    own = make_sampler_mesh(config, mesh)
+    policy.config.check_mesh(dict(own.shape))
     return Sampler(
         policy.graph,
         policy.shapes,
-        mesh,
+        own,
         dtype=jnp.dtype(config.model.dtype),
         group_size=config.sampling.group_size,
         length=config.sampling.max_response_length,

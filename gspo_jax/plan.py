@@ -30,6 +30,7 @@ from gspo_jax.kernels import backend
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import HEADROOM
 from gspo_jax.parallel import hlo, jaxpr, topology
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
@@ -42,7 +43,7 @@ EFFICIENCY = 0.83
 """Σ of the operations' bounds over the time of a step, in published v5p training of dense models of 32B to 128B."""
 AGREEMENT = 0.02
 """How far the three counts of flops may lie apart for a projection to be made."""
-GROUPED = ("gmm", "tgmm")
+GROUPED = ("grouped_matmul", "grouped_outer")
 """What the names of the grouped matmul's kernels begin with."""
 LARGEST = 10
 """Buffers that are named where a program does not fit."""
@@ -88,7 +89,8 @@ class Setting:
         if not model.num_experts or self.config.model.dispatch == "capacity":
             return 1.0
         K = model.experts_per_token
-        return K / (shards * min(K, model.num_experts // shards))
+        share = K / (shards * min(K, model.num_experts // shards))
+        return max(share, 1 / HEADROOM) if name == "sample_decode" else share
 
     def resident(self, name: str) -> int:
         """Bytes of a chip that others hold while a program runs: of the trainer's state what it is not given."""

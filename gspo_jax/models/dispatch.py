@@ -72,7 +72,7 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
         raise UserError("dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'")
 
 
-_HEADROOM = 2
+HEADROOM = 2
 """Of a balanced load: what the usual buffers of a decode step have room for."""
 
 
@@ -136,7 +136,7 @@ def combine_experts(
     is narrower than what it writes, and no output has to be kept for the weight's gradient. Of N · min(K, E) pairs that
     there is room for, `likely` are held when all experts of the model have the same load; None is all.
 
-    With a `layer`, so without a gradient, buffers have room for `_HEADROOM` times as many as are likely, and for the
+    With a `layer`, so without a gradient, buffers have room for `HEADROOM` times as many as are likely, and for the
     worst load only when it comes: a decode step would spend more time on empty rows than on the others.
     """
     E, (N, K) = gate.shape[-3], experts.shape
@@ -155,7 +155,7 @@ def combine_experts(
         return gather_up(out, source, slot)
 
     worst = N * min(K, E)
-    usual = worst if likely is None else _HEADROOM * likely
+    usual = worst if likely is None else HEADROOM * likely
     if layer is None or usual >= worst:
         return within(worst)
 

@@ -13,12 +13,11 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
 
     Inside `jax.shard_map` a product stands for one on each shard, outside for all of it. `devices` is how many shards
     one product of this jaxpr stands for. A loop whose turns depend on data counts as often as its scope says
-    (`hlo.at_most`), or once. `filled` is that of `hlo.Module`, by the names of `jax.jit` that kernels are called under.
+    (`hlo.at_most`), or once. `filled` is that of `hlo.Module`.
     """
 
-    def inside(jaxpr: Any, devices: int = devices, name: str = "") -> float:
-        share = (filled or {}).get(name, 1.0)
-        return share * product_flops(jaxpr, devices, filled=filled)
+    def inside(jaxpr: Any, devices: int = devices) -> float:
+        return product_flops(jaxpr, devices, filled=filled)
 
     total = 0.0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -29,8 +28,9 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
             out = math.prod(equation.outvars[0].aval.shape)
             total += 2.0 * devices * out * math.prod(left[d] for d in inner)
         elif name == "pallas_call":
-            estimate = parameters["cost_estimate"]
-            total += devices * (estimate.flops if estimate is not None else 0)
+            estimate, kernel = parameters["cost_estimate"], str(parameters.get("name", ""))
+            share = next((f for begin, f in (filled or {}).items() if kernel.startswith(begin)), 1.0)
+            total += share * devices * (estimate.flops if estimate is not None else 0)
         elif name == "shard_map":
             sizes = parameters["mesh"].shape
             cut = parameters.get("newly_manual_axes", parameters.get("manual_axes"))  # its name before jax 0.12
@@ -40,8 +40,7 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
             total += max(inside(branch) for branch in parameters["branches"] if not _rare(branch))
         else:
             times = _trips(name, equation)
-            called = parameters.get("name", "") if name in ("jit", "pjit") else ""
-            total += times * sum(inside(inner, name=called) for inner in _inside(parameters))
+            total += times * sum(map(inside, _inside(parameters)))
     return total
 
 

@@ -61,6 +61,7 @@ class Sampler:
     ):
         """`graph` computes in `dtype`; the other arguments are those of `decoder.generate`.
 
+        `mesh` is the sampler's own: the trainer's, or its devices in the same order along other axes.
         `slots` may be more than there are responses: then all decode at once.
         """
         self._graph, self._shapes = graph, shapes
@@ -77,7 +78,8 @@ class Sampler:
 
     def load(self, params: nnx.State) -> None:
         """Casts and reshards the trainer's weights."""
-        self._params = jax.block_until_ready(self._reshard(params))
+        with jax.set_mesh(self.mesh):
+            self._params = jax.block_until_ready(self._reshard(params))
         self.copy_bytes = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * leaf.sharding.num_devices
             for leaf in jax.tree.leaves(self._params)
@@ -145,11 +147,31 @@ class Sampler:
         prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), longest)], prompts.lengths)
         wide = None if prefix is None else prefix.tokens.shape[1]
         shapes = (prompts.tokens.shape, longest, wide, limits is None, enough, budget)
-        placed: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
-        prompts, data, prefix, limits = placed
-        own_keys = jax.random.wrap_key_data(data)
-        slots = decoder.check_slots(None if self._slots is None else min(self._slots, len(data)), len(data))
         compiled = _programs()
+        placed: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
+        prompts, data, *rest = placed
+        with jax.set_mesh(self.mesh):
+            decoded = self._run(prompts, jax.random.wrap_key_data(data), *rest, longest, enough, budget)
+        if shapes in self._seen and _programs() > compiled:  # every iteration would pay for it in silence
+            raise RuntimeError(
+                f"the sampler was compiled again for prompts of shape {shapes[0]}, which it has sampled before"
+            )
+        self._seen.add(shapes)
+        return decoded
+
+    def _run(
+        self,
+        prompts: Prompts,
+        own_keys: Key[Array, " B"],
+        prefix: decoder.Prefix | None,
+        limits: Int[Array, " B"] | None,
+        longest: int,
+        enough: float,
+        budget: int | None,
+    ) -> decoder.Decoded:
+        """`go_on` with what it is given on the devices; prompts come back as wide as `longest`."""
+        B = len(own_keys)
+        slots = decoder.check_slots(None if self._slots is None else min(self._slots, B), B)
         begun = time.perf_counter()
         prefilled = jax.block_until_ready(
             decoder.prefill(
@@ -182,11 +204,6 @@ class Sampler:
             )
         )
         self._count(decoded.work, read - begun, time.perf_counter() - read)
-        if shapes in self._seen and _programs() > compiled:  # every iteration would pay for it in silence
-            raise RuntimeError(
-                f"the sampler was compiled again for prompts of shape {shapes[0]}, which it has sampled before"
-            )
-        self._seen.add(shapes)
         return decoded
 
     def _count(self, work: decoder.Work, prefill_s: float, decode_s: float) -> None:
