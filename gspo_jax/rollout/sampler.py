@@ -149,9 +149,8 @@ class Sampler:
         shapes = (prompts.tokens.shape, longest, wide, limits is None, enough, budget)
         compiled = _programs()
         placed: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
-        prompts, data, *rest = placed
         with jax.set_mesh(self.mesh):
-            decoded = self._run(prompts, jax.random.wrap_key_data(data), *rest, longest, enough, budget)
+            decoded = self._run(*placed, longest=longest, enough=enough, budget=budget)
         if shapes in self._seen and _programs() > compiled:  # every iteration would pay for it in silence
             raise RuntimeError(
                 f"the sampler was compiled again for prompts of shape {shapes[0]}, which it has sampled before"
@@ -162,15 +161,16 @@ class Sampler:
     def _run(
         self,
         prompts: Prompts,
-        own_keys: Key[Array, " B"],
+        key_data: UInt32[Array, "B words"],
         prefix: decoder.Prefix | None,
         limits: Int[Array, " B"] | None,
+        *,
         longest: int,
         enough: float,
         budget: int | None,
     ) -> decoder.Decoded:
         """`go_on` with what it is given on the devices; prompts come back as wide as `longest`."""
-        B = len(own_keys)
+        own_keys, B = jax.random.wrap_key_data(key_data), len(key_data)
         slots = decoder.check_slots(None if self._slots is None else min(self._slots, B), B)
         begun = time.perf_counter()
         prefilled = jax.block_until_ready(
