@@ -170,7 +170,7 @@ def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: floa
     counts = {"formula": written, "traced": traced_flops + attention, "compiled": found}
     if name == "sample_decode":  # traced is the whole program and not a step
         del counts["traced"]
-    apart = max(counts.values()) / max(min(counts.values()), 1.0) - 1
+    apart = max(counts.values()) / min(counts.values()) - 1 if all(counts.values()) else 0.0
     facts: dict[str, Any] = {
         "per": "step of the decode loop, all responses at their longest" if name == "sample_decode" else "run",
         "flops": found,

@@ -13,19 +13,19 @@ from gspo_jax.models.config import ModelConfig
 class Work:
     """What a forward is given."""
 
-    tokens: float
+    tokens: float | int
     """That go through the layers."""
-    predictions: float
+    predictions: float | int
     """Positions whose logits are computed."""
-    pairs: float
+    pairs: float | int
     """Of a query and a key that it sees, in one layer and one head."""
 
-    def __truediv__(self, parts: float) -> "Work":
+    def __truediv__(self, parts: int) -> "Work":
         """A share of it."""
         return Work(self.tokens / parts, self.predictions / parts, self.pairs / parts)
 
 
-def of_rows(rows: float, *, prompt: int, response: int, share: int) -> Work:
+def of_rows(rows: float | int, *, prompt: int, response: int, share: int) -> Work:
     """Of `rows` responses of full length to prompts of full length, each read once for `share` of its responses."""
     S, T, packed = prompt, response, rows / share
     pairs = S * (S + 1) / 2 + share * (S * T + T * (T + 1) / 2)
@@ -35,19 +35,19 @@ def of_rows(rows: float, *, prompt: int, response: int, share: int) -> Work:
 class Flops(NamedTuple):
     """Of a forward, by part."""
 
-    trunk: float
+    trunk: float | int
     """Projections, routers and feed-forward, but for `down`."""
-    down: float
+    down: float | int
     """The last matrix of the feed-forward: its output is not needed to go backward."""
-    attention: float
-    head: float
+    attention: float | int
+    head: float | int
 
     @property
-    def forward(self) -> float:
+    def forward(self) -> float | int:
         """All of it."""
         return sum(self)
 
-    def backward(self, *, recomputed: bool) -> float:
+    def backward(self, *, recomputed: bool) -> float | int:
         """Of the gradient of every input and every parameter.
 
         The head's forward is always computed again, those of the layers where they are `recomputed`.
@@ -59,7 +59,7 @@ class Flops(NamedTuple):
         return 2 * (self.trunk + self.down) + 2.5 * self.attention + 3 * self.head + again
 
     @property
-    def needed(self) -> float:
+    def needed(self) -> float | int:
         """Of forward and backward with nothing computed twice: what a model-flops utilisation counts."""
         return 3 * self.forward
 

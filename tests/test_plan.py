@@ -1,0 +1,178 @@
+"""The plan: what it is asked, what it says of a program, and, with the TPU's compiler, that its counts agree."""
+
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+from gspo_jax import cli, experiment, plan
+from gspo_jax.models import flops
+from gspo_jax.models.published import MODELS, find
+from gspo_jax.parallel import hlo, topology
+from gspo_jax.parallel.ahead import Buffer
+from gspo_jax.types import UserError
+from tests import ahead
+
+RECIPE = "configs/qwen3_30b_a3b.py"
+
+
+def test_published_shapes_have_the_parameters_in_their_names():
+    """Qwen3-30B-A3B: 30.53e9 parameters, 3.042e9 of them in a token's products (with the head, without the embedding)."""
+    model = find("Qwen3-30B-A3B")
+    one = flops.forward(model, flops.Work(1, 1, 0))
+    assert one.forward / 2 == pytest.approx(3.042e9, rel=1e-3)
+    experts = 3 * model.hidden_size * model.moe_intermediate_size * model.num_layers
+    embedding = model.vocab_size * model.hidden_size
+    assert one.forward / 2 + experts * (128 - 8) + embedding == pytest.approx(30.53e9, rel=1e-3)
+    assert (
+        flops.forward(model, flops.Work(0, 0, 1)).forward == 393216 * 2
+    )  # of a pair; S/2 of them for each of S tokens
+
+
+def test_flops_of_rows_that_share_their_prompt():
+    """Two rows of one prompt of 2 tokens and responses of 3: 2 + 2·3 tokens; pairs 1 + 2, and 2 · (6 + 1 + 2 + 3)."""
+    assert flops.of_rows(2, prompt=2, response=3, share=2) == flops.Work(8, 6, 3 + 2 * 12)
+    assert flops.of_rows(2, prompt=2, response=3, share=1) == flops.Work(10, 6, 2 * (3 + 12))
+
+
+@pytest.mark.parametrize("name", ["", "v6e", "v5e", "long"])
+def test_recipes_are_configs(name):
+    config = cli.load_config(f"{RECIPE}:{name}")
+    experiment.check(config)
+    assert experiment.model_config(config) == find("Qwen3-30B-A3B")
+
+
+@pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
+def test_dense_recipes_are_configs(size):
+    config = cli.load_config(f"configs/qwen3_dense.py:{size}")
+    experiment.check(config)
+    assert experiment.model_config(config) == find(f"Qwen3-{size}")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (f"{RECIPE}:v7", "takes no argument 'v7'; there are v6e, v5e, long"),
+        ("configs/qwen3_dense.py:7B", "takes no argument '7B'; did you mean"),
+        ("configs/qwen3_235b_a22b.py:most", "takes no argument 'most'; use least or none"),
+    ],
+)
+def test_wrong_arguments_of_recipes(config, says):
+    with pytest.raises(UserError, match=says):
+        cli.load_config(config)
+
+
+def test_a_folder_that_holds_another_model(tmp_path):
+    config = cli.load_config(RECIPE)
+    shape = dataclasses.replace(find("Qwen3-30B-A3B"), num_layers=3)
+    with pytest.raises(UserError, match="num_layers 3 and Qwen3-30B-A3B has 48; give the folder of"):
+        experiment.check_published(shape, config.model.published, str(tmp_path))
+    config.model.published = "Qwen3-30B"
+    with pytest.raises(UserError, match="no published model 'Qwen3-30B' here; did you mean"):
+        experiment.check(config)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"name": "v7x:4x4"}, "unknown TPU generation 'v7x'; there are v4, v5e"),
+        ({"name": "v5p:4x4x4", "only": ["updates"]}, "there is no program 'updates'; did you mean 'update'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        plan.plan(cli.load_config(RECIPE), cache=tmp_path, **asked)
+
+
+TEXT = """HloModule m
+
+ENTRY %main (p: f32[48,2,8]) -> f32[48,2,8] {
+  %param.0 = f32[48,2,8]{2,1,0} parameter(0), metadata={op_name="state.policy.params['layers']['mlp']['gate'].value"}
+  %param.1 = f32[48,2,8]{2,1,0} parameter(1), metadata={op_name="state.policy.opt_state[1][0].mu"}
+  %param.2 = s32[4,9]{1,0} parameter(2), metadata={op_name="experience.rollout.tokens"}
+  %all-gather.1 = bf16[96,8]{1,0} all-gather(%param.0), replica_groups={{0,1}}
+  %saved.1 = bf16[48,1,16,8]{3,2,1,0} broadcast(%param.0), metadata={op_name="jit(update)/jvp()/while"}
+  %grads.1 = f32[48,2,8]{2,1,0} broadcast(%param.0), metadata={op_name="jit(update)/transpose(jvp())/while"}
+  ROOT %x = bf16[16,8]{1,0} negate(%all-gather.1), metadata={op_name="jit(update)/feed_forward/neg"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("param.0", "parameters"),
+        ("param.1", "optimizer"),
+        ("param.2", "batch"),
+        ("all-gather.1", "collectives"),
+        ("saved.1", "saved activations"),
+        ("grads.1", "gradients"),
+        ("x", "feed forward"),
+        ("unheard.of", "other"),
+    ],
+)
+def test_memory_is_told_by_what_it_is(name, kind):
+    module, model = hlo.Module(TEXT), find("Qwen3-30B-A3B")
+    assert plan.kind_of(module, Buffer(name, None, 8), model, {(48, 2, 8)}, "update") == kind
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_mesh_that_does_not_fit_the_slice(tmp_path):
+    config = cli.load_config(RECIPE)
+    config.mesh.data = 48
+    with pytest.raises(UserError, match="needs a multiple of 48 devices but there are 64"):
+        plan.plan(config, "v5p:4x4x4", cache=tmp_path)
+
+
+def scaled_down():
+    """The recipe with few layers and short responses, for a slice of eight chips."""
+    config = cli.load_config(RECIPE)
+    config.data.prompts_per_batch, config.sampling.group_size = 32, 4
+    config.sampling.max_response_length = 960
+    config.data.max_prompt_length = 64
+    config.sampling.mesh.update({"data": 1, "expert": 8})
+    config.training.logprob_chunk = 8 * 1024
+    return config
+
+
+def figures(name):
+    """The plan of a recipe scaled down, or, by the name of a slice, of the 30B recipe itself."""
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    whole = name == "v5p:4x4x4"
+    if not whole:
+        MODELS["Qwen3-30B-A3B"] = dataclasses.replace(find("Qwen3-30B-A3B"), num_layers=4, vocab_size=4096)
+    with TemporaryDirectory() as cache:
+        config = cli.load_config(RECIPE) if whole else scaled_down()
+        found = plan.plan(config, name, cache=Path(cache))
+        again = plan.plan(config, name, cache=Path(cache), only=["reshard"])
+    assert again["programs"]["reshard"] == found["programs"]["reshard"]
+    return found
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "v6e:2x4", "v5p:4x4x4"])
+def test_every_program_of_a_recipe_fits_and_is_counted_right(name):
+    found = ahead.figures("tests.test_plan", name)
+    assert list(found["programs"]) == ["update", "score", "sample_prefill", "sample_decode", "reshard"]
+    for program in found["programs"].values():
+        assert program["fits"] and program["peak_bytes"] < program["limit_bytes"]
+        assert program["flops_apart"] < 0.02
+        assert program["seconds"]["per_op"] > 0
+    update = found["programs"]["update"]
+    experts = [c for c in update["collectives"] if c["kind"] == "all-reduce"]
+    assert sum(c["bytes"] for c in experts) < 0.05 * update["ici_bytes"], "gradients are reduce-scattered"
+    if name == "v5p:4x4x4":  # what docs/tpu.md says
+        assert update["peak_bytes"] <= 60e9 and update["seconds"]["per_op"] <= 1.20
+        assert update["ici_bytes"] <= 185e9
+        assert found["programs"]["sample_decode"]["peak_bytes"] <= 13e9
+    assert topology.generation(name) == found["chip"]
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(json.dumps(figures(sys.argv[1])))
