@@ -130,7 +130,9 @@ def _columns(width: int, fits: Callable[[int], bool]) -> int:
     """
     lengths = [t for t in _splits(width) if fits(t)]
     if not lengths:
-        raise UserError(f"a grouped matmul with {width} columns has no blocks that fit {_VMEM} bytes; use bfloat16")
+        raise UserError(
+            f"no block of {width} columns fits the {_VMEM} bytes of a kernel; use bfloat16 or narrower rows"
+        )
     return min(lengths, key=lambda t: (pl.cdiv(pl.cdiv(width, t), 2) * t, -t))
 
 
