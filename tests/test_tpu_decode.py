@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def figures(rows=ROWS, file=None):
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "largest_copy": largest_copy(text),
+        "kernels": Counter(re.findall(r"%(grouped_\w+)[.\d]* = ", text)),
     }
 
 
@@ -129,6 +131,7 @@ def test_the_tpu_compiler_takes_the_decoder():
     assert cache < result["temporaries"] < 1.1 * cache
     assert result["peak_bytes"] < 13e9
     assert result["largest_copy"] < 2 * 2048 * 768
+    assert result["kernels"] == {"grouped_visits": 1, "grouped_matmul": 2}  # of a layer: gate and up at once, down
     assert result["on_the_way"] < 2.5 * 2 * 151936 * 2048 < result["copy"] / 4
 
 

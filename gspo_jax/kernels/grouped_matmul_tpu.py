@@ -78,12 +78,14 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
     counts[0], counts[1] = with_rows, jax.lax.fori_loop(0, E, empty, with_rows)
 
 
+@functools.partial(jax.jit, static_argnames=("rows", "tile", "interpret"))
 def _visits(
     group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
 ) -> tuple[_Visits, Int[Array, " 2"]]:
     """The visits, how many of them have rows, and how many there are with those of groups without.
 
-    Its scalar loops take the chip less time than the many small operations that arrays would need.
+    Its scalar loops take the chip less time than the many small operations that arrays would need. Jitted, it is traced
+    once: the compiler sees the same kernel wherever the groups are the same, forward and backward, and runs it once.
     """
     E = group_sizes.shape[0]
     room = pl.cdiv(rows, tile) + E - 1
@@ -128,7 +130,9 @@ def _columns(width: int, fits: Callable[[int], bool]) -> int:
     """
     lengths = [t for t in _splits(width) if fits(t)]
     if not lengths:
-        raise UserError(f"a grouped matmul with {width} columns has no blocks that fit {_VMEM} bytes; use bfloat16")
+        raise UserError(
+            f"no block of {width} columns fits the {_VMEM} bytes of a kernel; use bfloat16 or narrower rows"
+        )
     return min(lengths, key=lambda t: (pl.cdiv(pl.cdiv(width, t), 2) * t, -t))
 
 
