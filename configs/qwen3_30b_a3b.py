@@ -2,6 +2,15 @@
 
     python -m gspo_jax.train --config=configs/qwen3_30b_a3b.py --workdir=gs://BUCKET/RUN \\
         --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
+
+The settings are the GSPO paper's: four updates per batch, sequence ratios clipped to 1 - 3e-4 and 1 + 4e-4. An update
+reads one prompt and four responses on every chip, 16,384 tokens; float32 parameters and Adam. Ahead of time, by
+
+    python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4
+
+an update takes 53 GB of a chip's 103, its operations' bounds add up to 1.14 s beside 0.24 s of attention, and a chip
+sends 180 GB; with --config.model.remat=full 17 GB, 1.24 s and 0.31 s. A decode step of all 1024 responses at their
+longest, 4480 tokens, takes 4.8 ms. No figure of a real TPU is known, nor what the model reaches.
 """
 
 from ml_collections import ConfigDict
