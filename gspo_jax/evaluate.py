@@ -101,6 +101,7 @@ def evaluate(
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
     """Evaluates the newest checkpoint of a run folder, or the policy that the run would begin from."""
     experiment.check(config)
+    experiment.check_folder(config)
     with open_folder(workdir) as files:
         if not config.model.folder:
             existing_folder(files.local)

@@ -121,6 +121,12 @@ def check(config: ConfigDict) -> None:
         check_batch(config, sizes)
 
 
+def check_folder(config: ConfigDict) -> None:
+    """Raises a UserError where there are no weights to begin from: no folder, and no cold start."""
+    if not (config.model.folder or config.coldstart.steps):
+        no_folder()
+
+
 def no_folder() -> NoReturn:
     """Says that there is no model."""
     raise UserError(
@@ -512,8 +518,6 @@ def total_updates(config: ConfigDict) -> int:
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
     """The Hugging Face folder a run begins from: the config's, or the one its cold start makes in the run folder."""
-    if not (config.model.folder or config.coldstart.steps):
-        no_folder()
     return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
 
 

@@ -405,6 +405,7 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
     What can be wrong with config, data, rewards and model folder comes to light first, before a device is touched.
     """
     experiment.check(config)
+    experiment.check_folder(config)
     with ExitStack() as stack:
         files = stack.enter_context(open_folder(place))
         workdir = files.local

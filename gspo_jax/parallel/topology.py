@@ -78,14 +78,14 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
     Raises:
       UserError: the name is none that libtpu knows, or libtpu is not installed.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU's compiler, is not installed; pip install 'gspo_jax[tpu]'")
     kind, sides = generation(name), name.partition(":")[2].split("x")
     known = {**_MEGACORE, **_SINGLE}
     rank = 3 if kind in _MEGACORE else 2
     if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
         example = "4x4x4" if rank == 3 else "4x4"
         raise UserError(f"topology {name!r} does not give {rank} sides; write it as {kind}:{example}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("libtpu, the TPU's compiler, is not installed; pip install 'gspo_jax[tpu]'")
     full = 4 if rank == 3 else 16
     wrap = tuple(int(side) % full == 0 for side in sides) + (False,) * (3 - rank)
     for key, value in ENVIRONMENT.items():
