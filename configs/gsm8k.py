@@ -11,22 +11,19 @@ GSPO paper's: four updates per batch, sequence ratios clipped to 1 - 3e-4 and 1 
 
 from ml_collections import ConfigDict
 
-from gspo_jax.config import base
+from gspo_jax.config import on_gsm8k
 from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """`arg` may be "runlocal"."""
-    config = base()
+    config = on_gsm8k()
     config.iterations = 500
-    config.data.task = "gsm8k"
     config.data.prompts_per_batch = 32
     config.data.max_prompt_length = 256
     config.sampling.max_response_length = 512
     config.training.microbatches = 4
     config.scoring.workers = 2
-    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
-    config.eval.correct = "math_verify"
 
     if arg == "runlocal":
         config.iterations = 2

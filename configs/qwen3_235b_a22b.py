@@ -6,17 +6,15 @@
 
 from ml_collections import ConfigDict
 
-from gspo_jax.config import base
+from gspo_jax.config import on_gsm8k
 from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """`arg` may be "least": 64 chips, v5p:4x4x4."""
-    config = base()
-    config.model.published = "Qwen3-235B-A22B"
+    config = on_gsm8k("Qwen3-235B-A22B")
     config.mesh.update({"data": 1, "fsdp": -1})
     config.sampling.mesh.update({"data": -1, "expert": 32})
-    config.data.task = "gsm8k"
     config.data.prompts_per_batch = 128
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
@@ -24,8 +22,6 @@ def get_config(arg: str = "") -> ConfigDict:
     config.training.microbatches = 2
     config.training.logprob_chunk = 128 * 512
     config.scoring.workers = 8
-    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
-    config.eval.correct = "math_verify"
     if arg == "least":
         config.data.prompts_per_batch = 64
         config.training.logprob_chunk = 64 * 512

@@ -15,26 +15,22 @@ longest, 4480 tokens, takes 4.8 ms. No figure of a real TPU is known, nor what t
 
 from ml_collections import ConfigDict
 
-from gspo_jax.config import base
+from gspo_jax.config import on_gsm8k
 from gspo_jax.types import UserError, choices
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """`arg` is one of `ARGUMENTS`, or several with commas between; none is v5p:4x4x4."""
-    config = base()
-    config.model.published = "Qwen3-30B-A3B"
+    config = on_gsm8k("Qwen3-30B-A3B")
     config.model.remat = "dots"
     config.mesh.update({"data": 1, "fsdp": -1})  # 64 chips: two whole experts of each layer on a chip
     config.sampling.mesh.update({"data": -1, "expert": 32})
-    config.data.task = "gsm8k"
     config.data.prompts_per_batch = 64
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
     config.sampling.max_response_length = 3968  # a prompt and four responses to it: 16384 tokens a chip and update
     config.training.logprob_chunk = 64 * 1024
     config.scoring.workers = 8
-    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
-    config.eval.correct = "math_verify"
     for name in filter(None, arg.split(",")):
         if name not in ARGUMENTS:
             raise UserError(

@@ -6,7 +6,7 @@
 
 from ml_collections import ConfigDict
 
-from gspo_jax.config import base
+from gspo_jax.config import on_gsm8k
 from gspo_jax.types import UserError, choices
 
 SIZES = ("0.6B", "1.7B", "4B", "8B")
@@ -17,9 +17,7 @@ def get_config(arg: str = "1.7B") -> ConfigDict:
     arg = arg or "1.7B"
     if arg not in SIZES:
         raise UserError(f"configs/qwen3_dense.py takes no argument {arg!r}; {choices(arg, SIZES)}")
-    config = base()
-    config.model.published = f"Qwen3-{arg}"
-    config.data.task = "gsm8k"
+    config = on_gsm8k(f"Qwen3-{arg}")
     config.data.prompts_per_batch = 64
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
@@ -27,6 +25,4 @@ def get_config(arg: str = "1.7B") -> ConfigDict:
     config.training.microbatches = 16
     config.training.logprob_chunk = 4 * 1024
     config.scoring.workers = 8
-    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
-    config.eval.correct = "math_verify"
     return config

@@ -130,6 +130,16 @@ def base() -> ConfigDict:
     return config
 
 
+def on_gsm8k(published: str = "") -> ConfigDict:
+    """`base()` for GSM8K: math-verify's verdict, and a little for the format. `published` is the model's name."""
+    config = base()
+    config.model.published = published
+    config.data.task = "gsm8k"
+    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
+    config.eval.correct = "math_verify"
+    return config
+
+
 def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> ConfigDict:
     """AdamW's section; `schedule` is "constant" or "cosine"."""
     config = ConfigDict({"learning_rate": learning_rate, "schedule": schedule, "warmup_updates": warmup_updates})

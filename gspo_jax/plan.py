@@ -45,6 +45,8 @@ AGREEMENT = 0.02
 """How far the three counts of flops may lie apart for a projection to be made."""
 GROUPED = ("grouped_matmul", "grouped_outer")
 """What the names of the grouped matmul's kernels begin with."""
+MUCH = 2e9
+"""Bytes that a chip sends for an all-reduce over the whole slice which deserve a warning."""
 LARGEST = 10
 """Buffers that are named where a program does not fit."""
 
@@ -86,23 +88,29 @@ class Setting:
         if name.startswith("sample"):
             mesh = experiment.make_sampler_mesh(self.config, mesh)
         shards = mesh.shape["expert"]
-        if not model.num_experts or self.config.model.dispatch == "capacity":
+        dispatch = self.config.model.dispatch
+        if not model.num_experts or dispatch == "capacity":
             return 1.0
         K = model.experts_per_token
         share = K / (shards * min(K, model.num_experts // shards))
-        return max(share, 1 / HEADROOM) if name == "sample_decode" else share
+        return max(share, 1 / HEADROOM) if name == "sample_decode" and dispatch == "gather" else share
 
     def resident(self, name: str) -> int:
         """Bytes of a chip that others hold while a program runs: of the trainer's state what it is not given."""
         if name == "update":
             return 0
         optimizer, _ = experiment.make_update_rule(self.config)
+        critic = experiment.make_critic(self.config, self.model)
         _, shapes = transformer.abstract(self.model)
-        places = state_shardings(shapes, optimizer, self.mesh).policy
-        state = jax.eval_shape(partial(new_state, optimizer=optimizer), shapes).policy
-        of = (state, places) if name.startswith("sample") else (state.opt_state, places.opt_state)
-        leaves = zip(*map(jax.tree.leaves, of), strict=True)
-        return sum(math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize for x, place in leaves)
+        places = state_shardings(shapes, optimizer, self.mesh, critic=critic)
+        state = jax.eval_shape(partial(new_state, optimizer=optimizer, critic=critic), shapes)
+        given = {"score": ("policy.params", "critic.params"), "reshard": ("policy.params",)}.get(name, ())
+        leaves = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(places), strict=True)
+        return sum(
+            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
+            for (path, x), place in leaves
+            if not jax.tree_util.keystr(path).startswith(tuple(f".{part}" for part in given))
+        )
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """A forward's flops on a chip, by part, and how often attention's are run in the program as it is written."""
@@ -112,7 +120,9 @@ class Setting:
         return forward, 3.5 + (self.config.model.remat == "full")
 
 
-def plan_program(name: str, setting: Setting, *, key: str, cache: Path, dump: Path | None) -> dict[str, Any]:
+def plan_program(
+    name: str, setting: Setting, *, slices: int, key: str, cache: Path, dump: Path | None
+) -> dict[str, Any]:
     """The facts of one program; see DESIGN's fixed keys, and `docs/tpu.md`."""
     program = programs.make(name, setting.config, setting.model, setting.mesh)
     traced = program.trace()
@@ -145,7 +155,7 @@ def plan_program(name: str, setting: Setting, *, key: str, cache: Path, dump: Pa
     costs = whole if name != "sample_decode" else module.loop() or whole
     asked = jaxpr.product_flops(traced.jaxpr, filled=dict.fromkeys(GROUPED, fill)) / setting.mesh.size
     facts |= figures(costs, name, setting, traced_flops=asked)
-    facts["warnings"] += warnings(costs, setting, name)
+    facts["warnings"] += warnings(costs, setting, slices)
     return facts
 
 
@@ -179,8 +189,8 @@ def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: floa
         "hbm_bytes": costs.bytes,
         "host_link_bytes": sum(c.times * c.host_bytes for c in costs.operations),
         "collectives": [
-            {"kind": kind, "group": group, "count": round(count), "bytes": sent, "source": source}
-            for (kind, group), (count, sent, source) in by_group(costs).items()
+            {"kind": kind, "group": group, "count": round(count), "bytes": sent, "source": shortened(scope)}
+            for (kind, group), (count, sent, scope) in costs.by_group().items()
         ],
         "ici_bytes": costs.sent,
         "seconds": seconds,
@@ -195,15 +205,6 @@ def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: floa
     facts["projected_step_s"] = [low, high]
     facts["projected_mfu"] = [needed / chip.flops / max(t, 1e-12) for t in (high, low)]
     return facts
-
-
-def by_group(costs: hlo.Costs) -> dict[tuple[str, int], tuple[float, float, str]]:
-    """How many collectives of each kind and group there are, what they send, and where the most of it comes from."""
-    sources: dict[tuple[str, int], Counter[str]] = {}
-    for times, traffic in costs.collectives:
-        where = sources.setdefault((traffic.kind, traffic.group), Counter())
-        where[shortened(traffic.scope)] += round(times * traffic.bytes)
-    return {key: (*found, sources[key].most_common(1)[0][0]) for key, found in costs.by_group().items()}
 
 
 def least_bytes(name: str, setting: Setting) -> float:
@@ -307,17 +308,19 @@ def shortened(scope: str) -> str:
     return "/".join(parts[-4:])
 
 
-def warnings(costs: hlo.Costs, setting: Setting, name: str) -> list[str]:
+def warnings(costs: hlo.Costs, setting: Setting, slices: int) -> list[str]:
     """What to look at in a program that fits."""
     found = []
-    experts = [
-        (times, t)
+    reduced = [
+        (times * t.bytes, t.scope)
         for times, t in costs.collectives
-        if t.kind == "all-reduce" and t.group == setting.mesh.size > 1 and times * t.bytes > 2e9
+        if t.kind == "all-reduce" and t.group == setting.mesh.size > 1 and times * t.bytes > MUCH
     ]
-    if experts:
-        sent = sum(times * t.bytes for times, t in experts) / 1e9
-        found.append(f"{sent:.1f} GB of all-reduces over the whole slice ({shortened(experts[0][1].scope)})")
+    if reduced:
+        sent = sum(size for size, _ in reduced) / 1e9
+        found.append(f"{sent:.1f} GB of all-reduces over the whole slice ({shortened(max(reduced)[1])})")
+    if slices > 1:
+        found.append("what goes from slice to slice is counted as if it went over links, and is slower")
     copied = sum(
         c.times * c.bytes
         for c in costs.operations
@@ -431,7 +434,7 @@ def plan(
         mesh_text = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         console.print(f"{facts['topology']}, {mesh.size} chips, mesh {mesh_text}", highlight=False, soft_wrap=True)
     for one in wanted:
-        found = facts["programs"][one] = plan_program(one, setting, key=key, cache=cache, dump=dump)
+        found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
         if console is not None:
             show(console, one, found)
     return facts

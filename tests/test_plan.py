@@ -3,6 +3,9 @@
 import dataclasses
 import importlib.util
 import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -138,9 +141,6 @@ def scaled_down():
 
 def figures(name):
     """The plan of a recipe scaled down, or, by the name of a slice, of the 30B recipe itself."""
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
     whole = name == "v5p:4x4x4"
     if not whole:
         MODELS["Qwen3-30B-A3B"] = dataclasses.replace(find("Qwen3-30B-A3B"), num_layers=4, vocab_size=4096)
@@ -173,6 +173,4 @@ def test_every_program_of_a_recipe_fits_and_is_counted_right(name):
 
 
 if __name__ == "__main__":
-    import sys
-
     print(json.dumps(figures(sys.argv[1])))

@@ -3,7 +3,7 @@
 Compiled ahead of time for a slice that is not there (gspo_jax/parallel/topology.py), each in a process of its own,
 for libtpu reads its environment once. The figures of one:
 
-    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_compile gather
+    JAX_PLATFORMS=cpu python -m tests.test_tpu_compile gather
 """
 
 import functools

@@ -3,7 +3,7 @@
 Compiled ahead of time for a slice that is not there, in a process of its own. The figures for so many rows, and the
 program's text:
 
-    export TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1
+    export JAX_PLATFORMS=cpu
     python -m tests.test_tpu_decode [ROWS [FILE.hlo]]
 """
 

@@ -2,7 +2,7 @@
 
 Compiled ahead of time for a slice that is not there, in a process of its own. The figures of one:
 
-    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.test_tpu_kernels v5p:2x2x1
+    JAX_PLATFORMS=cpu python -m tests.test_tpu_kernels v5p:2x2x1
 """
 
 import json

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
-from gspo_jax.kernels.segments import valid_so_far
 from gspo_jax.models.config import ModelConfig, ones, parameter
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
@@ -44,7 +43,11 @@ def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float)
 
 def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) -> Int[Array, "B N"]:
     """Positions in rows of a prompt and `responses` responses to it: every response goes on from the prompt's end."""
-    return jnp.maximum(valid_so_far(valid, prompt, responses) - 1, 0)
+    B, N = valid.shape
+    of_prompt = jnp.cumsum(valid[:, :prompt], axis=1)
+    start = valid[:, :prompt].sum(axis=1).reshape(B, 1, 1)
+    own = start + jnp.cumsum(valid[:, prompt:].reshape(B, responses, (N - prompt) // responses), axis=2)
+    return jnp.maximum(jnp.concatenate([of_prompt, own.reshape(B, -1)], axis=1) - 1, 0)
 
 
 def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:

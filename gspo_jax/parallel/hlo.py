@@ -35,8 +35,6 @@ _FREE = {
 }
 """Operations that move nothing."""
 
-_SEEN_THROUGH = {"bitcast", "reshape", "copy", "convert", "get-tuple-element"}
-
 MOST = r"at_most_(\d+)"
 """How `at_most` names a scope."""
 
@@ -171,13 +169,19 @@ class Costs:
         """Bytes that a device sends to others."""
         return sum(times * traffic.bytes for times, traffic in self.collectives)
 
-    def by_group(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """Collectives and bytes of each kind and size of group."""
-        counts, sent = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    def by_group(self) -> dict[tuple[str, int], tuple[float, float, str]]:
+        """Of each kind and size of group: how many there are, the bytes that they send, and who sends the most."""
+        groups: dict[tuple[str, int], list[tuple[float, Traffic]]] = {}
         for times, traffic in self.collectives:
-            counts[traffic.kind, traffic.group] += times  # pyright: ignore[reportArgumentType]
-            sent[traffic.kind, traffic.group] += times * traffic.bytes  # pyright: ignore[reportArgumentType]
-        return {key: (counts[key], sent[key]) for key in sorted(sent, key=lambda key: -sent[key])}
+            groups.setdefault((traffic.kind, traffic.group), []).append((times, traffic))
+        found = {}
+        for key, members in groups.items():
+            by_scope: dict[str, float] = {}
+            for times, traffic in members:
+                by_scope[traffic.scope] = by_scope.get(traffic.scope, 0.0) + times * traffic.bytes
+            count = sum(times for times, _ in members)
+            found[key] = count, sum(by_scope.values()), max(by_scope, key=lambda scope: by_scope[scope])
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def seconds(self, *, flops: float, bandwidth: float) -> float:
         """Σ max(flops / peak, bytes / bandwidth) over the operations, one after the other."""

@@ -75,9 +75,8 @@ def connect(mesh: Mesh) -> None:
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
-    cut = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-    # In any order: the same devices in another one are another group to gloo.
-    groups = [group for size in range(1, len(cut) + 1) for group in itertools.permutations(cut, size)]
+    sizes = range(1, len(mesh.axis_names) + 1)
+    groups = [group for size in sizes for group in itertools.combinations(mesh.axis_names, size)]
     spread = PartitionSpec(mesh.axis_names)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=spread, out_specs=spread)

@@ -5,16 +5,15 @@
 
 import dataclasses
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
-from gspo_jax.parallel.mesh import AXES, mesh_sizes
+from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.types import UserError, choices
 
 ENVIRONMENT = {
@@ -41,16 +40,14 @@ class Chip:
     """Bytes of main memory that the compiler grants a program."""
     links: float
     """Bytes per second that it can send to its neighbours, over all links together."""
-    network: float
-    """Bytes per second that it can send to other slices: its part of its host's network card."""
 
 
 _GIB = 2**30
 CHIPS = {
-    "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9, 6.25e9),
-    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9, 3.125e9),
-    "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9, 6.25e9),
-    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 6.25e9),
+    "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9),
+    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9),
+    "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9),
+    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9),
 }
 """By generation. The memory is what the compiler names when a program does not fit."""
 
@@ -101,17 +98,12 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:
-    """A mesh with the project's axes over a described slice, neighbours on an axis being neighbours in the torus.
+    """The mesh that a run would make on a described slice, or several: see `mesh.make_mesh`.
 
     Raises:
       UserError: an unknown slice, or sizes that do not make up its number of devices.
     """
-    devices = describe(name, slices=slices)
-    shape = mesh_sizes(sizes, len(devices))
-    # An axis of 8 on 4x4x4 takes one side and half of another.
-    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    assert grid.size == math.prod(shape)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return make_mesh(sizes, describe(name, slices=slices))
 
 
 def lower(f: Callable[..., Any], *shapes: Any) -> jax.stages.Lowered:
