@@ -75,19 +75,27 @@ def connect(mesh: Mesh) -> None:
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
-    sizes = range(1, len(mesh.axis_names) + 1)
-    groups = [group for size in sizes for group in itertools.combinations(mesh.axis_names, size)]
-    spread = PartitionSpec(mesh.axis_names)
+    names = mesh.axis_names
+    groups = [group for size in range(1, len(names) + 1) for group in itertools.permutations(names, size)]
+    ones = np.ones(mesh.size, np.float32)
+    spread = [
+        jax.make_array_from_callback(ones.shape, NamedSharding(mesh, PartitionSpec(group)), lambda here: ones[here])
+        for group in groups
+    ]
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=spread, out_specs=spread)
-    def meet(x: jax.Array) -> list[jax.Array]:
-        return [jax.lax.psum(x, group) + 0 * x for group in groups]
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(names), out_specs=PartitionSpec(names))
+    def along_each(x: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(x, axis) + 0 * x for axis in names]
 
-    numbers = jax.make_array_from_callback(
-        (mesh.size,), NamedSharding(mesh, spread), lambda here: np.arange(mesh.size, dtype=np.float32)[here]
-    )
+    @jax.jit
+    def meet(spread: list[jax.Array]) -> list[jax.Array]:
+        """Sums of sharded arrays, as every order of axes is a group of its own and `psum` takes the mesh's; it alone is
+        done where an axis is of size 1.
+        """
+        return [x.sum() for x in spread] + along_each(spread[-1])
+
     with _silent():
-        jax.block_until_ready(jax.jit(meet)(numbers))
+        jax.block_until_ready(meet(spread))
 
 
 @contextmanager
