@@ -20,7 +20,7 @@ from gspo_jax.types import UserError, choices
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` is one of `ARGUMENTS`, or several with commas between; none is v5p:4x4x4."""
+    """`arg` is one of `ARGUMENTS`, or a number of chips, or several with commas between; none is v5p:4x4x4."""
     config = on_gsm8k("Qwen3-30B-A3B")
     config.model.remat = "dots"
     config.mesh.update({"data": 1, "fsdp": -1})  # 64 chips: two whole experts of each layer on a chip
@@ -32,18 +32,35 @@ def get_config(arg: str = "") -> ConfigDict:
     config.training.logprob_chunk = 64 * 1024
     config.scoring.workers = 8
     for name in filter(None, arg.split(",")):
-        if name not in ARGUMENTS:
+        if name.isdigit():
+            chips(config, int(name))
+        elif name in ARGUMENTS:
+            ARGUMENTS[name](config)
+        else:
             raise UserError(
-                f"configs/qwen3_30b_a3b.py takes no argument {name!r}; {choices(name, ARGUMENTS)}, or none for v5p"
+                f"configs/qwen3_30b_a3b.py takes no argument {name!r}; {choices(name, ARGUMENTS)}, a number of chips, "
+                "or none for v5p:4x4x4"
             )
-        ARGUMENTS[name](config)
     return config
+
+
+def chips(config: ConfigDict, count: int) -> None:
+    """Another number of v5p chips, each with as many prompts as before; above 64 every 64 hold all weights.
+
+    Raises:
+      UserError: experts cannot be split over so many.
+    """
+    if count < 16 or (64 % count and count % 64):
+        raise UserError(f"configs/qwen3_30b_a3b.py cannot be laid out on {count} chips; use 16, 32 or a multiple of 64")
+    config.mesh.update({"data": -1, "fsdp": min(64, count)})
+    config.sampling.mesh.update({"expert": min(32, count)})
+    config.data.prompts_per_batch = count
+    config.training.logprob_chunk = count * 1024
 
 
 def v6e(config: ConfigDict) -> None:
     """64 chips with 31 GB, v6e:8x8."""
     config.model.remat = "full"
-    config.training.microbatches = 2
 
 
 def v5e(config: ConfigDict) -> None:

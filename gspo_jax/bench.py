@@ -259,7 +259,9 @@ class Iterations:
             slots=config.sampling.slots,
             router_logprobs=experiment.keeps_router_logprobs(config, model),
         )
-        self._old_policy = make_old_policy(graph, scoring, recompute=True, replay=config.routing.replay)
+        self._old_policy = make_old_policy(
+            graph, scoring, recompute=True, replay=config.routing.replay, microbatches=work.microbatches
+        )
         self._experience = make_experience(objective, group_size=work.group, correction=None, kl_in_reward=0.0)
         self._update = make_update(
             graph,

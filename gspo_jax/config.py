@@ -114,7 +114,7 @@ def base() -> ConfigDict:
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per iteration
-    config.training.microbatches = 1  # gradient accumulation within an update; changes memory, not the gradient
+    config.training.microbatches = 1  # gradient accumulation, and scoring in as many parts; only memory changes
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer's model before the first update
     config.training.entropy_weight = 0.0  # of an entropy bonus in the loss
     config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits exist at once

@@ -76,9 +76,8 @@ class Setting:
             whole = flops_lib.Work(0, 0, 0)
         else:
             rows = rows // training.minibatches if name == "update" else rows
-            at_once = rows // training.microbatches if name == "update" else rows
             with jax.set_mesh(self.mesh):
-                share = mesh_lib.shared_rows(at_once, G)
+                share = mesh_lib.shared_rows(rows // training.microbatches, G)
             whole = flops_lib.of_rows(rows, prompt=S, response=T, share=share)
         return whole / self.mesh.size
 

@@ -96,6 +96,7 @@ class _Programs:
             recompute=config.training.old_logprobs == "recompute" or not (config.reference.kl_weight or self.critic),
             replay=config.routing.replay,
             critic=None if self.critic is None else self.critic.graph,
+            microbatches=config.training.microbatches,
         )
         params = _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
         reference = critic = None

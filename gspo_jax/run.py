@@ -472,6 +472,7 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
                 recompute=config.training.old_logprobs == "recompute",
                 replay=config.routing.replay,
                 critic=None if learners.critic is None else learners.critic.graph,
+                microbatches=config.training.microbatches,
             ),
             make_experience=make_experience(
                 objective,

@@ -367,3 +367,27 @@ def test_what_routing_cannot_compare(copy, flag):
     done = _routing(copy, flag)
     assert done.returncode == 2 and not (copy / "calls").exists()
     assert flag in done.stderr and done.stderr.count("\n") == 1
+
+
+def _scaling(root: Path, *flags: str):
+    return _bash(root, 'bash launch/scaling.sh "$@"', *flags)
+
+
+def test_scaling_plans_every_slice_and_draws_them(copy):
+    _install(copy)
+    shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-slow")
+    assert _scaling(copy, "--dry-run").stdout.count("gspo_jax.plan") == 4 and not (copy / "runs").exists()
+    assert _scaling(copy, "--runs=a", "--out=b", "--config.model.remat=full").returncode == 0
+    *plans, drawn = _calls(copy)
+    assert [plan.split()[2:4] for plan in plans] == [
+        [f"--config=configs/qwen3_30b_a3b.py:{chips}", f"--topology=v5p:{sides}"]
+        for chips, sides in ((16, "2x2x4"), (64, "4x4x4"), (256, "4x8x8"), (1024, "8x8x16"))
+    ]
+    assert all("--programs=update" in plan and "--config.model.remat=full" in plan for plan in plans)
+    assert drawn == "-m gspo_jax.scaling a/16.json a/64.json a/256.json a/1024.json --out=b"
+
+
+def test_a_flag_that_scaling_does_not_take(copy):
+    _install(copy)
+    done = _scaling(copy, "--chips=16")
+    assert done.returncode == 2 and done.stderr.startswith("error: unexpected --chips=16; use --runs=")

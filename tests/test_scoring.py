@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
+from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
 from tests.tiny import CONFIG, leaf_errors, params, prompts, quick_compilation
 
 GRAPH, _ = transformer.abstract(CONFIG)
@@ -136,3 +137,14 @@ def test_the_old_policy_s_views(rollout):
     real = np.concatenate([in_prompt, mask], axis=1)
     np.testing.assert_array_equal(recorded[:, real], expected[:, real])
     assert (recorded[:, ~real] == -1).all()
+    in_parts = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph, microbatches=2)
+    chex.assert_trees_all_close(in_parts(params(), critic, reference, rollout), found, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_rows_are_cut_in_whole_groups_and_joined_again(group):
+    rows = np.arange(16).reshape(16, 1)
+    cut = cut_rows(rows, 2, group_size=group)
+    assert cut.shape == (2, 8, 1)
+    assert (np.asarray(cut).reshape(-1, group) // group == np.asarray(cut).reshape(-1, group)[:, :1] // group).all()
+    np.testing.assert_array_equal(join_rows(cut, group_size=group), rows)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, record
 from gspo_jax.models.transformer import Output, Remat, Transformer
-from gspo_jax.parallel.mesh import shared_rows
+from gspo_jax.parallel.mesh import constrain, shared_rows
 from gspo_jax.routing.replay import Replay, replayed
 from gspo_jax.types import OldPolicy, Responses, Rollout
 
@@ -81,6 +82,34 @@ def of_responses(x: Float[Array, "L B N *rest"], responses: Responses) -> Float[
     return x[:, :, responses.prompts.shape[1] :]
 
 
+def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
+    """[B, ...] -> [count, B / count, ...] of every array: micro-batches whose rows are spread over the shards again.
+
+    Strided and not contiguous, so that every device cuts its own rows, and in units of as many adjacent rows of a group
+    as can stay on one shard, so that they still share their prompt.
+    """
+
+    def cut(x: Array) -> Array:
+        rows, *rest = x.shape
+        unit = shared_rows(rows // count, group_size)
+        x = jnp.moveaxis(x.reshape(rows // (count * unit), count, unit, *rest), 1, 0)
+        return constrain(x.reshape(count, rows // count, *rest), None, "batch", *(None,) * len(rest))
+
+    return jax.tree.map(cut, batch)
+
+
+def join_rows(batch: Any, *, group_size: int) -> Any:
+    """The inverse of `cut_rows`."""
+
+    def join(x: Array) -> Array:
+        count, rows, *rest = x.shape
+        unit = shared_rows(rows, group_size)
+        x = jnp.moveaxis(x.reshape(count, rows // unit, unit, *rest), 0, 1)
+        return constrain(x.reshape(count * rows, *rest), "batch", *(None,) * len(rest))
+
+    return jax.tree.map(join, batch)
+
+
 def score(
     graph: nnx.GraphDef[Transformer],
     params: nnx.State,
@@ -119,16 +148,16 @@ def make_old_policy(
     recompute: bool,
     replay: Replay = "none",
     critic: nnx.GraphDef[Critic] | None = None,
+    microbatches: int = 1,
 ) -> OldPolicyFn:
     """A jitted `old_policy(params, critic_params, reference_params, rollout)`, called before an iteration's updates.
 
     log π_old is the sampler's own, or with `recompute` the trainer's, along with its routes, which are the sampler's
     under `replay` "r3". The reference policy routes natively. Forwards that nothing is taken from are left out of the
-    program.
+    program. The rows are read in `microbatches` parts.
     """
 
-    @jax.jit
-    def old_policy(
+    def read(
         params: nnx.State, critic_params: nnx.State | None, reference_params: nnx.State | None, rollout: Rollout
     ) -> OldPolicy:
         asked = Routing(replayed(replay, rollout.routes, None) if replay == "r3" else None)
@@ -147,6 +176,14 @@ def make_old_policy(
             value,
             record(scores.routes, _inputs(rollout)[1], nnx.merge(graph, params).config),
         )
+
+    @jax.jit
+    def old_policy(
+        params: nnx.State, critic_params: nnx.State | None, reference_params: nnx.State | None, rollout: Rollout
+    ) -> OldPolicy:
+        parts = cut_rows(rollout, microbatches, group_size=scoring.group_size)
+        found = jax.lax.map(partial(read, params, critic_params, reference_params), parts)
+        return join_rows(found, group_size=scoring.group_size)
 
     return old_policy
 

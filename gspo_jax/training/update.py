@@ -17,12 +17,11 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.regularizers import kl, value_loss
-from gspo_jax.parallel.mesh import constrain, shared_rows
 from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import Replay, replayed
 from gspo_jax.training import statistics
-from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, of_responses, score, values
+from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, cut_rows, of_responses, score, values
 from gspo_jax.training.state import CriticRule, TrainState, step
 from gspo_jax.training.statistics import Metrics
 from gspo_jax.types import Experience
@@ -58,21 +57,6 @@ def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: in
         rows, *rest = x.shape  # no -1: a dense model's routes have no elements to infer it from
         groups = x.reshape(rows // (count * group_size), count, group_size, *rest)
         return groups[:, index].reshape(rows // count, *rest)
-
-    return jax.tree.map(cut, batch)
-
-
-def _microbatches(batch: Any, count: int, *, group_size: int) -> Any:
-    """[B, ...] -> [count, B / count, ...], strided for the same reason as `take_minibatch`.
-
-    In units of as many adjacent rows of a group as can stay on one shard, so that they still share their prompt.
-    """
-
-    def cut(x: Array) -> Array:
-        rows, *rest = x.shape
-        unit = shared_rows(rows // count, group_size)
-        x = jnp.moveaxis(x.reshape(rows // (count * unit), count, unit, *rest), 1, 0)
-        return constrain(x.reshape(count, rows // count, *rest), None, "batch", *(None,) * len(rest))
 
     return jax.tree.map(cut, batch)
 
@@ -193,7 +177,7 @@ def make_update(
 
         zeros = jax.tree.map(jnp.zeros_like, trained)
         grads, (sums, maxima) = jax.lax.scan(
-            add, zeros, _microbatches((batch, weights), microbatches, group_size=group_size)
+            add, zeros, cut_rows((batch, weights), microbatches, group_size=group_size)
         )
         metrics = statistics.metrics(
             jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)

@@ -1,0 +1,199 @@
+"""Weak scaling by plan: what one chip does, sends and holds in an update, on slices of several sizes, in one picture.
+
+    python -m gspo_jax.scaling PLAN PLAN … [--program=update] [--out=docs/scaling]
+
+Each PLAN is a file that `python -m gspo_jax.plan --json=PLAN` wrote, all of them with the same work per chip. Writes
+`scaling.png` and the table `scaling.md`. Times are projections made ahead of time, not measurements; see plan.py.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gspo_jax.training.drawing import GREY, INK, PALETTE, Parser, picture
+from gspo_jax.types import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 13.0, 4.6
+"""Inches of the picture."""
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+"""Collectives that are named; the others are one."""
+OTHERS = "others"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A program on a slice, for one chip; flops and bytes of one run of it."""
+
+    chips: int
+    topology: str
+    mesh: str
+    flops: float
+    sent: Mapping[str, float]
+    """Bytes by kind of collective."""
+    peak: float
+    limit: float
+    fits: bool
+    per_op: float
+    """Σ of the operations' bounds and attention's, seconds."""
+    projected: tuple[float, float] | None
+
+
+def read(path: Path, program: str) -> Point:
+    """One plan's facts of a program.
+
+    Raises:
+      UserError: the file is no plan, or the program is not in it or could not be costed.
+    """
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        facts, mesh = plan["programs"], plan["mesh"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no plan ({error}); make one: python -m gspo_jax.plan --json={path}") from None
+    if program not in facts:
+        raise UserError(f"{path} has no program {program!r}, it has {', '.join(facts)}; plan it, or choose another")
+    found = facts[program]
+    if "flops" not in found:
+        raise UserError(f"{path}: {program} did not compile, it {found['warnings'][0]}; leave this plan out")
+    sent: Counter[str] = Counter()
+    for one in found["collectives"]:
+        sent[one["kind"] if one["kind"] in KINDS else OTHERS] += one["bytes"]
+    return Point(
+        chips=math.prod(mesh.values()),
+        topology=plan["topology"],
+        mesh=", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1),
+        flops=found["flops"],
+        sent=sent,
+        peak=found["peak_bytes"] + found["resident_bytes"],
+        limit=found["limit_bytes"],
+        fits=found["fits"],
+        per_op=found["seconds"]["per_op"] + found["seconds"]["attention"],
+        projected=tuple(found["projected_step_s"]) if found["projected_step_s"] else None,
+    )
+
+
+def table(points: Sequence[Point], program: str) -> str:
+    """The points as a markdown table."""
+    first = points[0].flops
+    lines = [
+        f"| `{program}` on | mesh | Tflop per chip | against the first | GB sent per chip | of it all-reduced "
+        "| memory, GB | Σ per operation and attention, s | projected, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for p in points:
+        projected = "–".join(f"{t:.2f}" for t in p.projected) if p.projected else "none"
+        memory = f"{p.peak / 1e9:.1f}" + ("" if p.fits else " (does not fit)")
+        cells = [
+            f"{p.topology}, {p.chips} chips",
+            p.mesh,
+            f"{p.flops / 1e12:.2f}",
+            f"{p.flops / first - 1:+.2%}",
+            f"{sum(p.sent.values()) / 1e9:.1f}",
+            f"{p.sent['all-reduce'] / 1e9:.1f}",
+            memory,
+            f"{p.per_op:.2f}",
+            projected,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(points: Sequence[Point], path: Path, program: str) -> None:
+    """Three panels over the number of chips: flops and their constancy, bytes sent by kind, time."""
+    with picture(path, width=WIDTH, height=HEIGHT) as figure:
+        panels = [figure.add_axes((0.055 + i * 0.328, 0.14, 0.265, 0.60)) for i in range(3)]
+        x = range(len(points))
+        for axes in panels:
+            axes.set_xticks(x, [str(p.chips) for p in points])
+            axes.set_xlim(-0.6, len(points) - 0.4)
+            axes.set_xlabel("chips")
+            axes.grid(visible=False, axis="x")
+        _flops(panels[0], points)
+        _sent(panels[1], points)
+        _times(panels[2], points)
+        title = f"One chip's part of `{program}`, at the same work per chip"
+        figure.text(0.015, 0.965, title, weight="bold", fontsize=17, va="top")
+        said = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
+        figure.text(0.015, 0.87, said, color=GREY, fontsize=11, va="top")
+
+
+def _bars(axes: "Axes", heights: Sequence[float], label: str, *, below: Sequence[float], color: str) -> None:
+    axes.bar(range(len(heights)), heights, 0.62, bottom=below, color=color, label=label)
+
+
+def _above(axes: "Axes", x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=10)
+
+
+def _flops(axes: "Axes", points: Sequence[Point]) -> None:
+    heights = [p.flops / 1e12 for p in points]
+    _bars(axes, heights, "", below=[0.0] * len(points), color=PALETTE[0])
+    for i, height in enumerate(heights):
+        _above(axes, i, height, f"{height:.1f}\n{height / heights[0] - 1:+.2%}")
+    axes.set_ylim(0, 1.25 * max(heights))
+    axes.set_title("Tflop per chip")
+
+
+def _sent(axes: "Axes", points: Sequence[Point]) -> None:
+    shown = [kind for kind in (*KINDS, OTHERS) if any(p.sent[kind] > 0.005 * sum(p.sent.values()) for p in points)]
+    below = [0.0] * len(points)
+    for kind, color in zip(shown, PALETTE, strict=False):
+        heights = [p.sent[kind] / 1e9 for p in points]
+        _bars(axes, heights, kind, below=below, color=color)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    for i, total in enumerate(below):
+        _above(axes, i, total, f"{total:.0f}")
+    axes.set_ylim(0, 1.4 * max(below))
+    axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
+    axes.set_title("GB sent per chip")
+
+
+def _times(axes: "Axes", points: Sequence[Point]) -> None:
+    for i, p in enumerate(points):
+        axes.plot([i - 0.25, i + 0.25], [p.per_op] * 2, color=INK, linewidth=2, label="" if i else "Σ of bounds")
+        if p.projected:
+            low, high = p.projected
+            axes.bar(i, high - low, 0.5, bottom=low, color=PALETTE[2], label="" if i else "projected")
+            _above(axes, i, high, f"{low:.2f}–{high:.2f}")
+    axes.set_ylim(0, 1.35 * max(p.projected[1] if p.projected else p.per_op for p in points))
+    axes.legend(frameon=False, fontsize=10, loc="lower left")
+    axes.set_title("Seconds")
+
+
+def parser() -> Parser:
+    """The command's flags."""
+    parser = Parser("python -m gspo_jax.scaling", str(__doc__).rpartition("\n\n")[2])
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="files that plan --json wrote")
+    parser.add_argument("--program", default="update", help="which of a plan's programs")
+    parser.add_argument("--out", metavar="DIR", default="docs/scaling", help="where scaling.png and scaling.md go")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    try:
+        given = parser().parse_args(arguments)
+        points = sorted((read(Path(path), given.program) for path in given.plans), key=lambda point: point.chips)
+        out = Path(given.out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            draw(points, out / "scaling.png", given.program)
+            (out / "scaling.md").write_text(table(points, given.program), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(points, given.program), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Plans an update of Qwen3-30B-A3B on 16, 64, 256 and 1024 chips of v5p, with the same work on each, and draws how it scales:
+#   bash launch/scaling.sh [--runs=DIR] [--out=DIR] [--dry-run] [--config.NAME=VALUE for all]
+# Without flags: plans in runs/scaling, picture and table in docs/scaling. Needs no TPU: the compiler runs here, a few minutes for
+# each slice. Programs that were compiled before are not compiled again. --dry-run prints the commands. Makes .venv where it is
+# missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/venv.sh
+source launch/venv.sh
+# shellcheck source=launch/command.sh
+source launch/command.sh
+
+runs=runs/scaling
+out=docs/scaling
+fields=()
+for flag in "$@"; do
+  case $flag in
+    --runs=?*) runs=${flag#*=} ;;
+    --out=?*) out=${flag#*=} ;;
+    --dry-run) dry=yes ;;
+    --config.*=*) fields+=("$flag") ;;
+    *) refuse "unexpected $flag; use --runs=, --out=, --dry-run, or --config.NAME=VALUE as for gspo_jax.plan" ;;
+  esac
+done
+
+ensure_venv slow # with the TPU's compiler
+plans=()
+run mkdir -p "$runs"
+for slice in 16:2x2x4 64:4x4x4 256:4x8x8 1024:8x8x16; do
+  chips=${slice%:*}
+  plans+=("$runs/$chips.json")
+  run .venv/bin/python -m gspo_jax.plan --config="configs/qwen3_30b_a3b.py:$chips" --topology="v5p:${slice#*:}" --programs=update \
+    --json="$runs/$chips.json" ${fields[@]+"${fields[@]}"}
+done
+run .venv/bin/python -m gspo_jax.scaling "${plans[@]}" --out="$out"
