@@ -19,7 +19,6 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
     config.sampling.max_response_length = 3968
-    config.training.microbatches = 2
     config.training.logprob_chunk = 128 * 512
     config.scoring.workers = 8
     if arg == "least":

@@ -69,7 +69,6 @@ def v5e(config: ConfigDict) -> None:
     config.mesh.update({"data": 2})
     config.data.prompts_per_batch = 256
     config.training.logprob_chunk = 256 * 512
-    config.training.microbatches = 4
 
 
 def long(config: ConfigDict) -> None:

@@ -22,6 +22,7 @@ def get_config(arg: str = "1.7B") -> ConfigDict:
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
     config.sampling.max_response_length = 3584
+    config.sampling.slots = 256  # all 1024 caches would take 38 GB of a chip for each 256
     config.training.microbatches = 16
     config.training.logprob_chunk = 4 * 1024
     config.scoring.workers = 8

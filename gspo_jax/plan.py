@@ -35,7 +35,7 @@ from gspo_jax.parallel import hlo, jaxpr, topology
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS, Chip
-from gspo_jax.training.state import new_state, state_shardings
+from gspo_jax.training.state import TrainState, new_state, state_shardings
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -94,15 +94,26 @@ class Setting:
         share = K / (shards * min(K, model.num_experts // shards))
         return max(share, 1 / HEADROOM) if name == "sample_decode" and dispatch == "gather" else share
 
-    def resident(self, name: str) -> int:
-        """Bytes of a chip that others hold while a program runs: of the trainer's state what it is not given."""
-        if name == "update":
-            return 0
+    def state(self) -> tuple[TrainState, TrainState]:
+        """The trainer's, as shapes, and where it lives."""
         optimizer, _ = experiment.make_update_rule(self.config)
         critic = experiment.make_critic(self.config, self.model)
         _, shapes = transformer.abstract(self.model)
         places = state_shardings(shapes, optimizer, self.mesh, critic=critic)
-        state = jax.eval_shape(partial(new_state, optimizer=optimizer, critic=critic), shapes)
+        return jax.eval_shape(partial(new_state, optimizer=optimizer, critic=critic), shapes), places
+
+    def least_chips(self) -> int:
+        """So many have the memory for the trainer's state and gradients alone, however they are laid out."""
+        state, _ = self.state()
+        trained = (state.params, None if state.critic is None else state.critic.params)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, trained)))
+        return math.ceil(held / self.chip.memory)
+
+    def resident(self, name: str) -> int:
+        """Bytes of a chip that others hold while a program runs: of the trainer's state what it is not given."""
+        if name == "update":
+            return 0
+        state, places = self.state()
         given = {"score": ("policy.params", "critic.params"), "reshard": ("policy.params",)}.get(name, ())
         leaves = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(places), strict=True)
         return sum(
@@ -428,10 +439,16 @@ def plan(
     facts = topology_facts(name, slices, mesh)
     with jax.set_mesh(mesh):
         key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
-    facts |= {"sampler_mesh": dict(sampler_mesh.shape), "programs": {}}
+    least = setting.least_chips()
+    facts |= {"sampler_mesh": dict(sampler_mesh.shape), "least_chips": least, "programs": {}}
     if console is not None:
         mesh_text = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        console.print(f"{facts['topology']}, {mesh.size} chips, mesh {mesh_text}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{facts['topology']}, {mesh.size} chips, mesh {mesh_text}; parameters, gradients and optimizer alone need "
+            f"{least}",
+            highlight=False,
+            soft_wrap=True,
+        )
     for one in wanted:
         found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
         if console is not None:

@@ -173,7 +173,7 @@ class _Programs:
         tokens = _rows(self.mesh, mask.shape, jnp.float32)
         recomputed = config.training.old_logprobs == "recompute"
         routes = None
-        if recomputed:
+        if recomputed and self.model.num_experts:
             logprobs: Any = _rows(self.mesh, rollout.routes.experts.shape, jnp.float32)
             routes = RouterRecord(rollout.routes.experts, logprobs)
         old = OldPolicy(

@@ -118,7 +118,7 @@ def draw(points: Sequence[Point], path: Path, program: str) -> None:
         _flops(panels[0], points)
         _sent(panels[1], points)
         _times(panels[2], points)
-        title = f"One chip's part of `{program}`, at the same work per chip"
+        title = f"What one chip does in {program}, at the same work per chip"
         figure.text(0.015, 0.965, title, weight="bold", fontsize=17, va="top")
         said = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
         figure.text(0.015, 0.87, said, color=GREY, fontsize=11, va="top")

@@ -14,6 +14,7 @@ from gspo_jax.models import flops
 from gspo_jax.models.published import MODELS, find
 from gspo_jax.parallel import hlo, topology
 from gspo_jax.parallel.ahead import Buffer
+from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.types import UserError
 from tests import ahead
 
@@ -87,6 +88,13 @@ def test_a_folder_that_holds_another_model(tmp_path):
 def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
     with pytest.raises(UserError, match=says):
         plan.plan(cli.load_config(RECIPE), cache=tmp_path, **asked)
+
+
+@pytest.mark.parametrize(("size", "chips"), [("Qwen3-30B-A3B", 5), ("Qwen3-235B-A22B", 37)])
+def test_the_least_number_of_chips(size, chips):
+    """16 bytes of each parameter, float32: itself, its gradient and Adam's moments, in v5p's 102.8e9 bytes."""
+    setting = plan.Setting(cli.load_config(RECIPE), find(size), topology.CHIPS["v5p"], make_mesh({"fsdp": -1}))
+    assert setting.least_chips() == chips
 
 
 TEXT = """HloModule m

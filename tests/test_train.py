@@ -87,6 +87,18 @@ def test_two_processes_train_as_one_does(tiny_run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"expert": 4, "data": 2}, {"tensor": 2, "fsdp": 4}, {"data": 8}], ids=str)
+def test_a_sampler_with_a_mesh_of_its_own_trains_the_same(tiny_run, tmp_path, sizes):
+    config, workdir, _ = tiny_run
+    other = config.copy_and_resolve_references()
+    other.model.folder = str(workdir / "coldstart")
+    other.sampling.mesh.update({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | sizes)
+    train(other, tmp_path)
+    assert_same_metrics(workdir, tmp_path, but=("reshard/", "decode/"))  # other copies, others who wait
+    assert read_samples(tmp_path) == read_samples(workdir)
+
+
 def test_a_finished_run_is_left_as_it_is(tiny_run):
     config, workdir, facts = tiny_run
     before = (workdir / "metrics.jsonl").read_text()

@@ -562,14 +562,14 @@ def _convolution_flops(
 
 def _lines(text: str) -> Iterator[str]:
     """Instructions and heads of computations, each in one line; long constants come in several."""
-    begun = ""
+    begun: list[str] = []
     for line in text.splitlines():
         if re.match(r"\s+(ROOT )?%[\w.\-~]+ = |\}|(ENTRY )?%?[\w.\-~]+ .*->.*\{\s*$|HloModule", line):
-            yield begun
-            begun = line
+            yield " ".join(begun)
+            begun = [line]
         else:
-            begun += " " + line
-    yield begun
+            begun.append(line)
+    yield " ".join(begun)
 
 
 def _operation(name: str, text: str, root: bool) -> Operation:

@@ -170,12 +170,9 @@ def make_old_policy(
             value = values(critic, critic_params, rollout, scoring, policy_hidden=scores.hidden)
         if not recompute:
             return OldPolicy(rollout.logprobs, reference, value)
-        return OldPolicy(
-            scores.logprobs,
-            reference,
-            value,
-            record(scores.routes, _inputs(rollout)[1], nnx.merge(graph, params).config),
-        )
+        config = nnx.merge(graph, params).config
+        routes = record(scores.routes, _inputs(rollout)[1], config) if config.num_experts else None
+        return OldPolicy(scores.logprobs, reference, value, routes)
 
     @jax.jit
     def old_policy(
