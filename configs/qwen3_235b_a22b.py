@@ -22,6 +22,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.training.logprob_chunk = 128 * 512
     config.scoring.workers = 8
     if arg == "least":
+        config.model.remat = "offload"
         config.data.prompts_per_batch = 64
         config.training.logprob_chunk = 64 * 512
     elif arg:

@@ -20,7 +20,7 @@ def base() -> ConfigDict:
     config.model.folder = ""  # a Hugging Face folder of Qwen3 or Qwen3-MoE; empty: the cold start makes the model
     config.model.published = ""  # what the folder must hold, such as "Qwen3-30B-A3B": known to `plan` without it
     config.model.dtype = "bfloat16"  # of the computation; parameters are float32
-    config.model.remat = "full"  # the backward pass finds each layer's input; dots: its matmuls too; none: everything
+    config.model.remat = "full"  # backward finds each layer's input; offload: on the host; dots: matmuls too; none: all
     config.model.dispatch = "gather"  # of tokens to experts: or "ragged_all_to_all" (TPU), "capacity"
     config.model.capacity_factor = placeholder(
         float

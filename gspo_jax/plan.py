@@ -127,7 +127,7 @@ class Setting:
         forward = flops_lib.forward(self.model, self.work(name))
         if name != "update":
             return forward, 1.0
-        return forward, 3.5 + (self.config.model.remat == "full")
+        return forward, 3.5 + (self.config.model.remat in transformer.LEAN)
 
 
 def plan_program(
@@ -174,7 +174,7 @@ def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: floa
     chip, (forward, times) = setting.chip, setting.formula(name)
     attention = forward.attention * times if costs.kernels else 0.0  # which kernels do that estimate nothing
     if name == "update":
-        written = forward.forward + forward.backward(recomputed=setting.config.model.remat == "full")
+        written = forward.forward + forward.backward(recomputed=setting.config.model.remat in transformer.LEAN)
         needed = forward.needed
     else:
         written = needed = forward.forward
@@ -364,7 +364,8 @@ def show(console: Console, name: str, facts: Mapping[str, Any]) -> None:
         soft_wrap=True,
     )
     held = ", ".join(f"{kind} {size / gb:.2f}" for kind, size in facts["hbm_by_kind"].items() if size > 0.005 * gb)
-    console.print(f"  at the peak, GB: {held}", highlight=False, soft_wrap=True)
+    on_host = f"; {facts['host_bytes'] / gb:.2f} of the host's" if facts["host_bytes"] else ""
+    console.print(f"  at the peak, GB: {held}{on_host}", highlight=False, soft_wrap=True)
     if facts["fits"]:
         show_costs(console, facts)
     for line in facts.get("largest", []):
@@ -388,6 +389,9 @@ def show_costs(console: Console, facts: Mapping[str, Any]) -> None:
             soft_wrap=True,
             markup=False,
         )
+    if facts["host_link_bytes"]:
+        moved = facts["host_link_bytes"] / 1e9
+        console.print(f"  to and from the host's memory: {moved:.2f} GB", highlight=False, soft_wrap=True)
     bounds = ", ".join(f"{what} {1e3 * seconds[what]:.2f}" for what in seconds)
     console.print(f"  ms: {bounds}; {facts['binds']} binds", highlight=False, soft_wrap=True)
     if facts["projected_step_s"] is None:

@@ -133,6 +133,21 @@ def test_a_slice_moves_what_it_slices_and_on_chip_memory_is_free():
     assert module(text).costs().bytes == 4 * 8 * 2 * 2
 
 
+def test_a_part_that_is_copied_between_memories_counts_in_both():
+    whole, part = "f32[9,8]{1,0:T(8,128)S(5)}", "f32[1,8]{1,0:T(8,128)}"
+    costs = module(f"""
+  %p = {whole} parameter(0)
+  %i = s32[] parameter(1)
+  %u = {part} parameter(2)
+  %a = (({whole}, {part}, s32[]{{:T(128)}}), {whole}, u32[]{{:S(2)}}) dynamic-update-slice-start(%p, %u, %i)
+  %b = {whole} dynamic-update-slice-done(%a)
+  %c = (({whole}, s32[]), {part}, u32[]{{:S(2)}}) dynamic-slice-start(%b, %i), dynamic_slice_sizes={{1,8}}
+  %d = (({part}), f32[1,4]{{1,0:S(1)}}, u32[]{{:S(2)}}) slice-start(%u), slice={{[0:1], [0:4]}}
+  ROOT %r = {part} dynamic-slice-done(%c)""").costs()
+    assert [c.host_bytes for c in costs.operations] == [4 * 8, 4 * 8, 0]
+    assert [c.bytes for c in costs.operations] == [4 * 8, 4 * 8, 4 * 4]
+
+
 def test_a_product_written_as_a_convolution():
     """32 rows of 8 features by 4 heads of 16: on an input of one place each of 4 outputs meets one of the 4 places."""
     text = """

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,18 +20,28 @@ from gspo_jax.models.moe import MLP, MoE, Routes, Routing, split_experts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "full", "offload"]
 
-REMATS: dict[Remat, Callable[..., bool] | None] = {
+REMATS: dict[Remat, Callable[..., Any] | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.save_only_these_names("dot"),
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
-"""What each layer keeps for its backward pass: all of it, its input and the outputs of its matmuls, or its input alone.
+"""What each layer keeps for its backward pass: all of it, its input and the outputs of its matmuls, or its input alone,
+in the chip's memory or ("offload") the host's.
 
 "dots" computes only what is cheap to compute again, and is the fastest where memory is slow; of experts it keeps the
 whole buffers, sized for the worst load. "full" is the smallest.
 """
+
+LEAN: tuple[Remat, ...] = ("full", "offload")
+"""Those whose backward pass computes a whole layer again."""
 
 
 @struct.dataclass
@@ -184,6 +195,7 @@ class Transformer(nnx.Module):
 
         def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes, Any]]:
             params, asked = xs
+            x = checkpoint_name(x, "input")
             x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, asked)
             return x, (routes, kept)
 

@@ -399,6 +399,9 @@ class Module:
             return 0.0
         if opcode == "copy-start":
             return size(operation.arrays[:2])
+        if opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):  # between memories mostly
+            whole, part = operation.arrays[0], operation.arrays[1 if "update" in opcode else -2]
+            return part.bytes * ((whole.space == space) + (part.space == space))
         if opcode == "custom-call" and not _is_kernel(operation):
             return 0.0
         if opcode.endswith("-start"):  # what it makes is named beside what it reads
