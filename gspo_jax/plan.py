@@ -164,13 +164,18 @@ def plan_program(
     whole = module.costs()
     costs = whole if name != "sample_decode" else module.loop() or whole
     asked = jaxpr.product_flops(traced.jaxpr, filled=dict.fromkeys(GROUPED, fill)) / setting.mesh.size
-    facts |= figures(costs, name, setting, traced_flops=asked)
+    facts |= figures(costs, name, setting, traced_flops=asked, scheduled=module if costs is whole else None)
     facts["warnings"] += warnings(costs, setting, slices)
     return facts
 
 
-def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: float) -> dict[str, Any]:
-    """Flops, bytes, collectives and times of a program, or of a step of a decoder's loop, on one chip."""
+def figures(
+    costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: float, scheduled: hlo.Module | None
+) -> dict[str, Any]:
+    """Flops, bytes, collectives and times of a program, or of a step of a decoder's loop, on one chip.
+
+    What of the time on the links the compiler's schedule leaves exposed is told where `scheduled` is the program.
+    """
     chip, (forward, times) = setting.chip, setting.formula(name)
     attention = forward.attention * times if costs.kernels else 0.0  # which kernels do that estimate nothing
     if name == "update":
@@ -179,12 +184,15 @@ def figures(costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: floa
     else:
         written = needed = forward.forward
     found = costs.flops + attention
+    rates = hlo.Rates(chip.flops, chip.bandwidth, chip.links)
+    with_kernels = rates._replace(kernel=attention / chip.flops / max(1.0, sum(costs.kernels.values())))
     seconds = {
         "compute": found / chip.flops,
         "hbm": costs.bytes / chip.bandwidth,
         "ici": costs.sent / chip.links,
         "attention": attention / chip.flops,
-        "per_op": costs.seconds(flops=chip.flops, bandwidth=chip.bandwidth),
+        "per_op": costs.seconds(rates),
+        "exposed": None if scheduled is None else scheduled.elapsed(with_kernels) - costs.seconds(with_kernels),
         "floor": max(needed / chip.flops, least_bytes(name, setting) / chip.bandwidth),
     }
     counts = {"formula": written, "traced": traced_flops + attention, "compiled": found}
@@ -392,7 +400,7 @@ def show_costs(console: Console, facts: Mapping[str, Any]) -> None:
     if facts["host_link_bytes"]:
         moved = facts["host_link_bytes"] / 1e9
         console.print(f"  to and from the host's memory: {moved:.2f} GB", highlight=False, soft_wrap=True)
-    bounds = ", ".join(f"{what} {1e3 * seconds[what]:.2f}" for what in seconds)
+    bounds = ", ".join(f"{what} {1e3 * s:.2f}" for what, s in seconds.items() if s is not None)
     console.print(f"  ms: {bounds}; {facts['binds']} binds", highlight=False, soft_wrap=True)
     if facts["projected_step_s"] is None:
         console.print("  no projection: the counts of flops lie too far apart", style="yellow", soft_wrap=True)

@@ -90,14 +90,16 @@ class _Programs:
     def score(self) -> Program:
         """The trainer's log-probs of a whole batch, and the reference's and the critic's say where there are such."""
         config = self.config
-        score = make_old_policy(
-            self.graph,
-            experiment.scoring(config),
-            recompute=config.training.old_logprobs == "recompute" or not (config.reference.kl_weight or self.critic),
-            replay=config.routing.replay,
-            critic=None if self.critic is None else self.critic.graph,
-            microbatches=config.training.microbatches,
-        )
+        with jax.set_mesh(self.mesh):
+            score = make_old_policy(
+                self.graph,
+                experiment.scoring(config),
+                recompute=config.training.old_logprobs == "recompute"
+                or not (config.reference.kl_weight or self.critic),
+                replay=config.routing.replay,
+                critic=None if self.critic is None else self.critic.graph,
+                microbatches=config.training.microbatches,
+            )
         params = _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
         reference = critic = None
         if config.reference.kl_weight:

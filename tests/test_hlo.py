@@ -170,5 +170,75 @@ def test_kernels_by_their_own_estimate():
 
 def test_the_largest_bound_counts_for_every_operation():
     costs = compiled(lambda a, b: a @ b, ones(8, 16), ones(16, 32)).costs()
-    assert costs.seconds(flops=costs.flops, bandwidth=1e30) == pytest.approx(1)
-    assert costs.seconds(flops=1e30, bandwidth=costs.bytes / 2) == pytest.approx(2)
+    assert costs.seconds(hlo.Rates(costs.flops, 1e30, 1)) == pytest.approx(1)
+    assert costs.seconds(hlo.Rates(1e30, costs.bytes / 2, 1)) == pytest.approx(2)
+
+
+GATHER = "all-gather(%{}), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{0}}{}"
+"""Of 8 numbers, 32 bytes: each device sends 96."""
+RATES = hlo.Rates(flops=1e30, bandwidth=64.0, links=96.0)
+"""Negating 16 numbers reads and writes 128 bytes: 2 s. A gather reads and writes 160, 2.5 s, and sends for 1 s."""
+
+
+def in_line(body: str, *, called: str = "") -> hlo.Module:
+    """A program of these lines."""
+    return hlo.Module(f"""HloModule m, is_scheduled=true
+
+{called}
+ENTRY %main (p: f32[8], x: f32[16]) -> f32[16] {{
+  %p = f32[8]{{0}} parameter(0)
+  %x = f32[16]{{0}} parameter(1)
+{body}
+  ROOT %r = f32[16]{{0}} negate(%x)
+}}
+""")
+
+
+def test_a_collective_that_nothing_is_done_beside_takes_its_time():
+    found = in_line(f"  %g = f32[32]{{0}} {GATHER.format('p', '')}")
+    assert found.costs().seconds(RATES) == 2 + 2.5
+    assert found.elapsed(RATES) == 2 + 2.5 + 1
+
+
+APART = """  %s = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %u = ((f32[8]{0}), f32[32]{0}) call-update(%s, %p)
+"""
+CALLED = f"""%called (q: f32[8]) -> f32[32] {{
+  %q = f32[8]{{0}} parameter(0)
+  ROOT %g = f32[32]{{0}} {GATHER.format("q", "")}
+}}
+"""
+
+
+@pytest.mark.parametrize(("between", "waited"), [(0, 1), (1, 0)])
+def test_what_stands_between_its_beginning_and_its_end_hides_a_collective(between, waited):
+    body = APART + "  %n = f32[16]{0} negate(%x)\n" * between + "  %d = f32[32]{0} call-done(%u)"
+    found = in_line(body, called=CALLED)
+    assert found.costs().sent == 96
+    assert found.elapsed(RATES) - found.costs().seconds(RATES) == waited
+
+
+def test_two_collectives_share_the_links():
+    """On slow links, ten seconds each: they are begun after 2.5 and 5 s, and arrive after 12.5 and 22.5 s."""
+    body = APART + APART.replace("%s", "%t").replace("%u", "%v")
+    found = in_line(body + "  %d = f32[32]{0} call-done(%u)\n  %e = f32[32]{0} call-done(%v)", called=CALLED)
+    assert found.elapsed(RATES._replace(links=9.6)) == pytest.approx(22.5 + 2)
+
+
+def test_a_collective_in_steps_between_others_work_is_sent_once():
+    step = "f32[8]{0}, f32[32]{0}, u32[]{:S(2)}"
+    inner = GATHER.format("q", ', frontend_attributes={chain_id="0"}')
+    called = "".join(
+        f"%{name} (q: f32[8]) -> ({step}) {{\n  %q = f32[8]{{0}} parameter(0)\n"
+        f"  %g = f32[32]{{0}} {inner}\n  ROOT %c = ({step}) custom-call(%g)\n}}\n"
+        for name in ("begins", "goes_on", "ends")
+    )
+    body = f"""
+  %async-collective-start = ({step}) fusion(%p), kind=kLoop, calls=%begins
+  %fusion.1 = (f32[16]{{0}}, {step}) fusion(%x, %p), kind=kOutput, calls=%goes_on
+  %async-collective-done = f32[32]{{0}} fusion(%p), kind=kLoop, calls=%ends"""
+    found = in_line(body, called=called)
+    costs = found.costs()
+    assert [(times, traffic.bytes) for times, traffic in costs.collectives] == [(1, 96)]
+    assert costs.bytes == 160 + 128 + 128
+    assert found.elapsed(RATES) == costs.seconds(RATES), "the step in the middle takes two seconds"

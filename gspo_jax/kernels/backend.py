@@ -15,8 +15,10 @@ def platform() -> str:
 def compiler_options() -> dict[str, str] | None:
     """What the compiler is asked for beyond its defaults, by `jax.jit(compiler_options=…)`, for that platform.
 
-    On TPU a reduce-scatter over a whole slice stays one: by default it becomes an all-reduce, twice the bytes.
+    On TPU a reduce-scatter over a whole slice stays one: by default it becomes an all-reduce, twice the bytes. And the
+    sparse cores, where a chip has them (v5p, v6e), do gathers and reduce-scatters while the others compute.
     """
     if platform() != "tpu":
         return None
-    return {"xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true"}
+    kinds = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+    return {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in kinds}

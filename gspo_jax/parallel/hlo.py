@@ -35,6 +35,9 @@ _FREE = {
 }
 """Operations that move nothing."""
 
+_CHAIN_START, _CHAIN_END = "async-collective-start", "async-collective-done"
+"""What the names of fusions begin with that begin and end a collective of many steps."""
+
 MOST = r"at_most_(\d+)"
 """How `at_most` names a scope."""
 
@@ -142,6 +145,19 @@ class Cost(NamedTuple):
     scope: str
 
 
+class Rates(NamedTuple):
+    """Of a device: what its operations are bound by."""
+
+    flops: float
+    """Per second."""
+    bandwidth: float
+    """Bytes per second to and from main memory."""
+    links: float
+    """Bytes per second that it sends."""
+    kernel: float = 0.0
+    """Seconds of a run of each Pallas kernel that estimates nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Of a program, or of one turn of a loop in it."""
@@ -183,9 +199,10 @@ class Costs:
             found[key] = count, sum(by_scope.values()), max(by_scope, key=lambda scope: by_scope[scope])
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
-    def seconds(self, *, flops: float, bandwidth: float) -> float:
-        """Σ max(flops / peak, bytes / bandwidth) over the operations, one after the other."""
-        return sum(c.times * max(c.flops / flops, c.bytes / bandwidth) for c in self.operations)
+    def seconds(self, rates: Rates) -> float:
+        """Σ max(flops / peak, bytes / bandwidth) over the operations, one after the other, without what they send."""
+        bounds = sum(c.times * max(c.flops / rates.flops, c.bytes / rates.bandwidth) for c in self.operations)
+        return bounds + rates.kernel * sum(self.kernels.values())
 
 
 class Module:
@@ -237,9 +254,58 @@ class Module:
     def _of(self, computation: str, state: Mapping[int, int]) -> Costs:
         found = _Walk(self)
         found.walk(computation, 1.0, state)
-        return Costs(
-            tuple(found.operations), tuple(found.collectives), dict(found.kernels), tuple(dict.fromkeys(found.unknown))
-        )
+        return found.costs()
+
+    def elapsed(self, rates: Rates) -> float:
+        """Seconds of the program at these rates, if what it sends goes over one line while it does what is next.
+
+        Operations are done in the order of the text, which is the compiler's schedule. A collective that begins and
+        ends apart holds nobody up but who asks for its end before it is there, and those behind it on the line.
+        """
+        return self._elapsed(self.entry, {}, rates)
+
+    def _elapsed(self, computation: str, state: Mapping[int, int], rates: Rates) -> float:
+        now = free = 0.0
+        ends: dict[str, float] = {}  # of what is under way, by the operation or the chain that began it
+
+        def send(work: _Walk) -> float:
+            nonlocal free
+            free = max(now, free) + sum(times * t.bytes for times, t in work.collectives) / rates.links
+            return free
+
+        for operation in self.computations[computation].values():
+            opcode, work = operation.opcode, _Walk(self)
+            if opcode == "while":
+                trips, inner = self._trips(computation, operation, state)
+                body = operation.attribute(r"body=%([\w.\-~]+)")
+                assert body
+                now += (1 if trips is None else trips) * self._elapsed(body, inner, rates)
+            elif opcode == "conditional":
+                usual = [called for called in operation.calls if not self.rare(called)]
+                now += sum(self._elapsed(called, {}, rates) for called in usual) / max(len(usual), 1)
+            elif opcode == "call":
+                now += sum(self._elapsed(called, {}, rates) for called in operation.calls)
+            elif opcode.endswith("-done") and operation.operands:
+                now = max(now, ends.get(operation.operands[0], now))
+            elif opcode in ("call-start", "call-update"):
+                given = operation.operands  # a start may have none, and gets them by an update
+                begun = self.find(given[0]) if opcode == "call-update" else operation
+                for called in begun.calls if given and begun is not None else ():
+                    work.walk(called, 1.0, {})
+                now += work.costs().seconds(rates)
+                ends[operation.name] = send(work)
+            else:
+                work.count(computation, operation, 1.0)
+                now += work.costs().seconds(rates)
+                if chain := self.chained(operation):
+                    if work.collectives:
+                        ends[chain[0]] = send(work)
+                    elif operation.name.startswith(_CHAIN_END):
+                        now = max(now, ends.get(chain[0], now))
+                elif work.collectives:
+                    ends[operation.name] = send(work)
+                    now = now if opcode.endswith("-start") else free
+        return now
 
     def find(self, name: str) -> Operation | None:
         """The operation of that name, in whatever computation; None if there is none."""
@@ -382,6 +448,14 @@ class Module:
         }.get(kind, others * size)
         return Traffic(kind, group, sent, operation.scope)
 
+    def chained(self, operation: Operation) -> tuple[str, Operation] | None:
+        """Of a fusion that is a step of a collective done in many, between others' work: which, and the collective."""
+        for called in operation.calls if operation.opcode == "fusion" else ():
+            for inner in self.computations[called].values():
+                if inner.opcode in COLLECTIVES and (chain := inner.attribute(r'chain_id="(\d+)"')):
+                    return f"{inner.opcode} {inner.attribute(r'channel_id=([0-9]+)')} {chain}", inner
+        return None
+
     def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
         """The types of a value."""
         operation = self.computations[computation].get(name)
@@ -414,6 +488,11 @@ class Module:
             return 2 * given[-1]
         if opcode == "fusion":
             called = operation.calls[0]
+            if chain := self.chained(operation):  # what it sends and gets goes by in every step, and is counted once
+                own = {(a.dtype, a.dims) for o in chain[1].operands for a in self.arrays(called, o)}
+                own |= {(a.dtype, a.dims) for a in chain[1].arrays}
+                touched = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
+                return size([a for a in touched if (a.dtype, a.dims) not in own])
             inner = {int(o.arguments): o for o in self.computations[called].values() if o.opcode == "parameter"}
             read = sum(min(full, self._read(called, inner[i])) for i, full in enumerate(given) if full)
             return read + (min(out, self._written(called, self.root(called))) if out else 0)
@@ -465,6 +544,11 @@ class _Walk:
         self.kernels: Counter[str] = Counter()
         self.unknown: list[str] = []
 
+    def costs(self) -> Costs:
+        """What has been counted."""
+        unknown = tuple(dict.fromkeys(self.unknown))
+        return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown)
+
     def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
         """Counts all that a computation does, `times` times."""
         for operation in self.module.computations[computation].values():
@@ -487,10 +571,11 @@ class _Walk:
 
     def count(self, computation: str, operation: Operation, times: float) -> None:
         """One operation that is no loop."""
-        module = self.module
+        module, chain = self.module, self.module.chained(operation)
+        begins = chain is None or operation.name.startswith(_CHAIN_START)
         if traffic := module.traffic(computation, operation):
             self.collectives.append((times, traffic))
-        if operation.opcode in ("fusion", "async-start"):
+        if operation.opcode in ("fusion", "async-start") and begins:
             for called in operation.calls:
                 for inner in module.computations[called].values():
                     if traffic := module.traffic(called, inner):
@@ -498,6 +583,8 @@ class _Walk:
         flops, moved = module.product_flops(computation, operation), module.moved(computation, operation)
         if _is_kernel(operation):
             flops, moved = self.kernel(operation, times, moved)
+        if chain and begins:
+            moved += module.moved(operation.calls[0], chain[1])
         host = module.moved(computation, operation, space=5)
         if flops or moved or host:
             where = f"{operation.opcode} {operation.name}"

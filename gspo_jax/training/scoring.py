@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels.backend import compiler_options
 from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, record
@@ -174,7 +175,7 @@ def make_old_policy(
         routes = record(scores.routes, _inputs(rollout)[1], config) if config.num_experts else None
         return OldPolicy(scores.logprobs, reference, value, routes)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiler_options())
     def old_policy(
         params: nnx.State, critic_params: nnx.State | None, reference_params: nnx.State | None, rollout: Rollout
     ) -> OldPolicy:
