@@ -16,9 +16,11 @@ def compiler_options() -> dict[str, str] | None:
     """What the compiler is asked for beyond its defaults, by `jax.jit(compiler_options=…)`, for that platform.
 
     On TPU a reduce-scatter over a whole slice stays one: by default it becomes an all-reduce, twice the bytes. And the
-    sparse cores, where a chip has them (v5p, v6e), do gathers and reduce-scatters while the others compute.
+    sparse cores, where a chip has them (v5p, v6e), do gathers and reduce-scatters while the others compute. So no
+    product has to be taken apart to be computed as its matrices arrive, which costs memory traffic.
     """
     if platform() != "tpu":
         return None
     kinds = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
-    return {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in kinds}
+    offload = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in kinds}
+    return offload | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(2**20)}
