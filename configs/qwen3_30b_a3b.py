@@ -9,8 +9,15 @@ reads one prompt and four responses on every chip, 16,384 tokens; float32 parame
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4
 
 an update takes 53 GB of a chip's 103, its operations' bounds add up to 1.14 s beside 0.24 s of attention, and a chip
-sends 180 GB; with --config.model.remat=full 17 GB, 1.24 s and 0.31 s. A decode step of all 1024 responses at their
-longest, 4480 tokens, takes 4.8 ms. No figure of a real TPU is known, nor what the model reaches.
+sends 180 GB, of whose 0.30 s 0.11 s are not hidden; with --config.model.remat=full 17 GB, 1.24 s and 0.31 s. A decode
+step of all 1024 responses at their longest, 4480 tokens, takes 4.8 ms. In the same way:
+
+    --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       17 GB of 34, 1.29 s beside 0.15 s
+    --config=configs/qwen3_30b_a3b.py:v5e --topology=v5e:16x16     12 GB of 17, 3.2 s beside 0.7 s
+    --config=configs/qwen3_30b_a3b.py:long --topology=v5p:4x4x4    28 GB of 103, 9.6 s beside 16.6 s
+    --config=configs/qwen3_30b_a3b.py:256 --topology=v5p:4x8x8     as with 64 chips
+
+docs/plan.md has all of it. No figure of a real TPU is known, nor what the model reaches.
 """
 
 from ml_collections import ConfigDict

@@ -2,6 +2,13 @@
 
     python -m gspo_jax.train --config=configs/qwen3_dense.py:4B --workdir=runs/qwen3_4b \\
         --config.model.folder=Qwen3-4B --config.data.folder=gsm8k
+
+The settings are the GSPO paper's, as in qwen3_30b_a3b.py. Ahead of time, for the largest,
+
+    python -m gspo_jax.plan --config=configs/qwen3_dense.py:8B --topology=v5p:2x2x1
+
+an update of 256 responses takes 54 GB of a chip's 103, its operations' bounds add up to 33 s beside 3.1 s of attention;
+a decode step of 256 responses at their longest takes 20 ms. No figure of a real TPU is known.
 """
 
 from ml_collections import ConfigDict
