@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels.decode_attention_tpu import ring_softmax
+from gspo_jax.kernels.grouped_matmul import grouped_matmuls
 from gspo_jax.models.attention import attend_segments
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
