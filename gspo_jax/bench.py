@@ -420,7 +420,7 @@ def parser() -> Parser:
         "prompt_length": "tokens of every prompt",
         "new_tokens": "tokens of every response",
         "minibatches": "updates per iteration",
-        "microbatches": "that an update is cut into",
+        "microbatches": "that an update and a scored batch are cut into",
         "repeats": "iterations that are measured",
         "warmup": "iterations before those; the first one compiles",
         "devices": "to spread it over; simulated ones where jax runs on CPU",

@@ -39,7 +39,6 @@ class Point:
     sent: Mapping[str, float]
     """Bytes by kind of collective."""
     peak: float
-    limit: float
     fits: bool
     per_op: float
     """Σ of the operations' bounds and attention's, seconds."""
@@ -72,7 +71,6 @@ def read(path: Path, program: str) -> Point:
         flops=found["flops"],
         sent=sent,
         peak=found["peak_bytes"] + found["resident_bytes"],
-        limit=found["limit_bytes"],
         fits=found["fits"],
         per_op=found["seconds"]["per_op"] + found["seconds"]["attention"],
         projected=tuple(found["projected_step_s"]) if found["projected_step_s"] else None,

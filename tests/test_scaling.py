@@ -20,7 +20,6 @@ def plan(chips: int, **facts) -> dict:
         "flops": 400e12 + chips * 1e9,
         "peak_bytes": 40e9,
         "resident_bytes": 2e9,
-        "limit_bytes": 103e9,
         "collectives": collectives,
         "seconds": {"per_op": 1.0, "attention": 0.25},
         "projected_step_s": [1.5, 1.9],

@@ -37,7 +37,8 @@ REMATS: dict[Remat, Callable[..., Any] | None] = {
 in the chip's memory or ("offload") the host's.
 
 "dots" computes only what is cheap to compute again, and is the fastest where memory is slow; of experts it keeps the
-whole buffers, sized for the worst load. "full" is the smallest.
+whole buffers, sized for the worst load. "full" takes little of the chip, and "offload"
+least, for traffic to the host.
 """
 
 LEAN: tuple[Remat, ...] = ("full", "offload")

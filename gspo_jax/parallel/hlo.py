@@ -5,7 +5,8 @@ from the entry down, through fusions, calls and loops. Nothing is run; what is c
 
 * flops of matrix products, and of Pallas kernels that estimate their own;
 * bytes between main memory and an operation: all it reads and writes there, of slices the slice alone;
-* bytes that a device sends for collectives, as the usual ring algorithms do.
+* bytes that a device sends for collectives, as the usual ring algorithms do;
+* how long it takes in the order of the text, with collectives that go on beside other work (`Module.elapsed`).
 """
 
 import dataclasses

@@ -89,8 +89,8 @@ def connect(mesh: Mesh) -> None:
 
     @jax.jit
     def meet(spread: list[jax.Array]) -> list[jax.Array]:
-        """Sums of sharded arrays, as every order of axes is a group of its own and `psum` takes the mesh's; it alone is
-        done where an axis is of size 1.
+        """Sums of sharded arrays, as each order of axes is a group of its own and `psum` takes the mesh's; and `psum`,
+        as such a sum over an axis of size 1 is nothing to do.
         """
         return [x.sum() for x in spread] + along_each(spread[-1])
 
