@@ -131,7 +131,8 @@ def test_the_tpu_compiler_takes_the_decoder():
     assert cache < result["temporaries"] < 1.1 * cache
     assert result["peak_bytes"] < 13e9
     assert result["largest_copy"] < 2 * 2048 * 768
-    assert result["kernels"] == {"grouped_visits": 1, "grouped_matmul": 2}  # of a layer: gate and up at once, down
+    # Of a layer: gate and up at once, and down; in a branch for the likely number of rows and in one for the worst.
+    assert result["kernels"] == {"grouped_visits": 1 * 2, "grouped_matmul": 2 * 2}
     assert result["on_the_way"] < 2.5 * 2 * 151936 * 2048 < result["copy"] / 4
 
 
