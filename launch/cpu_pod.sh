@@ -10,8 +10,9 @@ source launch/venv.sh
 # shellcheck source=launch/flags.sh
 source launch/flags.sh
 
-# How a process says that what it was told is wrong (gspo_jax/cli.py).
+# How a process says that what it was told is wrong, and that another one is lost (gspo_jax/cli.py, gspo_jax/parallel/processes.py).
 MISTAKEN=2
+LOST=3
 
 # begin FLAGS…: starts the processes; sets `pids`.
 begin() {
@@ -30,20 +31,25 @@ begin() {
   done
 }
 
-# Returns when all processes have ended, or with the code of the first that has failed; sets `failed` to which one.
+# Returns when all processes have ended, or with the code of the first that has failed; sets `failed` to which one. That is the
+# one that the others have lost, although they may be seen to end before it.
 watch() {
-  local left=$count i code ended=''
+  local left=$count i code ended='' lost='' before
   while [ "$left" -gt 0 ]; do
+    before=$lost
     for ((i = 0; i < count; i++)); do
       case $ended in *" $i "*) continue ;; esac
       if kill -0 "${pids[i]}" 2>/dev/null; then continue; fi
-      failed=$i
       code=0
       wait "${pids[i]}" || code=$?
-      if [ "$code" != 0 ]; then return "$code"; fi
       ended+=" $i "
-      left=$((left - 1))
+      case $code in
+        0) left=$((left - 1)) ;;
+        "$LOST") lost=$i ;;
+        *) failed=$i && return "$code" ;;
+      esac
     done
+    if [ -n "$before" ]; then failed=$before && return "$LOST"; fi
     sleep 0.2
   done
 }

@@ -323,6 +323,28 @@ def test_the_launcher_asks_for_a_number(words, says, repository):
     assert says in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        ((processes.LOST, 7), "error: process 1 of 2 has ended with code 7"),
+        ((7, processes.LOST), "error: process 0 of 2 has ended with code 7"),
+        ((processes.LOST, processes.LOST), "error: process [01] of 2 has ended with code 3"),
+        ((0, 7), "error: process 1 of 2 has ended with code 7"),
+    ],
+)
+def test_the_launcher_names_who_was_lost(codes, says, repository, monkeypatch):
+    """Who loses another one ends at once: it may be the first that is seen."""
+    python = repository / ".venv" / "bin" / "python"
+    ends = "".join(
+        f'if [ "${{JAX_PROCESS_ID:-}}" = {number} ]; then exit {code}; fi\n' for number, code in enumerate(codes)
+    )
+    python.write_text(python.read_text().replace("PYTHONPATH", f"{ends}PYTHONPATH"))
+    monkeypatch.setenv("RESTARTS", "0")
+    process = launch(repository, "2", "--workdir=run")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == max(codes) and re.match(says, said), said
+
+
 @slow
 def test_the_launcher_does_not_repeat_a_mistake(repository):
     process = launch(repository, "2", CONFIG, "--workdir=run", "--config.iterations=0")
