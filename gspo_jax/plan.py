@@ -3,7 +3,7 @@
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
         [--programs=update,score] [--json=FILE] [--dump=DIR]
 
-Runs on any machine with libtpu, without a TPU. What it tells is read off the compiled programs (parallel/hlo.py) and
+Runs on any machine with libtpu, without a TPU. What it tells is read off the compiled programs (parallel/costs.py) and
 the compiler's memory analysis; times are bounds, and a projection calibrated on published v5p results: an estimate made
 ahead of time, not a measurement. Compiled programs are kept under their content, so a second plan takes seconds.
 """
@@ -31,6 +31,7 @@ from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import HEADROOM
+from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import hlo, jaxpr, topology
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
@@ -142,7 +143,7 @@ def plan_program(
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{name}.hlo").write_text(compiled.text)
     fill, resident = setting.filled(name), setting.resident(name)
-    module, chip = hlo.Module(compiled.text, filled=dict.fromkeys(GROUPED, fill)), setting.chip
+    module, chip = costs_lib.Program(compiled.text, filled=dict.fromkeys(GROUPED, fill)), setting.chip
     facts: dict[str, Any] = {
         "fits": compiled.fits and compiled.peak_bytes + resident <= chip.memory,
         "peak_bytes": compiled.peak_bytes,
@@ -170,7 +171,7 @@ def plan_program(
 
 
 def figures(
-    costs: hlo.Costs, name: str, setting: Setting, *, traced_flops: float, scheduled: hlo.Module | None
+    costs: costs_lib.Costs, name: str, setting: Setting, *, traced_flops: float, scheduled: costs_lib.Program | None
 ) -> dict[str, Any]:
     """Flops, bytes, collectives and times of a program, or of a step of a decoder's loop, on one chip.
 
@@ -184,7 +185,7 @@ def figures(
     else:
         written = needed = forward.forward
     found = costs.flops + attention
-    rates = hlo.Rates(chip.flops, chip.bandwidth, chip.links)
+    rates = costs_lib.Rates(chip.flops, chip.bandwidth, chip.links)
     with_kernels = rates._replace(kernel=attention / chip.flops / max(1.0, sum(costs.kernels.values())))
     seconds = {
         "compute": found / chip.flops,
@@ -326,7 +327,7 @@ def shortened(scope: str) -> str:
     return "/".join(parts[-4:])
 
 
-def warnings(costs: hlo.Costs, setting: Setting, slices: int) -> list[str]:
+def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]:
     """What to look at in a program that fits."""
     found = []
     reduced = [

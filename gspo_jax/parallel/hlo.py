@@ -1,18 +1,11 @@
-"""What one device of a compiled program does: flops, bytes of memory, collectives, each loop as often as it turns.
+"""The text of a compiled program (`compiled.as_text()`), taken apart: what runs what, and how often.
 
-XLA's own `cost_analysis()` counts the body of a loop once. This walks the compiled text instead (`compiled.as_text()`)
-from the entry down, through fusions, calls and loops. Nothing is run; what is counted is what the text says:
-
-* flops of matrix products, and of Pallas kernels that estimate their own;
-* bytes between main memory and an operation: all it reads and writes there, of slices the slice alone;
-* bytes that a device sends for collectives, as the usual ring algorithms do;
-* how long it takes in the order of the text, with collectives that go on beside other work (`Module.elapsed`).
+What a program costs is told by `costs.py` from this.
 """
 
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -29,15 +22,6 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-
-_FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
-    *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"),
-}
-"""Operations that move nothing."""
-
-_CHAIN_START, _CHAIN_END = "async-collective-start", "async-collective-done"
-"""What the names of fusions begin with that begin and end a collective of many steps."""
 
 MOST = r"at_most_(\d+)"
 """How `at_most` names a scope."""
@@ -121,100 +105,21 @@ class Operation:
 Computation = dict[str, Operation]
 
 
-class Traffic(NamedTuple):
-    """One collective."""
+class Run(NamedTuple):
+    """A computation that an operation runs."""
 
-    kind: str
-    group: int
-    """Devices that take part in it together."""
-    bytes: float
-    """That a device sends."""
-    scope: str
-
-
-class Cost(NamedTuple):
-    """What a device does for one operation."""
-
+    computation: str
     times: float
-    """How often it does that."""
-    flops: float
-    bytes: float
-    """To and from main memory."""
-    host_bytes: float
-    operation: str
-    """Its opcode and name."""
-    scope: str
-
-
-class Rates(NamedTuple):
-    """Of a device: what its operations are bound by."""
-
-    flops: float
-    """Per second."""
-    bandwidth: float
-    """Bytes per second to and from main memory."""
-    links: float
-    """Bytes per second that it sends."""
-    kernel: float = 0.0
-    """Seconds of a run of each Pallas kernel that estimates nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Of a program, or of one turn of a loop in it."""
-
-    operations: tuple[Cost, ...]
-    collectives: tuple[tuple[float, Traffic], ...]
-    """With how often."""
-    kernels: Mapping[str, float]
-    """Pallas kernels that do not estimate their flops, by name, and how often they run."""
-    unknown: tuple[str, ...]
-    """Loops whose turns the text does not tell; they are counted as one."""
-
-    @property
-    def flops(self) -> float:
-        """Of matrix products and kernels."""
-        return sum(c.times * c.flops for c in self.operations)
-
-    @property
-    def bytes(self) -> float:
-        """To and from main memory."""
-        return sum(c.times * c.bytes for c in self.operations)
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a device sends to others."""
-        return sum(times * traffic.bytes for times, traffic in self.collectives)
-
-    def by_group(self) -> dict[tuple[str, int], tuple[float, float, str]]:
-        """Of each kind and size of group: how many there are, the bytes that they send, and who sends the most."""
-        groups: dict[tuple[str, int], list[tuple[float, Traffic]]] = {}
-        for times, traffic in self.collectives:
-            groups.setdefault((traffic.kind, traffic.group), []).append((times, traffic))
-        found = {}
-        for key, members in groups.items():
-            by_scope: dict[str, float] = {}
-            for times, traffic in members:
-                by_scope[traffic.scope] = by_scope.get(traffic.scope, 0.0) + times * traffic.bytes
-            count = sum(times for times, _ in members)
-            found[key] = count, sum(by_scope.values()), max(by_scope, key=lambda scope: by_scope[scope])
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
-
-    def seconds(self, rates: Rates) -> float:
-        """Σ max(flops / peak, bytes / bandwidth) over the operations, one after the other, without what they send."""
-        bounds = sum(c.times * max(c.flops / rates.flops, c.bytes / rates.bandwidth) for c in self.operations)
-        return bounds + rates.kernel * sum(self.kernels.values())
+    """1 where that is not known."""
+    known: bool
+    state: Mapping[int, int]
+    """What is constant in a loop's state, by place."""
 
 
 class Module:
-    """A compiled program's text, taken apart.
+    """A compiled program's text, taken apart."""
 
-    `filled` says of kernels, by what their names begin with, how much of the rows that they estimate their flops for
-    there are: of buffers that have room for the worst case.
-    """
-
-    def __init__(self, text: str, *, filled: Mapping[str, float] | None = None):
-        self.filled = filled or {}
+    def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
         self.entry = ""
         current: Computation = {}
@@ -225,88 +130,6 @@ class Module:
             elif found := re.match(r"\s+(ROOT )?%([\w.\-~]+) = (.*)$", line, re.S):
                 operation = _operation(found[2], found[3], bool(found[1]))
                 current[operation.name] = operation
-
-    def costs(self) -> Costs:
-        """Of the program, run once."""
-        return self._of(self.entry, {})
-
-    def loop(self) -> Costs | None:
-        """Of one turn of the most expensive loop whose turns the text does not tell; None where all are known."""
-        bodies = [
-            self._of(body, state)
-            for name, operation, state in self._loops(self.entry, {})
-            if (body := operation.attribute(r"body=%([\w.\-~]+)")) and self._trips(name, operation, state)[0] is None
-        ]
-        return max(bodies, key=lambda costs: costs.bytes, default=None)
-
-    def _loops(self, computation: str, state: Mapping[int, int]) -> Iterator[tuple[str, Operation, Mapping[int, int]]]:
-        """Those that are in no other loop whose turns are unknown, with the computation they stand in."""
-        for operation in self.computations[computation].values():
-            if operation.opcode == "while":
-                trips, inner = self._trips(computation, operation, state)
-                yield computation, operation, inner if trips is None else state
-                body = operation.attribute(r"body=%([\w.\-~]+)")
-                if trips is not None and body:
-                    yield from self._loops(body, inner)
-            elif operation.opcode in ("call", "conditional"):
-                for called in operation.calls:
-                    yield from self._loops(called, {})
-
-    def _of(self, computation: str, state: Mapping[int, int]) -> Costs:
-        found = _Walk(self)
-        found.walk(computation, 1.0, state)
-        return found.costs()
-
-    def elapsed(self, rates: Rates) -> float:
-        """Seconds of the program at these rates, if what it sends goes over one line while it does what is next.
-
-        Operations are done in the order of the text, which is the compiler's schedule. A collective that begins and
-        ends apart holds nobody up but who asks for its end before it is there, and those behind it on the line.
-        """
-        return self._elapsed(self.entry, {}, rates)
-
-    def _elapsed(self, computation: str, state: Mapping[int, int], rates: Rates) -> float:
-        now = free = 0.0
-        ends: dict[str, float] = {}  # of what is under way, by the operation or the chain that began it
-
-        def send(work: _Walk) -> float:
-            nonlocal free
-            free = max(now, free) + sum(times * t.bytes for times, t in work.collectives) / rates.links
-            return free
-
-        for operation in self.computations[computation].values():
-            opcode, work = operation.opcode, _Walk(self)
-            if opcode == "while":
-                trips, inner = self._trips(computation, operation, state)
-                body = operation.attribute(r"body=%([\w.\-~]+)")
-                assert body
-                now += (1 if trips is None else trips) * self._elapsed(body, inner, rates)
-            elif opcode == "conditional":
-                usual = [called for called in operation.calls if not self.rare(called)]
-                now += sum(self._elapsed(called, {}, rates) for called in usual) / max(len(usual), 1)
-            elif opcode == "call":
-                now += sum(self._elapsed(called, {}, rates) for called in operation.calls)
-            elif opcode.endswith("-done") and operation.operands:
-                now = max(now, ends.get(operation.operands[0], now))
-            elif opcode in ("call-start", "call-update"):
-                given = operation.operands  # a start may have none, and gets them by an update
-                begun = self.find(given[0]) if opcode == "call-update" else operation
-                for called in begun.calls if given and begun is not None else ():
-                    work.walk(called, 1.0, {})
-                now += work.costs().seconds(rates)
-                ends[operation.name] = send(work)
-            else:
-                work.count(computation, operation, 1.0)
-                now += work.costs().seconds(rates)
-                if chain := self.chained(operation):
-                    if work.collectives:
-                        ends[chain[0]] = send(work)
-                    elif operation.name.startswith(_CHAIN_END):
-                        now = max(now, ends.get(chain[0], now))
-                elif work.collectives:
-                    ends[operation.name] = send(work)
-                    now = now if opcode.endswith("-start") else free
-        return now
 
     def find(self, name: str) -> Operation | None:
         """The operation of that name, in whatever computation; None if there is none."""
@@ -319,13 +142,43 @@ class Module:
         self.computations[self.entry] = entry
         return {name: operation for inside in self.computations.values() for name, operation in inside.items()}
 
-    def rare(self, computation: str) -> bool:
-        """Whether it is a branch of the scope `RARELY`."""
-        return any(RARELY in operation.scope.split("/") for operation in self.computations[computation].values())
-
     def root(self, computation: str) -> Operation:
         """What a computation returns."""
         return next(o for o in self.computations[computation].values() if o.root)
+
+    def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
+        """The types of a value."""
+        operation = self.computations[computation].get(name)
+        return operation.arrays if operation is not None else ()
+
+    def chained(self, operation: Operation) -> tuple[str, Operation] | None:
+        """Of a fusion that is a step of a collective done in many, between others' work: which, and the collective."""
+        for called in operation.calls if operation.opcode == "fusion" else ():
+            for inner in self.computations[called].values():
+                if inner.opcode in COLLECTIVES and (chain := inner.attribute(r'chain_id="(\d+)"')):
+                    return f"{inner.opcode} {inner.attribute(r'channel_id=([0-9]+)')} {chain}", inner
+        return None
+
+    def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
+        """What a loop, a branch or a call runs, in a computation with that state; nothing for any other operation.
+
+        Of branches each runs as often as any other, and those of the scope `RARELY` do not.
+        """
+        if operation.opcode == "while":
+            trips, inner = self._trips(computation, operation, state)
+            body = operation.attribute(r"body=%([\w.\-~]+)")
+            assert body
+            return [Run(body, 1 if trips is None else trips, trips is not None, inner)]
+        if operation.opcode == "conditional":
+            usual = [called for called in operation.calls if not self._rare(called)]
+            return [Run(called, 1 / len(usual), True, {}) for called in usual]
+        if operation.opcode in ("call", "call-start"):
+            return [Run(called, 1, True, {}) for called in operation.calls]
+        return []
+
+    def _rare(self, computation: str) -> bool:
+        """Whether it is a branch of the scope `RARELY`."""
+        return any(RARELY in operation.scope.split("/") for operation in self.computations[computation].values())
 
     def _trips(
         self, computation: str, loop: Operation, state: Mapping[int, int]
@@ -412,243 +265,6 @@ class Module:
             called = operation.calls[0]
             return self._linear(called, self.root(called).name, {}, [of(o) for o in operation.operands])
         return None
-
-    def product_flops(self, computation: str, operation: Operation) -> float:
-        """Of a `dot` or `convolution`, and of those inside a fusion."""
-        if operation.opcode in ("fusion", "call"):
-            return sum(
-                self.product_flops(called, o) for called in operation.calls for o in self.computations[called].values()
-            )
-        if operation.opcode not in ("dot", "convolution"):
-            return 0.0
-        left, right = (self.computations[computation][o].arrays[0].dims for o in operation.operands[:2])
-        out = operation.arrays[0].dims
-        if operation.opcode == "dot":
-            inner = operation.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-            return 2.0 * math.prod(out) * math.prod(left[int(d)] for d in inner.split(",") if d)
-        return _convolution_flops(operation, left, right, out)
-
-    def traffic(self, computation: str, operation: Operation) -> Traffic | None:
-        """What a collective sends; None for any other operation, and for the end of an asynchronous one."""
-        kind = operation.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            return None
-        given = [a for o in operation.operands for a in self.arrays(computation, o)]
-        if computation.startswith("all-reduce-scatter") and kind == "all-reduce":
-            kind = "reduce-scatter"  # how the TPU's compiler prints one
-        size = sum(a.bytes for a in given)
-        if kind == "ragged-all-to-all":  # the most that it can be: the smaller buffer
-            size = min(a.bytes for a in given[:2])
-        group = _group_size(operation)
-        others = (group - 1) / max(group, 1)
-        sent = {
-            "all-gather": (group - 1) * size,
-            "all-reduce": 2 * others * size,
-            "collective-permute": size,
-            "collective-broadcast": size,
-        }.get(kind, others * size)
-        return Traffic(kind, group, sent, operation.scope)
-
-    def chained(self, operation: Operation) -> tuple[str, Operation] | None:
-        """Of a fusion that is a step of a collective done in many, between others' work: which, and the collective."""
-        for called in operation.calls if operation.opcode == "fusion" else ():
-            for inner in self.computations[called].values():
-                if inner.opcode in COLLECTIVES and (chain := inner.attribute(r'chain_id="(\d+)"')):
-                    return f"{inner.opcode} {inner.attribute(r'channel_id=([0-9]+)')} {chain}", inner
-        return None
-
-    def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
-        """The types of a value."""
-        operation = self.computations[computation].get(name)
-        return operation.arrays if operation is not None else ()
-
-    def moved(self, computation: str, operation: Operation, space: int = 0) -> float:
-        """Bytes that an operation reads from and writes to a memory."""
-
-        def size(arrays: Sequence[Array]) -> float:
-            return sum(a.bytes for a in arrays if a.space == space)
-
-        opcode, out = operation.opcode, size(operation.arrays)
-        given = [size(self.arrays(computation, o)) for o in operation.operands]
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
-            return 0.0
-        if opcode == "copy-start":
-            return size(operation.arrays[:2])
-        if opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):  # between memories mostly
-            whole, part = operation.arrays[0], operation.arrays[1 if "update" in opcode else -2]
-            return part.bytes * ((whole.space == space) + (part.space == space))
-        if opcode == "custom-call" and not _is_kernel(operation):
-            return 0.0
-        if opcode.endswith("-start"):  # what it makes is named beside what it reads
-            return out
-        if opcode in ("slice", "dynamic-slice", "gather"):
-            return 2 * out
-        if opcode == "dynamic-update-slice":
-            return 2 * given[1]
-        if opcode == "scatter":
-            return 2 * given[-1]
-        if opcode == "fusion":
-            called = operation.calls[0]
-            if chain := self.chained(operation):  # what it sends and gets goes by in every step, and is counted once
-                own = {(a.dtype, a.dims) for o in chain[1].operands for a in self.arrays(called, o)}
-                own |= {(a.dtype, a.dims) for a in chain[1].arrays}
-                touched = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
-                return size([a for a in touched if (a.dtype, a.dims) not in own])
-            inner = {int(o.arguments): o for o in self.computations[called].values() if o.opcode == "parameter"}
-            read = sum(min(full, self._read(called, inner[i])) for i, full in enumerate(given) if full)
-            return read + (min(out, self._written(called, self.root(called))) if out else 0)
-        return out + sum(given)
-
-    def _read(self, computation: str, source: Operation) -> float:
-        """Bytes of a value that its users in a fused computation look at."""
-        total = 0.0
-        for user in self.computations[computation].values():
-            if source.name not in user.operands:
-                continue
-            if user.opcode in ("slice", "dynamic-slice", "gather") and user.operands[0] == source.name:
-                total += sum(a.bytes for a in user.arrays)
-            elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == source.name:
-                continue
-            elif user.opcode in ("bitcast", "reshape") and not user.root:
-                total += self._read(computation, user)
-            elif user.opcode == "fusion":
-                called = user.calls[0]
-                inner = {int(o.arguments): o for o in self.computations[called].values() if o.opcode == "parameter"}
-                total += sum(self._read(called, inner[i]) for i, o in enumerate(user.operands) if o == source.name)
-            else:
-                return math.inf
-        return math.inf if source.root else total
-
-    def _written(self, computation: str, value: Operation) -> float:
-        """Bytes of a fused computation's result that are new."""
-        inside = self.computations[computation]
-        if value.opcode == "tuple":
-            return sum(self._written(computation, inside[o]) for o in value.operands)
-        if value.opcode == "bitcast" and value.operands[0] in inside:
-            return self._written(computation, inside[value.operands[0]])
-        if value.opcode == "dynamic-update-slice":
-            return sum(a.bytes for a in self.arrays(computation, value.operands[1]))
-        if value.opcode == "scatter":
-            return sum(a.bytes for a in self.arrays(computation, value.operands[-1]))
-        if value.opcode == "fusion":
-            return self._written(value.calls[0], self.root(value.calls[0]))
-        return sum(a.bytes for a in value.arrays)
-
-
-class _Walk:
-    """Collects costs from a computation down."""
-
-    def __init__(self, module: Module):
-        self.module = module
-        self.operations: list[Cost] = []
-        self.collectives: list[tuple[float, Traffic]] = []
-        self.kernels: Counter[str] = Counter()
-        self.unknown: list[str] = []
-
-    def costs(self) -> Costs:
-        """What has been counted."""
-        unknown = tuple(dict.fromkeys(self.unknown))
-        return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown)
-
-    def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
-        """Counts all that a computation does, `times` times."""
-        for operation in self.module.computations[computation].values():
-            if operation.opcode == "while":
-                trips, inner = self.module._trips(computation, operation, state)
-                if trips is None:
-                    self.unknown.append(operation.name)
-                body = operation.attribute(r"body=%([\w.\-~]+)")
-                assert body
-                self.walk(body, times * (1 if trips is None else trips), inner)
-            elif operation.opcode == "conditional":
-                usual = [called for called in operation.calls if not self.module.rare(called)]
-                for called in usual:  # each as often as any other
-                    self.walk(called, times / len(usual), {})
-            elif operation.opcode in ("call", "call-start"):
-                for called in operation.calls:
-                    self.walk(called, times, {})
-            else:
-                self.count(computation, operation, times)
-
-    def count(self, computation: str, operation: Operation, times: float) -> None:
-        """One operation that is no loop."""
-        module, chain = self.module, self.module.chained(operation)
-        begins = chain is None or operation.name.startswith(_CHAIN_START)
-        if traffic := module.traffic(computation, operation):
-            self.collectives.append((times, traffic))
-        if operation.opcode in ("fusion", "async-start") and begins:
-            for called in operation.calls:
-                for inner in module.computations[called].values():
-                    if traffic := module.traffic(called, inner):
-                        self.collectives.append((times, traffic))
-        flops, moved = module.product_flops(computation, operation), module.moved(computation, operation)
-        if _is_kernel(operation):
-            flops, moved = self.kernel(operation, times, moved)
-        if chain and begins:
-            moved += module.moved(operation.calls[0], chain[1])
-        host = module.moved(computation, operation, space=5)
-        if flops or moved or host:
-            where = f"{operation.opcode} {operation.name}"
-            self.operations.append(Cost(times, flops, moved, host, where, operation.scope))
-
-    def kernel(self, operation: Operation, times: float, moved: float) -> tuple[float, float]:
-        """Flops and bytes of a Pallas kernel as it estimates them, else none and those of its arguments."""
-        flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
-        if flops is None or moves is None:
-            self.kernels[re.sub(r"[.\d]+$", "", operation.name)] += times  # pyright: ignore[reportArgumentType]
-            return 0.0, moved
-        fill = next((f for name, f in self.module.filled.items() if operation.name.startswith(name)), 1.0)
-        return fill * float(flops), float(moves)
-
-
-def _is_kernel(operation: Operation) -> bool:
-    return operation.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in operation.attributes
-
-
-def _group_size(operation: Operation) -> int:
-    """How many devices a collective joins: the text lists groups, or says how a mesh is cut into them."""
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", operation.attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
-        return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", operation.attributes):
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", operation.attributes):
-        return found[1].count(",") + 1
-    return 2 if "source_target_pairs" in operation.attributes else 0
-
-
-def _convolution_flops(
-    operation: Operation, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]
-) -> float:
-    """2 × outputs × what each adds up; of a window only the places that lie on the input, not on its padding.
-
-    The TPU's compiler writes batched products so: with a dimension of heads as a window of which one place counts.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
-    assert labels, operation.attributes[:200]
-    image, kernel, result = labels.groups()
-    window = operation.attribute(r"window=\{([^}]*)\}") or ""
-    settings = dict(re.findall(r"(\w+)=([\w\-x]+)", window))
-    total = 2.0 * out[result.index("b")] * out[result.index("f")] * right[kernel.index("i")]
-    spatial = sorted(c for c in kernel if c.isdigit())
-
-    def setting(name: str, place: int, default: str) -> str:
-        return settings[name].split("x")[place] if name in settings else default
-
-    for place, digit in enumerate(spatial):
-        size, outputs = left[image.index(digit)], out[result.index(digit)]
-        low = int(setting("pad", place, "0_0").split("_")[0])
-        stride, spread = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
-        hollow = int(setting("lhs_dilate", place, "1"))
-        taps, reach = right[kernel.index(digit)], (size - 1) * hollow + 1
-        total *= sum(
-            1
-            for o in range(outputs)
-            for w in range(taps)
-            if 0 <= (at := o * stride + w * spread - low) < reach and at % hollow == 0
-        )
-    return total
 
 
 def _lines(text: str) -> Iterator[str]:

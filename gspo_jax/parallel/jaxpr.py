@@ -13,7 +13,7 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
 
     Inside `jax.shard_map` a product stands for one on each shard, outside for all of it. `devices` is how many shards
     one product of this jaxpr stands for. A loop whose turns depend on data counts as often as its scope says
-    (`hlo.at_most`), or once. `filled` is that of `hlo.Module`.
+    (`hlo.at_most`), or once. `filled` is that of `costs.Program`.
     """
 
     def inside(jaxpr: Any, devices: int = devices) -> float:

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import hlo, jaxpr
 from gspo_jax.parallel import mesh as mesh_lib
 
 
 def compiled(f, *arguments):
-    return hlo.Module(jax.jit(f).lower(*arguments).compile().as_text())
+    return costs_lib.Program(jax.jit(f).lower(*arguments).compile().as_text())
 
 
 def ones(*shape):
@@ -75,7 +76,7 @@ def test_collectives_of_a_mesh():
     with jax.set_mesh(mesh):
         spec = PartitionSpec(("fsdp", "expert"))
         f = jax.shard_map(body, in_specs=spec, out_specs=PartitionSpec("fsdp"), check_vma=True)
-        module = hlo.Module(jax.jit(f).lower(x).compile().as_text())
+        module = costs_lib.Program(jax.jit(f).lower(x).compile().as_text())
     sent = module.costs().by_group()
     assert sent["all-gather", 4][:2] == (1, 3 * 64 * 4)
     assert sent["all-reduce", 2][:2] == (1, 2 * 0.5 * 4 * 64 * 4)
@@ -104,7 +105,7 @@ def test_a_branch_for_rare_cases_is_not_counted():
 
 
 def module(body, head="HloModule m", inner=""):
-    return hlo.Module(f"{head}\n\n{textwrap.dedent(inner)}\nENTRY %main (p: f32[]) -> f32[] {{\n{body}\n}}\n")
+    return costs_lib.Program(f"{head}\n\n{textwrap.dedent(inner)}\nENTRY %main (p: f32[]) -> f32[] {{\n{body}\n}}\n")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_kernels_by_their_own_estimate():
     estimate = '"cost_estimate":{"flops":"1000","transcendentals":"0","bytes_accessed":"64"}'
     text = f"  %p = bf16[128]{{0}} parameter(0)\n  %gmm.3 = bf16[128]{{0}} {call.replace('CONFIG', estimate)}"
     text += f"\n  ROOT %splash.1 = bf16[128]{{0}} {call.replace('CONFIG', '')}"
-    body = hlo.Module(f"ENTRY %main (p: f32[]) -> f32[] {{\n{text}\n}}\n", filled={"gmm": 0.25})
+    body = costs_lib.Program(f"ENTRY %main (p: f32[]) -> f32[] {{\n{text}\n}}\n", filled={"gmm": 0.25})
     costs = body.costs()
     assert (costs.flops, costs.bytes) == (250, 64 + 2 * 2 * 128)
     assert costs.kernels == {"splash": 1}
@@ -170,19 +171,19 @@ def test_kernels_by_their_own_estimate():
 
 def test_the_largest_bound_counts_for_every_operation():
     costs = compiled(lambda a, b: a @ b, ones(8, 16), ones(16, 32)).costs()
-    assert costs.seconds(hlo.Rates(costs.flops, 1e30, 1)) == pytest.approx(1)
-    assert costs.seconds(hlo.Rates(1e30, costs.bytes / 2, 1)) == pytest.approx(2)
+    assert costs.seconds(costs_lib.Rates(costs.flops, 1e30, 1)) == pytest.approx(1)
+    assert costs.seconds(costs_lib.Rates(1e30, costs.bytes / 2, 1)) == pytest.approx(2)
 
 
 GATHER = "all-gather(%{}), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{0}}{}"
 """Of 8 numbers, 32 bytes: each device sends 96."""
-RATES = hlo.Rates(flops=1e30, bandwidth=64.0, links=96.0)
+RATES = costs_lib.Rates(flops=1e30, bandwidth=64.0, links=96.0)
 """Negating 16 numbers reads and writes 128 bytes: 2 s. A gather reads and writes 160, 2.5 s, and sends for 1 s."""
 
 
-def in_line(body: str, *, called: str = "") -> hlo.Module:
+def in_line(body: str, *, called: str = "") -> costs_lib.Program:
     """A program of these lines."""
-    return hlo.Module(f"""HloModule m, is_scheduled=true
+    return costs_lib.Program(f"""HloModule m, is_scheduled=true
 
 {called}
 ENTRY %main (p: f32[8], x: f32[16]) -> f32[16] {{
