@@ -37,6 +37,9 @@ LONGEST_FIRST = (
     "test_train",
     "test_resume",
     "test_decoder",
+    "test_replay",
+    "test_episodes",
+    "test_transformer",
 )
 """Files that take a minute or more: begun first, so that no worker is left alone with one at the end."""
 

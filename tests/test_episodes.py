@@ -237,6 +237,7 @@ def test_responses_begin_with_an_opening(sampler):
     assert rollout.mask.sum(axis=1).min() < T, "it may end"
 
 
+@pytest.mark.slow
 def test_turns_in_parts(sampler):
     """Partial rollouts of several turns are those that one call after the other plays to the end."""
     player = Player(sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, turns=3)

@@ -105,6 +105,7 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
     assert_same(native, learn(params(), rollout, np.full_like(native[1].routes.experts, -1)))
 
 
+@pytest.mark.slow
 def test_nor_does_it_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
     with jax.set_mesh(mesh), quick_compilation():
