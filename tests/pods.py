@@ -23,7 +23,7 @@ def free_port() -> int:
         return unbound.getsockname()[1]
 
 
-def environment(count: int, number: int, port: int) -> Mapping[str, str]:
+def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, str]:
     """What a process of several is told. Most runs are of programs that another one has compiled."""
     cached = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     told = {"COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": str(count), "PROCESS_ID": str(number)}

@@ -111,11 +111,10 @@ def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, 
 
 @pytest.mark.slow
 def test_a_critic_is_in_the_checkpoint(data, adder, tmp_path, written):
-    config = settings(data, model__folder=str(adder), objective__name="ppo")
-    rows, config.iterations = run(config, tmp_path / "whole", written), 1
-    train(config, tmp_path / "resumed")
-    config.iterations = 3
-    again = run(config, tmp_path / "resumed", written)
+    chosen = {"model__folder": str(adder), "objective__name": "ppo"}
+    rows = run(settings(data, **chosen), tmp_path / "whole", written)
+    train(settings(data, **chosen, iterations=1), tmp_path / "resumed")
+    again = run(settings(data, **chosen), tmp_path / "resumed", written)
     for row, other in zip(rows, again, strict=True):
         same = [k for k in row if not k.startswith(("eval/", *CLOCK))]
         assert [row[k] for k in same] == [other[k] for k in same]

@@ -60,6 +60,7 @@ def whole(data) -> Callable[[str], Path]:
 
 KINDS = {
     "": ["--config.reference.kl_weight=0.01"],
+    "dapo": ["--config.sampling.slots=32"],
     "dapo,partial": ["--config.sampling.slots=32"],
     "calculator": [],
     "steps": ["--config.training.old_logprobs=recompute", "--config.routing.replay=r2"],
@@ -77,7 +78,7 @@ def test_rows_of_four_processes():
 
 
 @slow
-@pytest.mark.parametrize(("kind", "count"), [("", 2), ("", 4), ("calculator", 2), ("steps", 2)])
+@pytest.mark.parametrize(("kind", "count"), [("", 2), ("", 4), ("dapo", 2), ("calculator", 2), ("steps", 2)])
 def test_any_number_of_processes_trains_the_same(kind, count, whole, data, tmp_path):
     one = whole(kind)
     cold = whole("") / "coldstart"
@@ -240,7 +241,7 @@ def launch(repository: Path, *words: str) -> subprocess.Popen:
     script = str(repository / "launch" / "cpu_pod.sh")
     return subprocess.Popen(
         ["bash", script, *words],
-        env=environment(1, 0, 0),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from tests.pods import environment
 from tests.tiny import mostly_slow
 
 ROOT = Path(__file__).parent.parent
@@ -24,8 +25,9 @@ def start(kind: str, workdir: Path, data: Path, model: Path | None) -> subproces
     command += [f"--config.iterations={ITERATIONS}", f"--config.data.data_dir={data}"]
     if model is not None:
         command.append(f"--config.model.folder={model}")
-    cached = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # the later starts compile nothing
-    return subprocess.Popen(command, cwd=ROOT, env=cached, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -72,6 +74,7 @@ def test_kill_9_and_resume_is_bitwise_equal(kind, tmp_path):
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
     assert metrics(whole) == metrics(broken)
+    assert max(row.get("actor/grad_norm", 0) for row in metrics(whole)) > 0.1, "there is something to learn"
     if "partial" in kind:
         older = [row["response/older"] for row in metrics(whole) if row.get("iteration", 0) > 2]
         assert max(older) > 0, "some responses went on from the buffer of the checkpoint"
