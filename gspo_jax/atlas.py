@@ -20,7 +20,7 @@ import numpy as np
 
 from gspo_jax.objectives import Objective, catalogue, make
 from gspo_jax.objectives.surrogates import Batch
-from gspo_jax.training.drawing import GREY, PALETTE, Parser, picture
+from gspo_jax.reporting.drawing import GREY, PALETTE, Parser, picture
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:

@@ -39,10 +39,10 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting.drawing import Parser
+from gspo_jax.reporting.progress import make_table
 from gspo_jax.rollout.sampler import Sampler, Spent
-from gspo_jax.training.drawing import Parser
 from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.training.progress import make_table
 from gspo_jax.training.scoring import make_old_policy
 from gspo_jax.training.state import new_state, state_shardings
 from gspo_jax.training.update import make_update

@@ -27,8 +27,8 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import hosts, processes
+from gspo_jax.reporting.progress import Progress
 from gspo_jax.training import state as state_lib
-from gspo_jax.training.progress import Progress
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Responses, UserError

@@ -23,10 +23,10 @@ from gspo_jax import experiment
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting.drawing import Parser
+from gspo_jax.reporting.writers import read_config
+from gspo_jax.storage import CHECKPOINTS, RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from gspo_jax.training.drawing import Parser
-from gspo_jax.training.folder import CHECKPOINTS, RunFolder
-from gspo_jax.training.metrics import read_config
 from gspo_jax.types import UserError
 
 DTYPES = ("float32", "bfloat16")

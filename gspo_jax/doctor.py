@@ -24,11 +24,9 @@ from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from gspo_jax import cli, experiment
+from gspo_jax import cli, experiment, storage
 from gspo_jax.config import base
-from gspo_jax.training import folder as folder_lib
-from gspo_jax.training.folder import BUCKET
-from gspo_jax.training.progress import make_table
+from gspo_jax.reporting.progress import make_table
 from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -189,7 +187,7 @@ def compilation_cache() -> Finding:
 def run_folder(workdir: str) -> list[Finding]:
     """Whether a run could keep its files there, and on how much space."""
     found = [_writable("run folder", workdir)]
-    if workdir.startswith(BUCKET) or found[0].state == "failed":
+    if workdir.startswith(storage.BUCKET) or found[0].state == "failed":
         return found
     if jax.process_count() > 1:
         remedy = "Hosts share no disk: use --workdir=gs://BUCKET/RUN, unless all processes are on this machine."
@@ -203,7 +201,7 @@ def run_folder(workdir: str) -> list[Finding]:
 
 def _writable(check: str, place: str) -> Finding:
     try:
-        folder_lib.check_writable(folder_lib.find(place))
+        storage.check_writable(storage.find(place))
     except Exception as error:  # storage, its transport and its credentials each have their own
         remedy = "Check that it exists, and that this machine's account may read and write it."
         return Finding(check, "failed", f"{place}: {type(error).__name__}: {error}", remedy)

@@ -16,10 +16,10 @@ from gspo_jax import cli, experiment
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.parallel import hosts
+from gspo_jax.reporting.writers import existing_folder
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
-from gspo_jax.training.folder import open_folder
-from gspo_jax.training.metrics import existing_folder
+from gspo_jax.storage import open_folder
 
 
 @dataclasses.dataclass(frozen=True)

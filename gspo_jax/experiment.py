@@ -40,8 +40,8 @@ from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.replay import REPLAYS
+from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, Restored, load_newest
-from gspo_jax.training.folder import RunFolder
 from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties

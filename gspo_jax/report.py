@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from gspo_jax.training import pages
-from gspo_jax.training.drawing import GREY, Parser, picture
-from gspo_jax.training.panels import FEW, MANY, PANELS
-from gspo_jax.training.progress import make_table
-from gspo_jax.training.runs import Group, facts, group_runs, load_run
+from gspo_jax.reporting import pages
+from gspo_jax.reporting.drawing import GREY, Parser, picture
+from gspo_jax.reporting.panels import FEW, MANY, PANELS
+from gspo_jax.reporting.progress import make_table
+from gspo_jax.reporting.runs import Group, facts, group_runs, load_run
 from gspo_jax.types import UserError
 
 WIDTH, HEAD, ROW = 11.6, 0.8, 3.2

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo_jax.training.drawing import GREY, INK, PALETTE, Parser, picture
+from gspo_jax.reporting.drawing import GREY, INK, PALETTE, Parser, picture
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
-from gspo_jax.run import Clock, open_run
+from gspo_jax.run.session import Clock, open_run
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_jax.training.metrics import read_metrics
+from gspo_jax.reporting.writers import read_metrics
 
 ROOT = Path(__file__).parent.parent
 ROUNDED = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")

@@ -11,7 +11,7 @@ import pytest
 from gspo_jax import atlas, objectives
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.surrogates import Batch, Surrogate
-from gspo_jax.training import drawing
+from gspo_jax.reporting import drawing
 
 E2 = math.exp(2)
 SOFT = 4 * E2 / (1 + E2) ** 2

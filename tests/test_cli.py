@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_jax import cli, experiment
-from gspo_jax.run import check_same_run
+from gspo_jax.run.session import check_same_run
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent

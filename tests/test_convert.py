@@ -17,8 +17,8 @@ from gspo_jax import convert, experiment
 from gspo_jax.config import base
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface
+from gspo_jax.reporting.writers import write_config
 from gspo_jax.training.checkpoint import Checkpointer
-from gspo_jax.training.metrics import write_config
 from gspo_jax.training.state import new_state
 from gspo_jax.types import UserError
 

@@ -11,10 +11,10 @@ from gspo_jax import objectives
 from gspo_jax.objectives.advantages import gae, group_steps, group_zscore
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting.progress import Progress
 from gspo_jax.rounds import Rounds, Scored
-from gspo_jax.run import Clock, Run, without_failures
+from gspo_jax.run.session import Clock, Run, without_failures
 from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.training.progress import Progress
 from gspo_jax.types import OldPolicy, Rollout
 
 B, T, G = 4, 5, 2
@@ -166,7 +166,7 @@ def test_contrast_is_between_responses_that_could_be_scored():
 def test_a_phase_that_comes_again_adds_up(monkeypatch):
     """Each round has its data, sampling and rewards; the clock adds them."""
     times = iter([0.0, 1.0, 2.0, 4.0, 7.0, 7.0])
-    monkeypatch.setattr("gspo_jax.run.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("gspo_jax.run.session.time.perf_counter", lambda: next(times))
     clock = Clock(type("Silent", (), {"phase": lambda self, name: None})())
     for phase in ("data", "sample", "data"):
         clock.phase(phase)

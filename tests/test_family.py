@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, experiment, objectives
 from gspo_jax.models.dispatch import Dispatch
+from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
 from gspo_jax.train import train
-from gspo_jax.training.metrics import read_metrics
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow, quick_compilation
 

@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 
-from gspo_jax.training import progress
-from gspo_jax.training.progress import Progress, duration, make_table, printable
+from gspo_jax.reporting import progress
+from gspo_jax.reporting.progress import Progress, duration, make_table, printable
 
 RUN = """
     import time
-    from gspo_jax.training.progress import Progress
+    from gspo_jax.reporting.progress import Progress
     with Progress(3, label="tiny") as bar:
         for reward in (0.25, 0.5, 0.75):
             bar.phase("sampling")

@@ -23,7 +23,7 @@ from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing import drift
 from gspo_jax.routing.replay import replayed
-from gspo_jax.training import statistics
+from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, make_old_policy, of_responses, score
 from gspo_jax.training.state import new_state
 from gspo_jax.training.update import Penalties, make_update
@@ -373,8 +373,8 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
         mask=batch.mask,
         advantages=batch.advantages,
     )
-    sums, maxima = statistics.of_policy(dataclasses.replace(scores, routes=routes), batch, info, num_experts=E)
-    assert statistics.metrics({"loss": 0.0, **sums}, maxima)["routing/dropped"] == 0.25
+    sums, maxima = metrics_lib.of_policy(dataclasses.replace(scores, routes=routes), batch, info, num_experts=E)
+    assert metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)["routing/dropped"] == 0.25
 
 
 def test_without_coefficients_there_are_no_router_losses(rollout, olds, first):

@@ -15,8 +15,8 @@ import pytest
 from gspo_jax import report
 from gspo_jax.config import base
 from gspo_jax.objectives import catalogue
-from gspo_jax.training import drawing, pages, panels, runs
-from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, write_config
+from gspo_jax.reporting import drawing, pages, panels, runs
+from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, write_config
 from gspo_jax.types import UserError
 
 

@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 from gspo_jax import cli, coldstart, evaluate, experiment
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
-from gspo_jax.run import response_metrics
+from gspo_jax.reporting.writers import read_metrics, read_samples
+from gspo_jax.run.session import response_metrics
 from gspo_jax.train import train
-from gspo_jax.training.metrics import read_metrics, read_samples
 from gspo_jax.types import UserError
 from tests.pods import assert_same_metrics, succeed
 from tests.tiny import CONFIG, quick_compilation

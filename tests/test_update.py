@@ -24,7 +24,7 @@ from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import REPLAYS, replayed
-from gspo_jax.training import statistics
+from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
@@ -207,14 +207,14 @@ def by_the_definition(batch: Experience, name: str, replay: str):
         if objective.critic:
             losses, clipped = value_loss(value, old.values, batch.returns, mask, clip=objective.critic.value_clip)
             total += objective.critic.value_weight * (weights * losses).sum()
-            sums["critic"] = statistics.of_critic(value, batch.returns, losses, clipped, mask)
+            sums["critic"] = metrics_lib.of_critic(value, batch.returns, losses, clipped, mask)
         return total, (info, {"loss": total, **sums})
 
     said = (scores.logprobs, scores.entropy, value)
     back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
-    more, maxima = statistics.of_policy(scores, batch, info, num_experts=CONFIG.num_experts, replayed=asked)
+    more, maxima = metrics_lib.of_policy(scores, batch, info, num_experts=CONFIG.num_experts, replayed=asked)
     policy, critic = pulled_back(trained, batch, native if asked is None else asked, back)
-    return [policy, critic] if objective.critic else [policy], statistics.metrics(sums | more, maxima)
+    return [policy, critic] if objective.critic else [policy], metrics_lib.from_sums(sums | more, maxima)
 
 
 @pytest.mark.usefixtures("quick")

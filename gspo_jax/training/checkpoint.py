@@ -14,8 +14,8 @@ import numpy as np
 from orbax.checkpoint import utils as ocp_utils
 from orbax.checkpoint import v1 as ocp
 
-from gspo_jax.training import folder as folder_lib
-from gspo_jax.training.folder import AnyPath
+from gspo_jax import storage
+from gspo_jax.storage import AnyPath
 from gspo_jax.types import UserError
 
 Tree = TypeVar("Tree")
@@ -50,7 +50,7 @@ class Checkpointer:
         policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
         # Temporary folders are what a killed save leaves behind; none of them is a checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
-            str(folder_lib.find(folder)),
+            str(storage.find(folder)),
             preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
@@ -119,7 +119,7 @@ def load_newest(folder: AnyPath, shapes: Tree, shardings: Tree) -> Restored | No
     steps = [int(path.name) for path in found if ocp_utils.is_checkpoint_finalized(path)]
     if not steps:
         return None
-    path = str(folder_lib.find(folder) / str(max(steps)))
+    path = str(storage.find(folder) / str(max(steps)))
     saved: Any = ocp.checkpointables_metadata(path).metadata
     names = named_leaves(saved["state"])
     wanted = _abstract(shapes, shardings)

@@ -1,310 +1,181 @@
-"""A run folder's files for people and programs: metrics.jsonl, tb/, samples/, config.json.
+"""What an update tells of itself: sums that add up over micro-batches, and the metrics made of them.
 
-`metrics.jsonl` is the record; everything else can be lost. Only process 0 may hold the writers. Names are explained in
-docs/metrics.md. Nothing here draws (see report.py) and nothing here shows progress (see progress.py).
+Names are explained in docs/metrics.md.
 """
 
-import difflib
-import json
-import math
-import os
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from absl import logging
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.types import UserError
+from gspo_jax import objectives
+from gspo_jax.models.moe import Routes
+from gspo_jax.objectives import Info
+from gspo_jax.routing import drift as drift_lib
+from gspo_jax.routing import load as load_lib
+from gspo_jax.training.scoring import ModelScores, of_responses
+from gspo_jax.types import Experience
 
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.json"
-MAX_LIST = 1024
-"""Longest list a metric may be: one number per layer or expert, never one per token."""
-_TB_FLUSH_S = 5.0
+Metrics = dict[str, Any]
 
 
-class MetricsWriter:
-    """Writes `metrics.jsonl`, one JSON object per step, and mirrors its numbers to TensorBoard under `tb/`.
+def of_policy(
+    scores: ModelScores,
+    batch: Experience,
+    info: Info,
+    *,
+    num_experts: int,
+    replayed: Int[Array, "L B N K"] | None = None,
+) -> tuple[Metrics, Metrics]:
+    """What every objective reports of a micro-batch: sums over its tokens; maxima over tokens and responses.
 
-    No step is there twice, also after a crash: `after_step=N` says that the run continues from step N,
-    so lines of later steps and a half-written last line are removed first, atomically. `after_step=None` is a run that
-    starts at the beginning; lines that an earlier start left there are set aside as `metrics.jsonl.old`. Write step N
-    before the checkpoint of step N is committed, and no step is missing either.
+    Args:
+      scores, batch, info: what the policy, the old policy and the objective say of it.
+      num_experts: E; 0 of a dense model, which routes nothing.
+      replayed: the experts that the forward was given, -1 where it chose.
     """
-
-    def __init__(self, workdir: str | os.PathLike[str], *, after_step: int | None = None):
-        self._path = Path(workdir) / METRICS_FILE
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.last_step: int = -1
-        """Newest step in the file, -1 when it is empty."""
-        self._names: set[str] = set()  # of the newest step
-        self._recover(after_step)
-        self._path.touch()
-        self._file = open(self._path, "r+b")  # noqa: SIM115  held until close()
-        self._file.seek(0, os.SEEK_END)
-        self._tensorboard = _TensorBoard(self._path.parent / "tb", first_step=self.last_step + 1)
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes the line of `step` and flushes it; the newest step's line grows when it is written again.
-
-        Values are numbers or one-dimensional lists of at most MAX_LIST numbers, of Python, NumPy or jax; NaN and
-        infinities become null. A line takes only names that it lacks: an evaluation repeated after a resume changes
-        nothing. A step below the newest one is a ValueError.
-        """
-        step = int(step)
-        if step < self.last_step:
-            raise ValueError(f"metrics of step {step} come after step {self.last_step}; write them in order")
-        if clash := {"step", "time"} & set(metrics):
-            raise ValueError(f"metrics must not be named {' or '.join(sorted(clash))}: every line has those already")
-        known = self._names if step == self.last_step else set()
-        fresh = {name: _plain(name, value) for name, value in metrics.items() if name not in known}
-        if not fresh:
-            return
-        now = time.time()
-        if step == self.last_step:
-            self._file.seek(-len("}\n"), os.SEEK_CUR)
-            line = ", " + _dumps(fresh)[1:]
-        else:
-            line = _dumps({"step": step, "time": round(now, 3), **fresh})
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        self.last_step, self._names = step, known | set(fresh)
-        self._tensorboard.write(step, now, fresh)
-
-    def close(self) -> None:
-        """Closes both files; a second call does nothing."""
-        self._file.close()
-        self._tensorboard.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _recover(self, after_step: int | None) -> None:
-        if not self._path.exists():
-            return
-        if after_step is None:
-            if self._path.stat().st_size:
-                aside = self._path.with_name(METRICS_FILE + ".old")
-                logging.warning("%s is of a run that left no checkpoint; kept as %s", self._path, aside.name)
-                os.replace(self._path, aside)
-            return
-        rows, broken = _parse(self._path)
-        if damaged := [number for number, is_last in broken if not is_last]:
-            logging.warning("%s: dropped lines %s, which are no metrics", self._path, damaged)
-        kept = [row for row in rows if row["step"] <= after_step]
-        _replace(self._path, "".join(_dumps(row) + "\n" for row in kept))
-        if kept:
-            self.last_step, self._names = kept[-1]["step"], set(kept[-1])
-        if self.last_step < after_step:
-            logging.warning(
-                "%s ends at step %d but the run continues from step %d: the steps between are lost",
-                self._path,
-                self.last_step,
-                after_step,
-            )
+    rollout, mask = batch.rollout, batch.mask
+    d = jnp.where(mask, scores.logprobs - batch.old.logprobs, 0)
+    x = jnp.where(mask, scores.logprobs - rollout.logprobs, 0)
+    s = d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+    sums = {
+        "entropy": jnp.where(mask, scores.entropy, 0).sum(),
+        "kl": (jnp.exp(d) - 1 - d).sum(),
+        "mismatch_k1": -x.sum(),
+        "mismatch_k3": (jnp.exp(x) - 1 - x).sum(),
+        "mismatch_abs": jnp.abs(x).sum(),
+        "spread": jnp.stack([z.sum() for z in (d, d * d, s, s * s, mask.any(axis=1).astype(jnp.float32))]),
+        "moments": _moments(scores.logprobs, rollout.logprobs, mask),
+        "clip": objectives.clip_sums(info, mask),
+    }
+    if num_experts:
+        sums["routes"] = _of_routes(scores.routes, batch, num_experts, replayed)
+    if batch.correction is not None:
+        sums["correction"] = jnp.where(mask, batch.correction, 0).sum()
+        sums["dropped"] = (mask & (batch.correction == 0)).sum().astype(jnp.float32)
+    maxima = {
+        "token": jnp.abs(d).max(),
+        "sequence": jnp.abs(s).max(),
+        "mismatch": jnp.abs(x).max(),
+    }
+    return sums, maxima
 
 
-class _TensorBoard:
-    """Scalars to one event file, written in the caller's thread.
+def _of_routes(routes: Routes, batch: Experience, num_experts: int, replayed: Array | None) -> Metrics:
+    """Drift against the old policy, load, what was replayed and what was dropped, over response tokens."""
+    rollout, mask, old = batch.rollout, batch.mask, batch.routes
 
-    tensorboardX's own SummaryWriter hands events to a thread through a bounded queue: when the disk fails the thread
-    dies, the queue fills and the next write waits for ever. Here a failure is an exception, reported once and let go.
+    def recorded(x: Array) -> Array:
+        return of_responses(jnp.moveaxis(x, 2, 0), rollout)
+
+    now = jax.tree.map(lambda x: of_responses(jax.lax.stop_gradient(x), rollout), routes)
+    sums: Metrics = {
+        "drift": drift_lib.compare(
+            recorded(old.experts),
+            now.chosen,
+            mask,
+            old_logprobs=None if old.logprobs is None else recorded(old.logprobs),
+            new_logprobs=now.watched,
+        ),
+        "load": load_lib.pairs(now.experts, mask, num_experts=num_experts),
+        "dropped": jnp.where(mask, now.dropped.sum(axis=0), 0).sum().astype(jnp.float32),
+    }
+    if replayed is not None:
+        known = (of_responses(replayed, rollout) >= 0).all(axis=3)
+        sums["replayed"] = jnp.where(mask, known.mean(axis=0), 0).sum()
+    return sums
+
+
+def of_critic(
+    values: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    losses: Float[Array, "B T"],
+    clipped: Bool[Array, "B T"],
+    mask: Bool[Array, "B T"],
+) -> Metrics:
+    """Sums over a micro-batch's tokens of what a critic reports."""
+    errors = returns - values
+    return {
+        "losses": jnp.where(mask, losses, 0).sum(),
+        "clipped": jnp.where(mask, clipped, False).sum().astype(jnp.float32),
+        "values": jnp.where(mask, values, 0).sum(),
+        "moments": _moments(errors, returns, mask),
+    }
+
+
+def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
+    """Means per token to learn from, rates and maxima, by their names in metrics.jsonl."""
+    tokens = jnp.maximum(sums["clip"].tokens, 1)
+    d, d2, s, s2, rows = sums["spread"]
+    rows = jnp.maximum(rows, 1)
+    found = {
+        "update/tokens": sums["clip"].tokens,
+        "actor/loss": sums["loss"],
+        "actor/entropy": sums["entropy"] / tokens,
+        "actor/kl": sums["kl"] / tokens,
+        "ratio/token_log_std": jnp.sqrt(jnp.maximum(d2 / tokens - (d / tokens) ** 2, 0)),
+        "ratio/sequence_log_std": jnp.sqrt(jnp.maximum(s2 / rows - (s / rows) ** 2, 0)),
+        "ratio/token_log_max": maxima["token"],
+        "ratio/sequence_log_max": maxima["sequence"],
+        "mismatch/kl": sums["mismatch_k3"] / tokens,
+        "mismatch/kl_k1": sums["mismatch_k1"] / tokens,
+        "mismatch/mean": sums["mismatch_abs"] / tokens,
+        "mismatch/max": maxima["mismatch"],
+        "mismatch/pearson": _pearson(sums["moments"], tokens),
+        **objectives.clip_fractions(sums["clip"]),
+    }
+    if "routes" in sums:
+        found |= _routing_metrics(sums["routes"], tokens)
+    if "balance" in sums:
+        found["routing/balance_loss"] = sums["balance"] / tokens
+    if "z" in sums:
+        found["routing/z_loss"] = sums["z"] / tokens
+    if "correction" in sums:
+        found["mismatch/weight_mean"] = sums["correction"] / tokens
+        found["mismatch/dropped"] = sums["dropped"] / tokens
+    if "reference_kl" in sums:
+        found["reference/kl"] = sums["reference_kl"] / tokens
+    return found | (_critic_metrics(sums["critic"], tokens) if "critic" in sums else {})
+
+
+def _routing_metrics(sums: Metrics, tokens: Array) -> Metrics:
+    found = drift_lib.metrics(sums["drift"]) | load_lib.metrics(sums["load"])
+    found["routing/dropped"] = sums["dropped"] / jnp.maximum(sums["load"].sum(), 1)
+    if "replayed" in sums:
+        found["routing/replayed"] = sums["replayed"] / tokens
+    return found
+
+
+def _critic_metrics(sums: Metrics, tokens: Array) -> Metrics:
+    unexplained, spread, _ = _variances(sums["moments"], tokens)
+    return {
+        "critic/loss": sums["losses"] / tokens,
+        "critic/value_mean": sums["values"] / tokens,
+        "critic/return_mean": sums["moments"][1] / tokens,
+        "critic/clip_fraction": sums["clipped"] / tokens,
+        # Of equal returns there is nothing to explain.
+        "critic/explained_variance": jnp.where(spread > 0, 1 - unexplained / jnp.where(spread > 0, spread, 1), 0.0),
+    }
+
+
+def _moments(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " 6"]:
+    """Sums over the mask of x, y and x − y, then of their squares: what variances and a correlation are made of."""
+    each = [jnp.where(mask, z, 0) for z in (x, y, x - y)]
+    return jnp.stack([z.sum() for z in each] + [(z * z).sum() for z in each])
+
+
+def _variances(moments: Float[Array, " 6"], n: Array) -> Float[Array, " 3"]:
+    """Of x, y and x − y."""
+    means, squares = (moments / n).reshape(2, 3)
+    return jnp.maximum(squares - means**2, 0)
+
+
+def _pearson(moments: Float[Array, " 6"], n: Array) -> Array:
+    """Pearson's correlation; 1 where either side is constant, as two equal constants agree.
+
+    By the variance of x − y and not by that of x·y, in which float32 would lose what tells two good copies apart.
     """
-
-    def __init__(self, folder: Path, *, first_step: int):
-        self._writer: EventsWriter | None = None
-        self._flushed = 0.0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns() % 10**9}")
-            # TensorBoard drops what earlier event files say about this step and later ones.
-            start = Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
-            self._writer.write_event(start)
-        except Exception as error:
-            self._give_up(error)
-
-    def write(self, step: int, now: float, metrics: Mapping[str, Any]) -> None:
-        if self._writer is None:
-            return
-        try:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(metrics)]
-            self._writer.write_event(Event(step=step, wall_time=now, summary=Summary(value=values)))
-            if now - self._flushed >= _TB_FLUSH_S:
-                self._writer.flush()
-                self._flushed = now
-        except Exception as error:  # whatever the back-end raises, training goes on
-            self._give_up(error)
-
-    def close(self) -> None:
-        if self._writer is None:
-            return
-        try:
-            self._writer.close()
-        except Exception as error:
-            self._give_up(error)
-        self._writer = None
-
-    def _give_up(self, error: Exception) -> None:
-        self._writer = None
-        logging.warning("TensorBoard is off from here (%s); %s stays complete", error, METRICS_FILE)
-
-
-class SamplesWriter:
-    """Writes sampled completions, one file per step: `samples/step_000010.jsonl`, one JSON object per completion.
-
-    Files appear whole or not at all. `after_step` as in MetricsWriter: files of later steps are removed.
-    """
-
-    def __init__(self, workdir: str | os.PathLike[str], *, after_step: int | None = None):
-        self._folder = Path(workdir) / "samples"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for step, path in _sample_files(self._folder):
-            if step > (-1 if after_step is None else after_step):
-                path.unlink()
-
-    def write(
-        self,
-        step: int,
-        *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        rewards: Sequence[Any],
-        answers: Sequence[str],
-    ) -> Path:
-        """Writes the completions of one step, replacing what was there for it; the four sequences run in parallel."""
-        lines = [
-            _dumps({"prompt": prompt, "completion": completion, "reward": _plain("reward", reward), "answer": answer})
-            for prompt, completion, reward, answer in zip(prompts, completions, rewards, answers, strict=True)
-        ]
-        path = self._folder / f"step_{step:06d}.jsonl"
-        _replace(path, "".join(line + "\n" for line in lines))
-        return path
-
-
-def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`, one per step; a half-written last line is left out.
-
-    NaN and infinities come back as None. Raises UserError where the folder or the file is missing or a line is broken.
-    """
-    path = existing_folder(workdir) / METRICS_FILE
-    if not path.exists():
-        raise UserError(f"{path} is missing: {workdir} is not the folder of a run, or the run has not begun to train")
-    rows, broken = _parse(path)
-    for number, is_last in broken:
-        if not is_last:
-            raise UserError(f"{path} line {number} is not a JSON object with a step; remove that line")
-    return rows
-
-
-def read_samples(workdir: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
-    """Returns the sampled completions by step, an empty dict where there are none."""
-    folder = Path(workdir) / "samples"
-    files = _sample_files(folder) if folder.is_dir() else []
-    return {step: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for step, path in files}
-
-
-def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:
-    """Writes `config.json`: the config's sections, and the command that started the run under `command`."""
-    if "command" in config:
-        raise ValueError("a config must not have a field named command: config.json keeps the run's command there")
-    Path(workdir).mkdir(parents=True, exist_ok=True)
-    _replace(Path(workdir) / CONFIG_FILE, json.dumps({"command": command, **config}, indent=2, default=list) + "\n")
-
-
-def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns what `write_config` wrote, `command` included; None where there is no `config.json`."""
-    path = Path(workdir) / CONFIG_FILE
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); restore it or delete it") from None
-
-
-def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns the folder as a path; where there is none, raises UserError with the nearest name beside it."""
-    path = Path(folder)
-    if not path.is_dir():
-        beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the --workdir of a run"
-        raise UserError(f"there is no folder {folder}{hint}")
-    return path
-
-
-def _parse(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:
-    """Returns the good rows, and (line number, is it the last) of each line that is no object with an integer step."""
-    lines = path.read_bytes().split(b"\n")
-    rows, broken = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-        else:
-            broken.append((number, number == len(lines)))  # the last line is the one without a line feed
-    return rows, broken
-
-
-def _plain(name: str, value: Any) -> float | int | list[Any]:
-    """Returns a number or list of numbers of Python; NaN stays for `_dumps`."""
-    array = np.asarray(value)
-    if array.ndim > 1 or array.size > MAX_LIST:
-        raise ValueError(f"metric {name} has shape {array.shape}; log a number or a list of at most {MAX_LIST}")
-    if array.dtype.kind in "OUSMm":
-        raise ValueError(f"metric {name} is {value!r}; log a number or a list of numbers")
-    if array.dtype.kind in "bui":
-        numbers = [int(x) for x in array.reshape(-1)]
-    elif array.dtype == np.float32:
-        # The shortest decimal that reads back as the same float32: 0.1, not 0.10000000149011612.
-        numbers = [float(str(x)) for x in array.reshape(-1)]
-    else:
-        numbers = [float(x) for x in array.reshape(-1)]
-    return numbers if array.ndim else numbers[0]
-
-
-def _dumps(row: Mapping[str, Any]) -> str:
-    """Strict JSON on one line, in ASCII (a completion may hold any character): NaN and infinities as null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, list):
-            return [finite(x) for x in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps({name: finite(value) for name, value in row.items()}, allow_nan=False)
-
-
-def _scalars(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Spreads lists as name/0, name/1 …"""
-    spread = []
-    for name, value in metrics.items():
-        spread += [(f"{name}/{i}", x) for i, x in enumerate(value)] if isinstance(value, list) else [(name, value)]
-    return spread
-
-
-def _sample_files(folder: Path) -> list[tuple[int, Path]]:
-    files = [(path.stem.removeprefix("step_"), path) for path in folder.glob("step_*.jsonl")]
-    return sorted((int(step), path) for step, path in files if step.isdigit())
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file whole: a crash leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    x, y, apart = _variances(moments, n)
+    spread = jnp.sqrt(x * y)
+    return jnp.where(spread > 0, (x + y - apart) / jnp.where(spread > 0, 2 * spread, 1), 1.0)

@@ -20,10 +20,10 @@ from gspo_jax.objectives.regularizers import kl, value_loss
 from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import Replay, replayed
-from gspo_jax.training import statistics
+from gspo_jax.training import metrics as metrics_lib
+from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, cut_rows, of_responses, score, values
 from gspo_jax.training.state import CriticRule, TrainState, step
-from gspo_jax.training.statistics import Metrics
 from gspo_jax.types import Experience
 
 UpdateFn = Callable[[TrainState, Experience, Array | int], tuple[TrainState, Metrics]]
@@ -89,7 +89,7 @@ def _loss(
         weights=weights if batch.correction is None else weights * batch.correction,
         router_shift=shift,
     )
-    sums, maxima = statistics.of_policy(
+    sums, maxima = metrics_lib.of_policy(
         scores,
         batch,
         info,
@@ -113,7 +113,7 @@ def _loss(
         assert old.values is not None and batch.returns is not None
         now = values(critic.graph, critic_params, rollout, scoring, policy_hidden=scores.hidden)
         losses, clipped = value_loss(now, old.values, batch.returns, mask, clip=objective.critic.value_clip)
-        sums["critic"] = statistics.of_critic(now, batch.returns, losses, clipped, mask)
+        sums["critic"] = metrics_lib.of_critic(now, batch.returns, losses, clipped, mask)
         loss += objective.critic.value_weight * (weights * losses).sum()
     return loss, ({"loss": loss, **sums}, maxima)
 
@@ -179,7 +179,7 @@ def make_update(
         grads, (sums, maxima) = jax.lax.scan(
             add, zeros, cut_rows((batch, weights), microbatches, group_size=group_size)
         )
-        metrics = statistics.metrics(
+        metrics = metrics_lib.from_sums(
             jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)
         )
         finite = jnp.isfinite(optax.global_norm(grads)) & jnp.isfinite(metrics["actor/loss"])

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 
-from gspo_jax.training import folder as folder_lib
+from gspo_jax import storage as storage_lib
+from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics
+from gspo_jax.storage import RunFolder, find, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from gspo_jax.training.folder import RunFolder, find, open_folder
-from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, read_metrics
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 def bucket(tmp_path, monkeypatch):
     """What stands for gs://bucket/run."""
     place = epath.Path(tmp_path / "bucket" / "run")
-    monkeypatch.setattr(folder_lib, "find", lambda workdir: place)
+    monkeypatch.setattr(storage_lib, "find", lambda workdir: place)
     return place
 
 

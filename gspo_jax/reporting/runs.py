@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.training.drawing import PALETTE
-from gspo_jax.training.metrics import METRICS_FILE, read_config, read_metrics
+from gspo_jax.reporting.drawing import PALETTE
+from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_metrics
 from gspo_jax.types import UserError
 
 NOT_A_SETTING = ("seed", "workdir", "command")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.training.drawing import GREY, label_ends
-from gspo_jax.training.runs import Curve, Group, curve, late, late_by_minibatch, vectors
+from gspo_jax.reporting.drawing import GREY, label_ends
+from gspo_jax.reporting.runs import Curve, Group, curve, late, late_by_minibatch, vectors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

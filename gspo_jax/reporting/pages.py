@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.training.metrics import read_samples
-from gspo_jax.training.progress import duration
-from gspo_jax.training.runs import SUMMARY, Group, Run, differences
+from gspo_jax.reporting.progress import duration
+from gspo_jax.reporting.runs import SUMMARY, Group, Run, differences
+from gspo_jax.reporting.writers import read_samples
 
 _Facts = Mapping[str, Any]
 """Of one group, as `runs.facts` tells them."""

@@ -29,20 +29,20 @@ from gspo_jax.data.records import Record
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
 from gspo_jax.parallel import hosts, processes
+from gspo_jax.reporting.progress import Progress
+from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics, write_config
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.shaping import overlong
 from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
 from gspo_jax.rollout.episodes import Buffer, Episodes, Played, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rounds import Rounds, Scored
+from gspo_jax.storage import PUBLISH_S, RunFolder, open_folder
 from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.experience import ExperienceFn, Rewards, make_experience
-from gspo_jax.training.folder import PUBLISH_S, RunFolder, open_folder
-from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, read_metrics, write_config
-from gspo_jax.training.progress import Progress
+from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.state import TrainState
-from gspo_jax.training.statistics import Metrics
 from gspo_jax.training.update import UpdateFn, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, UserError
 

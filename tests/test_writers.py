@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from gspo_jax.training import metrics
-from gspo_jax.training.metrics import MetricsWriter, SamplesWriter, read_config, read_metrics, read_samples
+from gspo_jax.reporting import writers
+from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_config, read_metrics, read_samples
 from gspo_jax.types import UserError
 
 
@@ -74,7 +74,7 @@ def test_float32_reads_back_exactly(tmp_path):
     assert np.array_equal(np.asarray(read_metrics(tmp_path)[0]["x"], np.float32), values)
 
 
-@pytest.mark.parametrize("value", ["text", None, np.zeros((2, 2)), np.zeros(metrics.MAX_LIST + 1)])
+@pytest.mark.parametrize("value", ["text", None, np.zeros((2, 2)), np.zeros(writers.MAX_LIST + 1)])
 def test_what_is_no_metric_is_refused_by_name(tmp_path, value):
     with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="metric actor/odd"):
         writer.write(0, {"actor/odd": value})
@@ -82,7 +82,7 @@ def test_what_is_no_metric_is_refused_by_name(tmp_path, value):
 
 def test_lines_are_on_disk_before_the_process_dies(tmp_path):
     program = (
-        "import os, signal, sys; from gspo_jax.training.metrics import MetricsWriter; w = MetricsWriter(sys.argv[1])\n"
+        "import os, signal, sys; from gspo_jax.reporting.writers import MetricsWriter; w = MetricsWriter(sys.argv[1])\n"
         "for step in range(5): w.write(step, {'x': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -163,14 +163,14 @@ def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, caplog, whe
     if when == "at the start":
         (tmp_path / "tb").write_text("a file where the folder should be")
     else:
-        written = metrics.EventsWriter.write_event
+        written = writers.EventsWriter.write_event
 
         def full_after_three(self, event):
             if event.step >= 3:
                 raise OSError(28, "No space left on device")
             return written(self, event)
 
-        monkeypatch.setattr(metrics.EventsWriter, "write_event", full_after_three)
+        monkeypatch.setattr(writers.EventsWriter, "write_event", full_after_three)
     _write(tmp_path, range(50))
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(50))
     assert caplog.text.count("TensorBoard is off") == 1
@@ -209,5 +209,5 @@ def test_samples_and_config(tmp_path):
     assert list(read_samples(tmp_path)) == [4]
 
     assert read_config(tmp_path) is None
-    metrics.write_config(tmp_path, {"seed": 1, "model": {"layers": 4}}, command="python -m gspo_jax.train")
+    writers.write_config(tmp_path, {"seed": 1, "model": {"layers": 4}}, command="python -m gspo_jax.train")
     assert read_config(tmp_path) == {"command": "python -m gspo_jax.train", "seed": 1, "model": {"layers": 4}}
