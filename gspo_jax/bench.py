@@ -33,20 +33,19 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from gspo_jax import cli, experiment
+from gspo_jax import cli, engine
 from gspo_jax.config import base
-from gspo_jax.models import huggingface, transformer
+from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
-from gspo_jax.rollout.sampler import Sampler, Spent
-from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.training.scoring import make_old_policy
-from gspo_jax.training.state import new_state, state_shardings
-from gspo_jax.training.update import make_update
-from gspo_jax.types import Prompts, UserError
+from gspo_jax.rollout.sampler import Spent
+from gspo_jax.setup import keys
+from gspo_jax.setup.meshes import check_sizes, make_meshes
+from gspo_jax.training.experience import Rewards
+from gspo_jax.types import Prompts, UserError, Weights
 
 PARTS = ("sample", "score", "update")
 """Of an iteration, in their order."""
@@ -155,10 +154,9 @@ class Workload:
             )
         sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
         try:
-            experiment.check_batch(self.config, sizes)
+            check_sizes(self.config, model, sizes)
         except UserError as error:
             raise UserError(_as_flags(str(error))) from None
-        model.check_mesh(sizes)
         return model
 
 
@@ -235,49 +233,14 @@ class Iterations:
     """The loop of train.py on random prompts and rewards, an iteration at a time. Needs its mesh in scope."""
 
     def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
-        config: Any = work.config
-        dtype = jnp.dtype(work.dtype)
-        objective = experiment.make_objective(config)
-        graph, shapes = transformer.abstract(model, dtype=dtype)
-        optimizer, schedule = experiment.make_update_rule(config)
-        shardings = state_shardings(shapes, optimizer, mesh)
-        scoring = experiment.scoring(config)
+        config = work.config
+        self._engine = engine.build(config, model, make_meshes(config, model, mesh), eos_ids=(), pad_id=0)
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
         self.spent = Spent()
-        """What sampling took in the newest iteration."""
-        self._random, self._key = np.random.default_rng(0), experiment.run_key(config)
-        self._sampler = Sampler(
-            graph,
-            shapes,
-            mesh,
-            dtype=dtype,
-            group_size=work.group,
-            length=work.new_tokens,
-            sampling=experiment.make_sampling(config),
-            eos_ids=(),
-            pad_id=0,
-            slots=config.sampling.slots,
-            router_logprobs=experiment.keeps_router_logprobs(config, model),
-        )
-        self._old_policy = make_old_policy(
-            graph, scoring, recompute=True, replay=config.routing.replay, microbatches=work.microbatches
-        )
-        self._experience = make_experience(objective, group_size=work.group, correction=None, kl_in_reward=0.0)
-        self._update = make_update(
-            graph,
-            scoring,
-            objective,
-            optimizer,
-            schedule,
-            penalties=experiment.make_penalties(config),
-            replay=config.routing.replay,
-            shardings=shardings,
-            minibatches=work.minibatches,
-            microbatches=work.microbatches,
-            group_size=work.group,
-        )
-        params = huggingface.load_params(work.model, model, mesh)
-        self._state = jax.jit(lambda p: new_state(p, optimizer), out_shardings=shardings)(params)
+        """Sampling effort of the newest iteration."""
+        self._random, self._key = np.random.default_rng(0), keys.run_key(config)
+        weights = self._engine.load(work.model)
+        self._state, self._frozen = self._engine.begin(weights), weights.frozen
 
     def run(self, number: int) -> dict[str, float]:
         """Seconds of each part of iteration `number`, and of all of it.
@@ -292,21 +255,23 @@ class Iterations:
         rewards: tuple[Any, ...] = (total, np.ones(total.shape, bool))
         times = [time.perf_counter()]
 
-        self._sampler.load(state.params)
-        key = experiment.sample_key(self._key, number)
+        weights, sampler = Weights(state.params, self._frozen), self._engine.sampler
+        sampler.load(weights)
+        key = keys.sample_key(self._key, number)
         limits = None if work.lengths is None else work.limits
-        rollout = self._sampler(Prompts(tokens, lengths), key, limits=limits)
-        self.spent = self._sampler.spent
-        self._sampler.release()
+        rollout = sampler(Prompts(tokens, lengths), key, limits=limits)
+        self.spent = sampler.spent
+        sampler.release()
         times.append(time.perf_counter())
 
-        old = self._old_policy(state.params, None, None, rollout)
+        objective = self._engine.objective
+        old = self._engine.score(weights, None, None, rollout)
         scored = Rewards(*hosts.to_rows(self._mesh, rewards))
-        experience = jax.block_until_ready(self._experience(rollout, old, scored))
+        experience = jax.block_until_ready(self._engine.experience(objective, rollout, old, scored))
         times.append(time.perf_counter())
 
         for minibatch in range(work.minibatches):
-            state, metrics = self._update(state, experience, minibatch)
+            state, metrics = self._engine.update(objective, state, self._frozen, experience, minibatch)
             jax.device_get(metrics)
         self._state = jax.block_until_ready(state)
         times.append(time.perf_counter())

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, experiment
+from gspo_jax import cli
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.tokenizer import Tokenizer
@@ -28,24 +28,26 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
+from gspo_jax.setup import data, keys, policy
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
-from gspo_jax.types import Responses, UserError
+from gspo_jax.types import Responses, UserError, Weights
 
 
 def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder: Path) -> None:
     """Trains `config.model.architecture` for `config.coldstart.steps` steps; writes `folder` whole or not at all."""
-    cold, data = config.coldstart, config.data
+    cold = config.coldstart
     tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
-    model_config = experiment.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
-    model_config.check_mesh(dict(mesh.shape))
+    model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
     worked, mixed = (
         worked_batches(
             demonstrations(records, terse=terse, seed=config.seed),
             tokenizer,
             batch=cold.batch,
-            max_prompt_length=data.max_prompt_length,
+            max_prompt_length=config.data.max_prompt_length,
             max_response_length=config.sampling.max_response_length,
             seed=config.seed,
         )
@@ -88,13 +90,13 @@ def _begin(
     """A fresh model on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(
-        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=experiment.make_dispatch(config)
+        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=policy.make_dispatch(config)
     )
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
     scoring = Scoring(logprob_chunk=config.training.logprob_chunk, remat=config.model.remat)
 
     def loss(params: nnx.State, batch: Responses) -> Float[Array, ""]:
-        scores = score(graph, params, batch, scoring)
+        scores = score(graph, Weights.full(params), batch, scoring)
         return -(token_mean(batch.mask) * jnp.where(batch.mask, scores.logprobs, 0)).sum()
 
     @partial(jax.jit, donate_argnums=0)
@@ -102,7 +104,7 @@ def _begin(
         value, gradient = jax.value_and_grad(loss)(learner.params, batch)
         return state_lib.step(learner, optimizer, gradient), value
 
-    params = transformer.init_params(model_config, experiment.init_key(config), mesh=mesh)
+    params = transformer.init_params(model_config, keys.init_key(config), mesh=mesh)
     shardings = state_lib.learner_shardings(shapes, optimizer, mesh)
     return jax.jit(partial(state_lib.new_learner, optimizer=optimizer), out_shardings=shardings)(params), step
 
@@ -114,9 +116,9 @@ def main(config: ConfigDict) -> None:
         raise UserError(f"{folder} is not empty; give a new --workdir")
     if not config.coldstart.steps:
         raise UserError("coldstart.steps is 0: this config starts from a model of its own, model.folder")
-    experiment.check(config)
-    records = experiment.load_records(config, "train")
-    mesh = experiment.make_mesh(config)
+    model = check(config)
+    records = data.load_records(config, "train")
+    mesh = make_meshes(config, model).trainer
     with jax.set_mesh(mesh):
         coldstart(config, records, mesh, folder)
     print(f"the model and its tokenizer are in {folder}")

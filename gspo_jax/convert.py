@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import experiment
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.writers import read_config
+from gspo_jax.setup import policy
 from gspo_jax.storage import CHECKPOINTS, RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
 from gspo_jax.types import UserError
@@ -114,11 +114,11 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, Mo
 def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
     """The parameters of a run's newest checkpoint; shape and tokenizer are those of the model it began from."""
     config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
-    first = experiment.initial_folder(config, folder)
-    mesh = _one_device()
-    policy = experiment.open_policy(config, first)
-    params, _ = experiment.newest_params(config, RunFolder(name=str(folder), local=folder), policy, mesh)
-    return params, policy.config, first
+    first = policy.initial_folder(config, folder)
+    model, _ = policy.read_folder(config, first)
+    files = RunFolder(name=str(folder), local=folder)
+    weights, _ = policy.newest_weights(config, files, policy.make_policy(config, model), _one_device())
+    return weights.whole, model, first
 
 
 def _one_device() -> jax.sharding.Mesh:

@@ -24,9 +24,11 @@ from ml_collections import ConfigDict
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from gspo_jax import cli, experiment, storage
+from gspo_jax import cli, storage
 from gspo_jax.config import base
 from gspo_jax.reporting.progress import make_table
+from gspo_jax.setup import checks as checks_lib
+from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -137,7 +139,7 @@ def processes() -> Finding:
 def mesh(config: ConfigDict) -> Finding:
     """Whether the config's mesh fits the devices, and its batch the mesh."""
     try:
-        sizes = experiment.make_mesh(config).shape
+        sizes = make_meshes(config, checks_lib.check(config)).trainer.shape
     except UserError as error:
         return Finding("mesh", "failed", str(error), "Change --config.mesh or the batch as it says.")
     return Finding("mesh", "ok", ", ".join(f"{axis} {size}" for axis, size in sizes.items()))

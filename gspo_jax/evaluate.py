@@ -12,13 +12,16 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, experiment
+from gspo_jax import cli, engine
 from gspo_jax.data.pipeline import EvalBatches
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts
 from gspo_jax.reporting.writers import existing_folder
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
+from gspo_jax.setup import data, keys, policy, sampling
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import open_folder
 
 
@@ -77,7 +80,7 @@ def evaluate(
         rollout, B = played.rollout, len(played.texts)
         own, k = hosts.own_rows(mesh, B), B // len(batch.texts)
         tokens, mask, cut = hosts.own(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
-        completions = experiment.completions(tokenizer, tokens, mask)
+        completions = decode_responses(tokenizer, tokens, mask)
         scores = scorer.score(played.texts[own].tolist(), completions, played.records[own].tolist())
         found = (np.nan_to_num(scores.by_name[correct]) > 0.5, mask.sum(axis=1), cut)
         real = np.repeat(batch.valid, k)
@@ -99,23 +102,23 @@ def evaluate(
 
 
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
-    """Evaluates the newest checkpoint of a run folder, or the policy that the run would begin from."""
-    experiment.check(config)
-    experiment.check_folder(config)
+    """Evaluate the newest checkpoint of a run folder, or the policy that the run starts from if there is none."""
+    check(config)
+    policy.check_weights(config)
     with open_folder(workdir) as files:
         if not config.model.folder:
             existing_folder(files.local)
-        policy = experiment.open_policy(config, experiment.initial_folder(config, files.local))
-        batches = experiment.held_out(config, policy, experiment.load_records(config, "test"))
-        mesh = experiment.make_mesh(config)
-        policy.config.check_mesh(dict(mesh.shape))
-        with jax.set_mesh(mesh), experiment.make_scorer(config) as scorer:
-            sampler = experiment.make_sampler(config, policy, mesh)
-            params, name = experiment.newest_params(config, files, policy, mesh)
-            sampler.load(params)
-            key = experiment.eval_key(experiment.run_key(config))
-            player = experiment.make_player(config, policy, sampler)
-            result = evaluate(player, batches, policy.tokenizer, scorer, key, mesh, correct=config.eval.correct)
+        model, tokenizer = policy.read_folder(config, policy.initial_folder(config, files.local))
+        batches = data.held_out_prompts(config, tokenizer, data.load_records(config, "test"))
+        meshes = make_meshes(config, model)
+        with jax.set_mesh(meshes.trainer), data.make_scorer(config) as scorer:
+            made = engine.build(config, model, meshes, **sampling.ends(config, tokenizer))
+            weights, name = policy.newest_weights(config, files, made.policy, meshes.trainer)
+            made.sampler.load(weights)
+            key = keys.eval_key(keys.run_key(config))
+            player = sampling.make_player(config, tokenizer, made.sampler)
+            correct = config.eval.correct
+            result = evaluate(player, batches, tokenizer, scorer, key, meshes.trainer, correct=correct)
     print(f"{name}: {result}")
     return result
 

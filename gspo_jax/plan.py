@@ -14,7 +14,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from gspo_jax import cli, experiment, programs
+from gspo_jax import cli, programs
+from gspo_jax import engine as engine_lib
+from gspo_jax.engine import Engine
 from gspo_jax.kernels import backend
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
@@ -36,7 +37,8 @@ from gspo_jax.parallel import hlo, jaxpr, topology
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS, Chip
-from gspo_jax.training.state import TrainState, new_state, state_shardings
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -54,12 +56,25 @@ LARGEST = 10
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is planned."""
+    """A run's engine on a slice of some generation of chips."""
 
-    config: ConfigDict
-    model: ModelConfig
+    engine: Engine
     chip: Chip
-    mesh: Mesh
+
+    @property
+    def config(self) -> ConfigDict:
+        """The run's config."""
+        return self.engine.config
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the policy."""
+        return self.engine.policy.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The trainer's mesh."""
+        return self.engine.meshes.trainer
 
     def work(self, name: str) -> flops_lib.Work:
         """What a chip's part of a program is given; of `sample_decode` a step with all responses at their longest."""
@@ -84,10 +99,8 @@ class Setting:
 
     def filled(self, name: str) -> float:
         """How much of the rows that the experts' buffers have room for there are, where experts are balanced."""
-        model, mesh = self.model, self.mesh
-        if name.startswith("sample"):
-            mesh = experiment.make_sampler_mesh(self.config, mesh)
-        shards = mesh.shape["expert"]
+        model, meshes = self.model, self.engine.meshes
+        shards = (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
         dispatch = self.config.model.dispatch
         if not model.num_experts or dispatch == "capacity":
             return 1.0
@@ -95,17 +108,9 @@ class Setting:
         share = K / (shards * min(K, model.num_experts // shards))
         return max(share, 1 / HEADROOM) if name == "sample_decode" and dispatch == "gather" else share
 
-    def state(self) -> tuple[TrainState, TrainState]:
-        """The trainer's, as shapes, and where it lives."""
-        optimizer, _ = experiment.make_update_rule(self.config)
-        critic = experiment.make_critic(self.config, self.model)
-        _, shapes = transformer.abstract(self.model)
-        places = state_shardings(shapes, optimizer, self.mesh, critic=critic)
-        return jax.eval_shape(partial(new_state, optimizer=optimizer, critic=critic), shapes), places
-
     def least_chips(self) -> int:
-        """So many have the memory for the trainer's state and gradients alone, however they are laid out."""
-        state, _ = self.state()
+        """Minimum chips whose HBM holds trainer state and gradients, under any sharding."""
+        state = self.engine.state_shapes
         trained = (state.params, None if state.critic is None else state.critic.params)
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, trained)))
         return math.ceil(held / self.chip.memory)
@@ -114,7 +119,7 @@ class Setting:
         """Bytes of a chip that others hold while a program runs: of the trainer's state what it is not given."""
         if name == "update":
             return 0
-        state, places = self.state()
+        state, places = self.engine.state_shapes, self.engine.shardings
         given = {"score": ("policy.params", "critic.params"), "reshard": ("policy.params",)}.get(name, ())
         leaves = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(places), strict=True)
         return sum(
@@ -135,7 +140,7 @@ def plan_program(
     name: str, setting: Setting, *, slices: int, key: str, cache: Path, dump: Path | None
 ) -> dict[str, Any]:
     """The facts of one program; see DESIGN's fixed keys, and `docs/tpu.md`."""
-    program = programs.make(name, setting.config, setting.model, setting.mesh)
+    program = programs.make(name, setting.engine)
     traced = program.trace()
     with jax.set_mesh(program.mesh):
         compiled = compile_ahead(traced.lower(lowering_platforms=("tpu",)), key=key, cache=cache)
@@ -280,7 +285,7 @@ def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
 
 def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
     """Of the parameters as a chip of the trainer holds them."""
-    _, shapes = transformer.abstract(setting.model)
+    shapes = setting.engine.policy.shapes
     placed = mesh_lib.param_shardings(shapes, setting.mesh)
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
     return {tuple(sharding.shard_shape(x.shape)) for x, sharding in leaves}
@@ -440,20 +445,17 @@ def plan(
       UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
     """
     wanted = chosen(only)
-    experiment.check(config)
-    model = experiment.model_config(config)
+    model = check(config)
     generation = topology.generation(name)
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
-    experiment.check_batch(config, dict(mesh.shape))
-    model.check_mesh(dict(mesh.shape))
-    sampler_mesh = experiment.make_sampler_mesh(config, mesh)
-    model.check_mesh(dict(sampler_mesh.shape))
-    setting = Setting(config, model, CHIPS[generation], mesh)
+    meshes = make_meshes(config, model, mesh)
+    ends = {"eos_ids": model.eos_token_ids, "pad_id": model.pad_token_id or 0}
+    setting = Setting(engine_lib.build(config, model, meshes, **ends), CHIPS[generation])
     facts = topology_facts(name, slices, mesh)
     with jax.set_mesh(mesh):
         key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
     least = setting.least_chips()
-    facts |= {"sampler_mesh": dict(sampler_mesh.shape), "least_chips": least, "programs": {}}
+    facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": least, "programs": {}}
     if console is not None:
         mesh_text = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         console.print(

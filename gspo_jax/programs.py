@@ -1,6 +1,6 @@
-"""The programs that an iteration of training runs, with the shapes of what they are given.
+"""Every program of a training iteration with abstract arguments: shapes, dtypes and shardings, nothing allocated.
 
-For whoever compiles them before there is a machine, or weights: nothing is allocated here.
+For `plan`, which compiles them before there is a machine, or weights. The programs themselves are the engine's.
 """
 
 import dataclasses
@@ -10,115 +10,92 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from ml_collections import ConfigDict
 
-from gspo_jax import experiment
-from gspo_jax.models import transformer
-from gspo_jax.models.config import ModelConfig
+from gspo_jax import engine as engine_lib
+from gspo_jax.engine import Engine
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
-from gspo_jax.training.scoring import make_old_policy
-from gspo_jax.training.state import new_state, state_shardings
-from gspo_jax.training.update import make_update
-from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, RouterRecord
+from gspo_jax.setup import learning, sampling
+from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, RouterRecord, Weights
 
 NAMES = ("update", "score", "sample_prefill", "sample_decode", "reshard")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Something jitted, on its mesh, and the shapes of its arguments with where they live."""
+    """A jitted function on its mesh, with the arguments it is traced with."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    """Positional arguments: static ones as they are, arrays as shapes with shardings."""
     options: dict[str, Any]
-    """By keyword: static ones."""
+    """Static keyword arguments."""
     mesh: Mesh
 
     def trace(self) -> jax.stages.Traced:
-        """The program as jax sees it."""
+        """Trace the program."""
         traceable: Any = self.function
         with jax.set_mesh(self.mesh):
             return traceable.trace(*self.arguments, **self.options)
 
 
-def make(name: str, config: ConfigDict, model: ModelConfig, mesh: Mesh) -> Program:
-    """The program by its name in `NAMES`, for a run with this config on the mesh."""
-    return getattr(_Programs(config, model, mesh), name)()
+def make(name: str, engine: Engine) -> Program:
+    """The engine's program of this name, one of `NAMES`."""
+    return getattr(_Programs(engine), name)()
 
 
 class _Programs:
-    """A method for each of `NAMES`."""
+    """One method for each of `NAMES`."""
 
-    def __init__(self, config: ConfigDict, model: ModelConfig, mesh: Mesh):
-        self.config, self.model, self.mesh = config, model, mesh
-        self.sampler_mesh = experiment.make_sampler_mesh(config, mesh)
+    def __init__(self, engine: Engine):
+        config = engine.config
+        self.engine, self.config, self.model = engine, config, engine.policy.config
+        self.mesh, self.sampler_mesh = engine.meshes.trainer, engine.meshes.sampler
         self.prompts, self.group = config.data.prompts_per_batch, config.sampling.group_size
         self.rows = self.prompts * self.group
         self.S, self.T = config.data.max_prompt_length, config.sampling.max_response_length
-        self.dtype = jnp.dtype(config.model.dtype)
-        dispatch = experiment.make_dispatch(config)
-        self.graph, self.shapes = transformer.abstract(model, dtype=self.dtype, dispatch=dispatch)
-        self.critic = experiment.make_critic(config, model)
+        self.shapes, self.critic = engine.policy.shapes, engine.critic
 
     def update(self) -> Program:
         """One optimizer step on a mini-batch."""
-        config, objective = self.config, experiment.make_objective(self.config)
-        optimizer, schedule = experiment.make_update_rule(config)
-        places = state_shardings(self.shapes, optimizer, self.mesh, critic=self.critic)
-        with jax.set_mesh(self.mesh):
-            update = make_update(
-                self.graph,
-                experiment.scoring(config),
-                objective,
-                optimizer,
-                schedule,
-                critic=self.critic,
-                penalties=experiment.make_penalties(config),
-                replay=config.routing.replay,
-                shardings=places,
-                minibatches=config.training.minibatches,
-                microbatches=config.training.microbatches,
-                group_size=self.group,
-            )
-        state = jax.eval_shape(partial(new_state, optimizer=optimizer, critic=self.critic), self.shapes)
-        arguments = _placed(state, places), self._experience(), jax.ShapeDtypeStruct((), jnp.int32)
-        return Program(update, arguments, {}, self.mesh)
+        engine = self.engine
+        state = _placed(engine.state_shapes, engine.shardings)
+        frozen = _placed(self.shapes.frozen, mesh_lib.param_shardings(self.shapes.frozen, self.mesh))
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = engine.objective, state, frozen, self._experience(), index
+        return Program(engine.update, arguments, {}, self.mesh)
 
     def score(self) -> Program:
-        """The trainer's log-probs of a whole batch, and the reference's and the critic's say where there are such."""
-        config = self.config
-        with jax.set_mesh(self.mesh):
-            score = make_old_policy(
-                self.graph,
-                experiment.scoring(config),
-                recompute=config.training.old_logprobs == "recompute"
-                or not (config.reference.kl_weight or self.critic),
-                replay=config.routing.replay,
-                critic=None if self.critic is None else self.critic.graph,
-                microbatches=config.training.microbatches,
-            )
-        params = _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
+        """Log-probs of a whole batch by the trainer, by a reference and a critic if there are such.
+
+        A run that takes all of it from the sampler has no such program; then the one that it would have with
+        `training.old_logprobs="recompute"` is told.
+        """
+        config, engine = self.config, self.engine
+        score = engine.score
+        if not (config.training.old_logprobs == "recompute" or config.reference.kl_weight or self.critic):
+            with jax.set_mesh(self.mesh):
+                score = engine_lib.make_score(config, engine.policy, None, recompute=True)
         reference = critic = None
         if config.reference.kl_weight:
-            reference = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=x.sharding), params)
+            dtype, params = engine.dtype, self._trained()
+            reference = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
         if self.critic is not None:
             critic = _placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
-        return Program(score, (params, critic, reference, self._rollout()), {}, self.mesh)
+        return Program(score, (self._trained(), critic, reference, self._rollout()), {}, self.mesh)
 
     def sample_prefill(self) -> Program:
-        """The prompts of a batch."""
+        """Prefill of a batch's prompts."""
         options = {
             "group_size": self.group,
-            "sampling": experiment.make_sampling(self.config),
-            "router_logprobs": experiment.keeps_router_logprobs(self.config, self.model),
+            "sampling": sampling.make_sampling(self.config),
+            "router_logprobs": sampling.keeps_router_logprobs(self.config, self.model),
         }
         rows = partial(_rows, self.sampler_mesh)
         prompts = Prompts(rows((self.prompts, self.S), jnp.int32), rows((self.prompts,), jnp.int32))
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.rows))
-        arguments = self.graph, self._weights(), prompts, rows(keys.shape, keys.dtype)
+        arguments = self.engine.policy.graph, self._copied(), prompts, rows(keys.shape, keys.dtype)
         return Program(decoder.prefill, arguments, options, self.sampler_mesh)
 
     def sample_decode(self) -> Program:
@@ -144,19 +121,22 @@ class _Programs:
 
     def reshard(self) -> Program:
         """The trainer's weights to the sampler."""
-        params = _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
-        return Program(decoder.to_sampler(self.shapes, self.sampler_mesh, self.dtype), (params,), {}, self.sampler_mesh)
+        return Program(self.engine.sampler.reshard, (self._trained(),), {}, self.sampler_mesh)
 
-    def _weights(self) -> nnx.State:
-        """The sampler's copy."""
-        copy = jax.eval_shape(decoder.to_sampler(self.shapes, self.sampler_mesh, self.dtype), self.shapes)
+    def _trained(self) -> Weights:
+        """The trainer's weights."""
+        return _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
+
+    def _copied(self) -> Weights:
+        """The sampler's copy of them."""
+        copy = jax.eval_shape(self.engine.sampler.reshard, self.shapes)
         return _placed(copy, mesh_lib.param_shardings(self.shapes, self.sampler_mesh, mesh_lib.SAMPLER))
 
     def _rollout(self) -> Rollout:
         rows, model = partial(_rows, self.mesh), self.model
         B, S, T = self.rows, self.S, self.T
         routed = (B, S + T, model.num_layers, model.experts_per_token if model.num_experts else 0)
-        kept = experiment.keeps_router_logprobs(self.config, model)
+        kept = sampling.keeps_router_logprobs(self.config, model)
         return Rollout(
             prompts=rows((B, S), jnp.int32),
             prompt_lengths=rows((B,), jnp.int32),
@@ -170,7 +150,7 @@ class _Programs:
         )
 
     def _experience(self) -> Experience:
-        config, objective = self.config, experiment.make_objective(self.config)
+        config, objective = self.config, self.engine.objective
         rollout, mask = self._rollout(), _rows(self.mesh, (self.rows, self.T), jnp.bool_)
         tokens = _rows(self.mesh, mask.shape, jnp.float32)
         recomputed = config.training.old_logprobs == "recompute"
@@ -191,7 +171,7 @@ class _Programs:
             old=old,
             advantages=tokens if of_tokens else _rows(self.mesh, (self.rows,), jnp.float32),
             returns=None if objective.critic is None else tokens,
-            correction=None if experiment.make_correction_of(config) is None else tokens,
+            correction=None if learning.make_mismatch_correction(config) is None else tokens,
         )
 
 

@@ -6,9 +6,12 @@ per token. Every array is right padded.
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
-from flax import struct
+from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
+
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 class UserError(ValueError):
@@ -113,3 +116,27 @@ class Experience:
     def routes(self) -> RouterRecord:
         """Where the old policy routed: by the trainer's record where there is one, else by the sampler's."""
         return self.rollout.routes if self.old.routes is None else self.old.routes
+
+
+@struct.dataclass
+class Weights:
+    """A policy's parameters in two disjoint parts; together they hold every parameter of its graph."""
+
+    trainable: nnx.State
+    """What gradients, optimizer and checkpoints know; float32 in the trainer."""
+    frozen: nnx.State
+    """What no update changes, such as the base of an adapter; empty in full training."""
+
+    @classmethod
+    def full(cls, params: nnx.State) -> "Weights":
+        """All parameters trainable."""
+        return cls(params, nnx.State({}))
+
+    @property
+    def whole(self) -> nnx.State:
+        """Both parts as one tree."""
+        return nnx.merge_state(self.trainable, self.frozen)
+
+    def model(self, graph: nnx.GraphDef[Module]) -> Module:
+        """The module that `graph` describes, with these parameters."""
+        return nnx.merge(graph, self.trainable, self.frozen)

@@ -14,7 +14,7 @@ from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.training.checkpoint import Checkpointer, load_newest, named_leaves
 from gspo_jax.training.state import make_optimizer, new_state, state_shardings
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, Weights
 from tests.tiny import CONFIG, params, place
 
 OPTIMIZER, _ = make_optimizer(
@@ -33,14 +33,16 @@ RUN = {"iteration": 3, "prompts": '{"next": 7}', "key": [1, 2], "config": {"seed
 def spec(sizes, config=CONFIG):
     shapes = transformer.abstract(config)[1]
     mesh = mesh_lib.make_mesh(sizes)
-    return jax.eval_shape(partial(new_state, optimizer=OPTIMIZER), shapes), state_shardings(shapes, OPTIMIZER, mesh)
+    return jax.eval_shape(partial(new_state, optimizer=OPTIMIZER), Weights.full(shapes)), state_shardings(
+        shapes, OPTIMIZER, mesh
+    )
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A folder with steps 1 to 3 of a run that keeps two, and the state that was saved."""
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
-    state = jax.jit(partial(new_state, optimizer=OPTIMIZER))(place(params(), mesh))
+    state = jax.jit(partial(new_state, optimizer=OPTIMIZER))(Weights.full(place(params(), mesh)))
     checkpointer = Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 3):
         checkpointer.save(step, dataclasses.replace(state, updates=jnp.asarray(step)), RUN)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_jax import cli, experiment
-from gspo_jax.run.session import check_same_run
+from gspo_jax import cli
+from gspo_jax.run.resume import check_same_run
+from gspo_jax.setup.checks import check
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -105,7 +106,7 @@ def test_a_config_that_cannot_run_is_refused_before_devices_are_touched(changes,
     config = cli.load_config(TINY)
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError, match=says):
-        experiment.check(config)
+        check(config)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +123,10 @@ def test_a_config_that_cannot_run_is_refused_before_devices_are_touched(changes,
 def test_what_only_a_mixture_of_experts_has_is_refused_for_a_dense_model(changes, says):
     config = cli.load_config(TINY)
     config.update_from_flattened_dict(changes | {"mesh.expert": 1, "mesh.data": 4})
-    experiment.check(config)
+    check(config)
     config.model.architecture.num_experts = 0
     with pytest.raises(UserError, match=says):
-        experiment.check(config)
+        check(config)
 
 
 def test_a_run_may_go_on_with_another_dispatch_but_not_drop_other_tokens():

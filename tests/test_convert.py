@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from gspo_jax import convert, experiment
+from gspo_jax import convert
 from gspo_jax.config import base
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import write_config
+from gspo_jax.setup import learning
 from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.state import new_state
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, Weights
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -74,11 +75,11 @@ def training_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path
     params = huggingface.load_params(folder / "coldstart", huggingface.read_config(folder / "coldstart"))
     config = base()
     write_config(folder, config.to_dict(), command="train")
-    optimizer, _ = experiment.make_update_rule(config)
+    optimizer, _ = learning.make_update_rule(config)
     checkpointer = Checkpointer(folder / "checkpoints")
     for step in (1, 2):
         moved = jax.tree.map(lambda x, step=step: x + step, params)
-        checkpointer.save(step, new_state(moved, optimizer), run={"iteration": step})
+        checkpointer.save(step, new_state(Weights.full(moved), optimizer), run={"iteration": step})
     checkpointer.close()
     return folder, moved
 

@@ -16,9 +16,11 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import atlas, cli, experiment, objectives, report
+from gspo_jax import atlas, cli, objectives, report
 from gspo_jax.config import base
 from gspo_jax.objectives import advantages, catalogue, surrogates
+from gspo_jax.setup import data, learning
+from gspo_jax.setup.checks import check
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +101,7 @@ def train_config(monkeypatch):
         flags.DEFINE_string("workdir", None, "", required=True, flag_values=values)
         cli.check_overrides(arguments, cli.load_config(cli._config_flag(arguments)))
         values(sys.argv)
-        experiment.check(values.config)
+        check(values.config)
         return values.config
 
     return parse
@@ -148,8 +150,8 @@ def test_step_rewards_are_set_as_the_doc_does():
     (lines,) = [block for block in _blocks("python") if "step_rewards" in block]
     config = base()
     exec(lines, {"config": config, "ConfigDict": ConfigDict})
-    assert experiment.make_step_scorer(config) is not None
-    assert experiment.make_objective(config).token_advantages
+    assert data.make_step_scorer(config) is not None
+    assert learning.make_objective(config).token_advantages
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ def test_the_thirteenth_is_made_by_name_and_by_config(thirteenth):
     name, config = thirteenth
     made = objectives.make(name, log_clip=0.5)
     assert (made.name, made.bounds) == (name, {"log_clip": 0.5})
-    by_config = experiment.make_objective(config)
+    by_config = learning.make_objective(config)
     assert by_config.bounds == objectives.make(name).bounds == {"log_clip": 0.4}
     with pytest.raises(UserError, match="log_clip=0 is not a positive number"):
         objectives.make(name, log_clip=0)

@@ -12,8 +12,11 @@ from gspo_jax.objectives.advantages import gae, group_steps, group_zscore
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
-from gspo_jax.rounds import Rounds, Scored
-from gspo_jax.run.session import Clock, Run, without_failures
+from gspo_jax.run.clock import Clock
+from gspo_jax.run.log import RunLog
+from gspo_jax.run.rounds import Rounds
+from gspo_jax.run.scored import Scored
+from gspo_jax.run.shaping import fill_failures
 from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.types import OldPolicy, Rollout
 
@@ -46,8 +49,8 @@ def rollout(tag: int = 0) -> Rollout:
 
 
 def learn_from(name: str, rewards: Rewards, old: OldPolicy, correction=None, kl_in_reward: float = 0.0):
-    make = make_experience(objectives.make(name), group_size=G, correction=correction, kl_in_reward=kl_in_reward)
-    return jax.device_get(make(rollout(), old, rewards))
+    make = make_experience(group_size=G, correction=correction, kl_in_reward=kl_in_reward)
+    return jax.device_get(make(objectives.make(name), rollout(), old, rewards))
 
 
 def test_group_advantages_and_what_is_not_learned_from():
@@ -166,7 +169,7 @@ def test_contrast_is_between_responses_that_could_be_scored():
 def test_a_phase_that_comes_again_adds_up(monkeypatch):
     """Each round has its data, sampling and rewards; the clock adds them."""
     times = iter([0.0, 1.0, 2.0, 4.0, 7.0, 7.0])
-    monkeypatch.setattr("gspo_jax.run.session.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("gspo_jax.run.clock.time.perf_counter", lambda: next(times))
     clock = Clock(type("Silent", (), {"phase": lambda self, name: None})())
     for phase in ("data", "sample", "data"):
         clock.phase(phase)
@@ -176,11 +179,10 @@ def test_a_phase_that_comes_again_adds_up(monkeypatch):
 
 def test_ratios_of_one_after_an_update_are_warned_of_once():
     stream = io.StringIO()
-    run = object.__new__(Run)  # a guard needs no open run
-    run.warned = set()
     moved = {"actor/grad_norm": 1.0, "actor/lr": 1e-3, "update/tokens": 8.0, "ratio/token_log_max": 1e-7}
     stuck = moved | {"ratio/token_log_max": 0.0}
-    with Progress(1, label="run", stream=stream) as run.progress:
+    with Progress(1, label="run", stream=stream) as progress:
+        run = RunLog(progress)
         run.guard_ratios([stuck, moved, moved])  # the first update is on-policy
         run.guard_ratios([moved | {"actor/lr": 0.0}, stuck])  # nothing has moved
         run.guard_ratios([moved, stuck | {"update/tokens": 0.0}])  # nothing is learned from
@@ -192,6 +194,6 @@ def test_ratios_of_one_after_an_update_are_warned_of_once():
 
 def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
     rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan], np.float32)
-    np.testing.assert_array_equal(without_failures(rewards, 3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(fill_failures(rewards, 3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
     with pytest.raises(RuntimeError, match="none of the batch's responses"):
-        without_failures(np.full(4, np.nan, np.float32), 2)
+        fill_failures(np.full(4, np.nan, np.float32), 2)

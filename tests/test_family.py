@@ -12,10 +12,15 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, coldstart, experiment, objectives
+from gspo_jax import cli, coldstart, objectives
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
+from gspo_jax.setup import learning
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.data import load_records
+from gspo_jax.setup.meshes import make_meshes
+from gspo_jax.setup.policy import make_policy, read_folder
 from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow, quick_compilation
@@ -40,10 +45,10 @@ def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:
     return config
 
 
-def make_policy(config: ConfigDict, folder: Path) -> Path:
-    mesh = experiment.make_mesh(config)
+def cold_start(config: ConfigDict, folder: Path) -> Path:
+    mesh = make_meshes(config, check(config)).trainer
     with jax.set_mesh(mesh):
-        coldstart.coldstart(config, experiment.load_records(config, "train"), mesh, folder)
+        coldstart.coldstart(config, load_records(config, "train"), mesh, folder)
     return folder
 
 
@@ -61,12 +66,12 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def adder(data, tmp_path_factory) -> Path:
-    return make_policy(settings(data), tmp_path_factory.mktemp("adder") / "model")
+    return cold_start(settings(data), tmp_path_factory.mktemp("adder") / "model")
 
 
 @pytest.fixture(scope="module")
 def counter(data, tmp_path_factory) -> Path:
-    return make_policy(settings(data, arg="steps,runlocal"), tmp_path_factory.mktemp("counter") / "model")
+    return cold_start(settings(data, arg="steps,runlocal"), tmp_path_factory.mktemp("counter") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +208,9 @@ def test_a_response_whose_steps_cannot_be_scored_is_counted_and_not_learned_from
 def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data, adder):
     config = settings(data, model__folder=str(adder), objective__name="ppo", model__dispatch="capacity")
     config.model.capacity_factor = 1.5
-    policy = experiment.open_policy(config, adder)
-    critic = experiment.make_critic(config, policy.config)
-    models = [nnx.merge(policy.graph, policy.shapes), nnx.merge(critic.graph, critic.shapes).trunk]
+    policy = make_policy(config, read_folder(config, adder)[0])
+    critic = learning.make_critic(config, policy.config)
+    models = [policy.shapes.model(policy.graph), nnx.merge(critic.graph, critic.shapes).trunk]
     assert [model.layers.mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
 
 
@@ -257,4 +262,4 @@ def test_what_a_config_can_get_wrong(changes, says, tmp_path):
         with config.unlocked():
             config.update_from_flattened_dict({name: ConfigDict(value) if isinstance(value, dict) else value})
     with pytest.raises(UserError, match=says):
-        experiment.check(config)
+        check(config)

@@ -9,12 +9,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from gspo_jax import cli, experiment, plan
-from gspo_jax.models import flops
+from gspo_jax import cli, plan
+from gspo_jax.models import flops, published
 from gspo_jax.models.published import MODELS, find
 from gspo_jax.parallel import hlo, topology
 from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.policy import model_config
 from gspo_jax.types import UserError
 from tests import ahead
 
@@ -43,15 +45,15 @@ def test_flops_of_rows_that_share_their_prompt():
 @pytest.mark.parametrize("name", ["", "v6e", "v5e", "long", "16", "1024", "long,256"])
 def test_recipes_are_configs(name):
     config = cli.load_config(f"{RECIPE}:{name}")
-    experiment.check(config)
-    assert experiment.model_config(config) == find("Qwen3-30B-A3B")
+    check(config)
+    assert model_config(config) == find("Qwen3-30B-A3B")
 
 
 @pytest.mark.parametrize("size", ["0.6B", "1.7B", "4B", "8B"])
 def test_dense_recipes_are_configs(size):
     config = cli.load_config(f"configs/qwen3_dense.py:{size}")
-    experiment.check(config)
-    assert experiment.model_config(config) == find(f"Qwen3-{size}")
+    check(config)
+    assert model_config(config) == find(f"Qwen3-{size}")
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,10 @@ def test_a_folder_that_holds_another_model(tmp_path):
     config = cli.load_config(RECIPE)
     shape = dataclasses.replace(find("Qwen3-30B-A3B"), num_layers=3)
     with pytest.raises(UserError, match="num_layers 3 and Qwen3-30B-A3B has 48; give the folder of"):
-        experiment.check_published(shape, config.model.published, str(tmp_path))
+        published.check(shape, config.model.published, str(tmp_path))
     config.model.published = "Qwen3-30B"
     with pytest.raises(UserError, match="no published model 'Qwen3-30B' here; did you mean"):
-        experiment.check(config)
+        check(config)
 
 
 @pytest.mark.parametrize(

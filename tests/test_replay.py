@@ -27,23 +27,23 @@ from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, make_old_policy, of_responses, score
 from gspo_jax.training.state import new_state
 from gspo_jax.training.update import Penalties, make_update
-from gspo_jax.types import Experience, OldPolicy, RouterRecord
+from gspo_jax.types import Experience, OldPolicy, RouterRecord, Weights
 from tests import tiny
 from tests.tiny import leaf_errors, place, prompts, quick_compilation
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
 """More experts than a byte can count."""
 GRAPH, _ = transformer.abstract(CONFIG)
-params = partial(tiny.params, CONFIG)
+weights = partial(tiny.weights, CONFIG)
 P, G, S, T, E = 4, 4, 5, 6, CONFIG.num_experts
 SCORING = Scoring(logprob_chunk=64, group_size=G)
 NO_PENALTIES = Penalties()
 MESH = {"data": 2, "fsdp": 2, "expert": 2}
-REFERENCE = jax.tree.map(lambda x: x * 1.1, params())
+REFERENCE = jax.tree.map(lambda x: x * 1.1, weights())
 
 
 @partial(jax.jit, static_argnames="scoring")
-def learn(weights, rollout, replay=None, scoring=SCORING):
+def learn(policy, rollout, replay=None, scoring=SCORING):
     """Scores, and the gradient of a fixed sum of log-probs."""
     target = jnp.cos(jnp.arange(rollout.mask.size, dtype=jnp.float32)).reshape(rollout.mask.shape)
 
@@ -51,7 +51,7 @@ def learn(weights, rollout, replay=None, scoring=SCORING):
         scores = score(GRAPH, w, rollout, scoring, routing=Routing(replay))
         return jnp.where(rollout.mask, scores.logprobs * target, 0).sum(), scores
 
-    return jax.grad(loss, has_aux=True)(weights)
+    return jax.grad(loss, has_aux=True)(policy)
 
 
 OLD_POLICY = {
@@ -64,7 +64,7 @@ def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
     with quick_compilation():
-        return jax.device_get(generate(GRAPH, params(), prompts(P=P, S=S), keys, **settings)[0])
+        return jax.device_get(generate(GRAPH, weights(), prompts(P=P, S=S), keys, **settings)[0])
 
 
 def real(rollout) -> np.ndarray:
@@ -76,7 +76,7 @@ def real(rollout) -> np.ndarray:
 @pytest.fixture(scope="module")
 def native(rollout):
     """Of the plain forward: its gradient and scores."""
-    return jax.device_get(learn(params(), rollout))
+    return jax.device_get(learn(weights(), rollout))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def foreign(native):
 @pytest.fixture(scope="module")
 def followed(rollout, foreign):
     """Of the forward that is made to take those."""
-    return jax.device_get(learn(params(), rollout, foreign))
+    return jax.device_get(learn(weights(), rollout, foreign))
 
 
 def assert_same(expected, found):
@@ -99,19 +99,19 @@ def assert_same(expected, found):
 
 
 def test_replaying_the_own_routes_changes_no_bit(rollout, native):
-    own = learn(params(), rollout, native[1].routes.experts)
+    own = learn(weights(), rollout, native[1].routes.experts)
     assert_same(native, own)
     np.testing.assert_array_equal(own[1].routes.native, native[1].routes.experts)
-    assert_same(native, learn(params(), rollout, np.full_like(native[1].routes.experts, -1)))
+    assert_same(native, learn(weights(), rollout, np.full_like(native[1].routes.experts, -1)))
 
 
 @pytest.mark.slow
 def test_nor_does_it_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
     with jax.set_mesh(mesh), quick_compilation():
-        weights, rows = place(params(), mesh, CONFIG), hosts.to_rows(mesh, rollout)
-        expected = jax.device_get(learn(weights, rows))
-        assert_same(expected, learn(weights, rows, expected[1].routes.experts))
+        policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.to_rows(mesh, rollout)
+        expected = jax.device_get(learn(policy, rows))
+        assert_same(expected, learn(policy, rows, expected[1].routes.experts))
     there = real(rollout)
     np.testing.assert_array_equal(expected[1].routes.experts[:, there], native[1].routes.experts[:, there])
 
@@ -154,19 +154,19 @@ def test_tokens_without_a_record_are_routed_natively_one_by_one(rollout, native,
     """A single -1 among its K is enough; and tokens before the first replayed one do not see the difference."""
     replay = foreign.copy()
     replay[:, :, ::2, -1] = -1
-    routes = learn(params(), rollout, replay)[1].routes
+    routes = learn(weights(), rollout, replay)[1].routes
     np.testing.assert_array_equal(routes.experts[:, :, 1::2], foreign[:, :, 1::2])
     np.testing.assert_array_equal(routes.experts[:, :, ::2], routes.native[:, :, ::2])
     late = foreign.copy()
     late[:, :, : S + 2] = -1
-    scores = learn(params(), rollout, late)[1]
+    scores = learn(weights(), rollout, late)[1]
     np.testing.assert_allclose(scores.logprobs[:, :3], native[1].logprobs[:, :3], atol=1e-5)
     there = rollout.mask[:, 3]
     assert np.abs(scores.logprobs - native[1].logprobs)[there, 3].min() > 1e-4
 
 
 def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, foreign, followed):
-    again = partial(learn, params(), rollout, scoring=dataclasses.replace(SCORING, remat="full"))
+    again = partial(learn, weights(), rollout, scoring=dataclasses.replace(SCORING, remat="full"))
     for expected, replay in ((native, native[1].routes.experts), (followed, foreign)):
         with quick_compilation():
             gradient, scores = again(replay)
@@ -186,7 +186,7 @@ def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
 def olds(rollout):
     """What the old policy says under r2 and under r3, with a reference that is another."""
     with quick_compilation():
-        return {replay: jax.device_get(f(params(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
+        return {replay: jax.device_get(f(weights(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
 
 
 @functools.cache
@@ -195,14 +195,14 @@ def make(replay: str, microbatches: int, group_size: int, penalties: Penalties):
     settings = {"minibatches": 1, "microbatches": microbatches, "group_size": G, "replay": replay}
     scoring = dataclasses.replace(SCORING, group_size=group_size)
     record = optax.trace(decay=0.0), optax.constant_schedule(1.0)
-    return make_update(GRAPH, scoring, objectives.gspo(), *record, penalties=penalties, **settings)
+    return partial(make_update(GRAPH, scoring, *record, penalties=penalties, **settings), objectives.gspo())
 
 
-def update(experience, weights, *, replay="none", microbatches=1, group_size=G, penalties=NO_PENALTIES):
+def update(experience, policy, *, replay="none", microbatches=1, group_size=G, penalties=NO_PENALTIES):
     """Gradient and metrics."""
-    state = new_state(jax.tree.map(jnp.array, weights), optax.trace(decay=0.0))
+    state = new_state(jax.tree.map(jnp.array, policy), optax.trace(decay=0.0))
     with quick_compilation():
-        after, metrics = make(replay, microbatches, group_size, penalties)(state, experience, 0)
+        after, metrics = make(replay, microbatches, group_size, penalties)(state, policy.frozen, experience, 0)
     return jax.device_get((after.policy.opt_state.trace, metrics))
 
 
@@ -214,7 +214,7 @@ def experience_of(rollout, old, *, scale: float = 1.0) -> Experience:
 @pytest.fixture(scope="module")
 def first(rollout, olds):
     """The first update under r2."""
-    return update(experience_of(rollout, olds["r2"]), params(), replay="r2")
+    return update(experience_of(rollout, olds["r2"]), weights(), replay="r2")
 
 
 def test_the_first_update_under_r2_has_not_drifted_at_all(first):
@@ -230,20 +230,20 @@ def test_the_first_update_under_r2_has_not_drifted_at_all(first):
 
 
 def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollout, olds, first):
-    weights = jax.tree.map(lambda x, g: x - 0.03 * jnp.sign(g), params(), first[0])
+    policy = Weights.full(jax.tree.map(lambda x, g: x - 0.03 * jnp.sign(g), weights().trainable, first[0]))
     old = olds["r2"]
-    _, metrics = update(experience_of(rollout, old), weights, replay="r2")
+    _, metrics = update(experience_of(rollout, old), policy, replay="r2")
     assert 0 < metrics["routing/flip_rate"] <= metrics["routing/tokens_changed"]
     assert metrics["routing/router_kl"] > 0
     assert metrics["routing/router_shift"] < 1
     assert metrics["routing/replayed"] == 1
     record = np.moveaxis(old.routes.experts, 2, 0)
-    scores = learn(weights, rollout, record.astype(np.int32))[1]
+    scores = learn(policy, rollout, record.astype(np.int32))[1]
     np.testing.assert_array_equal(scores.routes.experts[:, real(rollout)], record[:, real(rollout)])
     at = partial(of_responses, responses=rollout)
     flips = drift.metrics(drift.compare(at(record), at(scores.routes.chosen), rollout.mask))
     np.testing.assert_allclose(flips["routing/flip_rate"], metrics["routing/flip_rate"], rtol=1e-6)
-    free = learn(weights, rollout)[1].logprobs
+    free = learn(policy, rollout)[1].logprobs
     assert np.abs(scores.logprobs - free)[rollout.mask].max() > 1e-3, "replay is what keeps the experts"
 
 
@@ -251,7 +251,7 @@ def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
     """Also where the sampler's routes, which r3 makes the old policy follow, are others than anyone would take."""
     expected = learn(REFERENCE, rollout)[1].logprobs
     other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
-    led = OLD_POLICY["r3"](params(), None, REFERENCE, dataclasses.replace(rollout, routes=other))
+    led = OLD_POLICY["r3"](weights(), None, REFERENCE, dataclasses.replace(rollout, routes=other))
     for old in (*olds.values(), led):
         np.testing.assert_allclose(old.reference_logprobs[rollout.mask], expected[rollout.mask], atol=1e-5)
     there = real(rollout)
@@ -318,7 +318,7 @@ def expected_losses(rollout, olds):
         return (jnp.asarray([0.3, 0.01])[:, None, None] * weights[None] * each).sum(), each
 
     with quick_compilation():
-        gradient, each = jax.jit(jax.grad(loss, has_aux=True))(params())
+        gradient, each = jax.jit(jax.grad(loss, has_aux=True))(weights())
     return gradient, *np.asarray(each)[:, mask].mean(axis=1)
 
 
@@ -328,7 +328,7 @@ LOSSES = Penalties(balance=0.3, router_z=0.01)
 def test_the_routers_losses_are_those_of_all_probabilities(rollout, olds, expected_losses):
     """With advantages of 0 there is nothing else to learn; four micro-batches, no prompt shared."""
     experience = experience_of(rollout, olds["r2"], scale=0)
-    found = update(experience, params(), microbatches=4, group_size=1, penalties=LOSSES)
+    found = update(experience, weights(), microbatches=4, group_size=1, penalties=LOSSES)
     assert_losses(expected_losses, *found)
 
 
@@ -347,8 +347,8 @@ def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, fir
     One micro-batch and no losses there, two and the routers' losses here.
     """
     settings = {"replay": "r3", "penalties": LOSSES, "microbatches": 2}
-    both, metrics = update(experience_of(rollout, olds["r3"]), params(), **settings)
-    router, seen = update(experience_of(rollout, olds["r3"], scale=0), params(), **settings)
+    both, metrics = update(experience_of(rollout, olds["r3"]), weights(), **settings)
+    router, seen = update(experience_of(rollout, olds["r3"], scale=0), weights(), **settings)
     assert_losses(expected_losses, router, seen)
     expected, expected_metrics = first
     assert leaf_errors(jax.tree.map(jnp.add, expected, router), both) < 1e-5
@@ -378,6 +378,6 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
 
 
 def test_without_coefficients_there_are_no_router_losses(rollout, olds, first):
-    gradient, metrics = update(experience_of(rollout, olds["r2"], scale=0), params(), replay="r2")
+    gradient, metrics = update(experience_of(rollout, olds["r2"], scale=0), weights(), replay="r2")
     assert not any(np.any(g) for g in jax.tree.leaves(gradient))
     assert not {"routing/balance_loss", "routing/z_loss"} & (metrics.keys() | first[1].keys())

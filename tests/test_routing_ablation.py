@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gspo_jax import cli, experiment
+from gspo_jax import cli
 from gspo_jax.parallel.mesh import batch_shards
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.learning import make_objective
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +37,7 @@ def _differences(one: str, other: str) -> dict:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_a_run_that_train_accepts(variant, regime):
     config = _config(variant + regime)
-    experiment.check(config)
+    check(config)
     # A mini-batch is whole groups, and its rows are spread over all devices.
     groups, left = divmod(config.data.prompts_per_batch, config.training.minibatches)
     assert left == 0 and groups * config.sampling.group_size % batch_shards(dict(config.mesh)) == 0
@@ -56,7 +58,7 @@ def test_variants_differ_in_objective_and_replay_only(regime):
         wanted |= {} if replay == "none" else {"routing.replay": ("none", replay)}
         assert _differences(base, variant + regime) == wanted
     assert _config(base).training.old_logprobs == "recompute"
-    objectives = [experiment.make_objective(_config(variant + regime)) for variant in VARIANTS]
+    objectives = [make_objective(_config(variant + regime)) for variant in VARIANTS]
     assert len({(objective.weights, objective.advantage) for objective in objectives}) == 1
 
 

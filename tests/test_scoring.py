@@ -17,7 +17,7 @@ from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import Sampling
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
-from tests.tiny import CONFIG, leaf_errors, params, prompts, quick_compilation
+from tests.tiny import CONFIG, leaf_errors, prompts, quick_compilation, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
@@ -36,7 +36,7 @@ def quick():
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
-    return jax.device_get(generate(GRAPH, params(), prompts(P=4), keys, **settings).rollout)
+    return jax.device_get(generate(GRAPH, weights(), prompts(P=4), keys, **settings).rollout)
 
 
 def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
@@ -51,7 +51,7 @@ def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
 
         return jax.grad(loss, has_aux=True)(params)
 
-    (alone, expected), (shared, found) = run(params(), rollout, 1), run(params(), rollout, G)
+    (alone, expected), (shared, found) = run(weights(), rollout, 1), run(weights(), rollout, G)
     assert leaf_errors(alone, shared) < 1e-5
     for name in ("logprobs", "entropy", "hidden"):
         a, b = (np.asarray(getattr(x, name))[rollout.mask] for x in (expected, found))
@@ -64,14 +64,14 @@ def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
 def make_critic(*, own_trunk: bool):
     """A critic whose head says something."""
     graph, shapes = critic_lib.abstract(CONFIG, own_trunk=own_trunk, dtype=jnp.float32)
-    first = critic_lib.first_params(shapes, params())
+    first = critic_lib.first_params(shapes, weights().whole)
     head = jax.random.normal(jax.random.key(2), (CONFIG.hidden_size,))
     return graph, nnx.State({**first, "head": first["head"].replace(head)}), head
 
 
 def test_a_critic_begins_at_zero_on_a_copy_of_the_policy():
     _, shapes = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
-    policy = params()
+    policy = weights().whole
     first = critic_lib.first_params(shapes, policy)
     assert jax.tree.structure(first) == jax.tree.structure(shapes)
     assert not np.any(first["head"][...])
@@ -87,12 +87,12 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
 
     @jax.jit
     def value(responses):
-        hidden = score(GRAPH, params(), responses, SCORING).hidden
+        hidden = score(GRAPH, weights(), responses, SCORING).hidden
         return values(graph, critic, responses, SCORING, policy_hidden=hidden)
 
     found = np.asarray(value(rollout))
     # The trunk still is the policy, so both critics are its hidden states by the head.
-    np.testing.assert_allclose(found, SCORE(params(), rollout).hidden @ head, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(found, SCORE(weights(), rollout).hidden @ head, rtol=2e-4, atol=2e-4)
     changed = rollout.tokens.copy()
     changed[:, 3] = (changed[:, 3] + 1) % 60 + 1
     after = np.asarray(value(dataclasses.replace(rollout, tokens=changed)))
@@ -102,9 +102,11 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
 
 
 def test_routers_are_watched_at_the_experts_asked_about(rollout):
-    own = SCORE(params(), rollout).routes
+    own = SCORE(weights(), rollout).routes
     asked = (own.experts + 1) % CONFIG.num_experts
-    both = [SCORE(params(), rollout, routing=Routing(watch=experts)).routes.watched for experts in (own.experts, asked)]
+    both = [
+        SCORE(weights(), rollout, routing=Routing(watch=experts)).routes.watched for experts in (own.experts, asked)
+    ]
     np.testing.assert_allclose(both[0], own.logprobs, atol=1e-6)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
     real = np.concatenate([in_prompt, rollout.mask], axis=1)
@@ -121,13 +123,13 @@ def test_router_shift_by_hand():
 
 def test_the_old_policy_s_views(rollout):
     graph, critic, head = make_critic(own_trunk=False)
-    reference = jax.tree.map(lambda x: x * 1.1, params())
-    plain = make_old_policy(GRAPH, SCORING, recompute=False)(params(), None, None, rollout)
+    reference = jax.tree.map(lambda x: x * 1.1, weights())
+    plain = make_old_policy(GRAPH, SCORING, recompute=False)(weights(), None, None, rollout)
     np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
     assert plain.values is plain.reference_logprobs is plain.routes is None
     whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
-    found = whole(params(), critic, reference, rollout)
-    own, mask = SCORE(params(), rollout), rollout.mask
+    found = whole(weights(), critic, reference, rollout)
+    own, mask = SCORE(weights(), rollout), rollout.mask
     np.testing.assert_allclose(found.logprobs, own.logprobs, atol=1e-5)
     np.testing.assert_allclose(found.values, own.hidden @ head, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(found.reference_logprobs, SCORE(reference, rollout).logprobs, atol=1e-5)
@@ -138,7 +140,7 @@ def test_the_old_policy_s_views(rollout):
     np.testing.assert_array_equal(recorded[:, real], expected[:, real])
     assert (recorded[:, ~real] == -1).all()
     in_parts = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph, microbatches=2)
-    chex.assert_trees_all_close(in_parts(params(), critic, reference, rollout), found, atol=1e-5)
+    chex.assert_trees_all_close(in_parts(weights(), critic, reference, rollout), found, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, coldstart, evaluate, experiment
+from gspo_jax import cli, coldstart, evaluate
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.reporting.writers import read_metrics, read_samples
-from gspo_jax.run.session import response_metrics
+from gspo_jax.run.log import response_metrics
+from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.pods import assert_same_metrics, succeed
@@ -229,20 +230,20 @@ def test_a_vocabulary_that_is_too_small_for_the_tokenizer(hf_folder, jsonl_folde
 def test_texts_in_a_config_are_looked_up_with_the_model(hf_folder, jsonl_folder):
     config, tokenizer = gsm8k(hf_folder, jsonl_folder), Tokenizer.load(hf_folder)
     config.sampling.stop_ids = (7, "=")
-    assert experiment.stop_ids(config, tokenizer) == (7, *tokenizer.encode("="))
+    assert sampling.stop_ids(config, tokenizer) == (7, *tokenizer.encode("="))
     config.sampling.prefix = "3+4"
-    assert experiment.opening(config, tokenizer) == tokenizer.encode("3+4")
+    assert sampling.opening(config, tokenizer) == tokenizer.encode("3+4")
     config.sampling.stop_ids = ("= ?",)
     with pytest.raises(UserError, match=r"sampling.stop_ids has '= \?', which is \d tokens; use texts of one"):
-        experiment.open_policy(config, hf_folder)
+        policy.read_folder(config, hf_folder)
     config.sampling.update({"stop_ids": (), "prefix": "0123456789abcdef"})
     with pytest.raises(UserError, match=r"sampling.prefix has 16 tokens and .* is 16; use a shorter text, or a limit"):
-        experiment.open_policy(config, hf_folder)
+        policy.read_folder(config, hf_folder)
 
 
 def test_response_metrics_leave_failures_out_of_the_mean():
     columns = {"reward/mean": np.array([1.0, np.nan]), "reward/steps": np.array([np.nan, np.nan])}
-    columns |= {"length": np.array([2, 4]), "truncated": np.array([True, False]), "learned": np.array([True, False])}
+    columns |= {"length": np.array([2, 4]), "truncated": np.array([True, False]), "trainable": np.array([True, False])}
     columns["drawn"] = np.array([2, 3])
     assert not {"response/turns", "response/drawn", "response/older"} & response_metrics(columns).keys()
     columns |= {"turns": np.array([1, 2]), "older": np.array([1, 0])}

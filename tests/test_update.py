@@ -28,10 +28,12 @@ from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
-from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord
-from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, mostly_slow, params, prompts, quick_compilation
+from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
+from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, mostly_slow, params, prompts, quick_compilation, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
+NONE = nnx.State({})
+"""Frozen weights in full training."""
 G, P, T = 4, 16, 10
 SCORING = Scoring(logprob_chunk=64, group_size=4)
 SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
@@ -62,7 +64,7 @@ def experience() -> Experience:
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
     with quick_compilation():
-        rollout = jax.device_get(generate(GRAPH, params(), prompts(P=P), keys, **settings).rollout)
+        rollout = jax.device_get(generate(GRAPH, weights(), prompts(P=P), keys, **settings).rollout)
     rng = np.random.default_rng(0)
     old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
     return Experience(rollout, rollout.mask, OldPolicy(old), rng.standard_normal(P * G).astype(np.float32))
@@ -75,7 +77,7 @@ def whole(experience) -> Experience:
     The old policy took other experts than the sampler, and both others than the policy would take.
     """
     rng, r = np.random.default_rng(1), experience.rollout
-    routes = make_old_policy(GRAPH, SCORING, recompute=True)(params(), None, None, r).routes
+    routes = make_old_policy(GRAPH, SCORING, recompute=True)(weights(), None, None, r).routes
     noise = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32)
     old = dataclasses.replace(
         experience.old,
@@ -104,15 +106,15 @@ def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, re
     settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "critic": critic}
     settings |= {"penalties": Penalties(**penalties), "replay": replay}
     if sizes is None:
-        update = make_update(GRAPH, SCORING, objective, record, schedule, **settings)
-        after, metrics = update(new_state(params(), record, critic=critic), experience, 1)
+        update = make_update(GRAPH, SCORING, record, schedule, **settings)
+        after, metrics = update(objective, new_state(weights(), record, critic=critic), NONE, experience, 1)
     else:
         mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
         with jax.set_mesh(mesh):
             shardings = state_shardings(SHAPES, record, mesh, critic=critic)
-            update = make_update(GRAPH, SCORING, objective, record, schedule, shardings=shardings, **settings)
-            state = jax.device_put(new_state(params(), record, critic=critic), shardings)
-            after, metrics = update(state, hosts.to_rows(mesh, experience), 1)
+            update = make_update(GRAPH, SCORING, record, schedule, shardings=shardings, **settings)
+            state = jax.device_put(new_state(weights(), record, critic=critic), shardings)
+            after, metrics = update(objective, state, NONE, hosts.to_rows(mesh, experience), 1)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the state stays where it was"
     learners = [after.policy] if after.critic is None else [after.policy, after.critic]
@@ -159,7 +161,7 @@ def _said(trained, batch, replay):
     """What policy and critic say of whole rows, each with a prompt of its own."""
     scoring, rollout = Scoring(logprob_chunk=1024), batch.rollout
     watch = jnp.moveaxis(batch.old.routes.experts, 2, 0)
-    scores = score(GRAPH, trained[0], rollout, scoring, routing=Routing(replay, watch))
+    scores = score(GRAPH, Weights.full(trained[0]), rollout, scoring, routing=Routing(replay, watch))
     return scores, values(CRITIC_GRAPH, trained[1], rollout, scoring, policy_hidden=scores.hidden)
 
 
@@ -262,7 +264,7 @@ def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference
 def test_metrics_are_those_of_the_minibatch(experience, reference):
     _, metrics = reference
     batch = take_minibatch(experience, 1, count=2, group_size=G)
-    scores = SCORE(params(), batch.rollout)
+    scores = SCORE(weights(), batch.rollout)
     mask = np.asarray(batch.rollout.mask)
     d = np.asarray(scores.logprobs)[mask].astype(np.float64) - batch.old.logprobs[mask]
     np.testing.assert_allclose(metrics["actor/kl"], (np.exp(d) - 1 - d).mean(), rtol=0.05)
@@ -288,7 +290,7 @@ def learn():
     """(its optimizer, an update on one of two mini-batches)."""
     opt, schedule = optimizer(learning_rate=1e-4)
     settings = {"minibatches": 2, "microbatches": 2, "group_size": G}
-    return opt, make_update(GRAPH, SCORING, objectives.gspo(), opt, schedule, **settings)
+    return opt, partial(make_update(GRAPH, SCORING, opt, schedule, **settings), objectives.gspo())
 
 
 @pytest.mark.usefixtures("quick")
@@ -297,12 +299,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, exper
     opt, update = learn
     advantages = experience.advantages.copy()
     advantages[:] = bad
-    state, before = new_state(params(), opt), new_state(params(), opt)
-    state, metrics = update(state, dataclasses.replace(experience, advantages=advantages), 0)
+    state, before = new_state(weights(), opt), new_state(weights(), opt)
+    state, metrics = update(state, NONE, dataclasses.replace(experience, advantages=advantages), 0)
     assert metrics["update/skipped"] == state.skipped == 1
     assert state.updates == 1
     chex.assert_trees_all_equal(state.policy, before.policy)
-    state, metrics = update(state, experience, 0)
+    state, metrics = update(state, NONE, experience, 0)
     assert metrics["update/skipped"] == 0
     assert state.skipped == 1
     assert leaf_errors(before.params, state.params) > 0
@@ -312,11 +314,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, exper
 def test_updates_make_good_responses_likelier(experience, learn):
     opt, update = learn
     exact = dataclasses.replace(experience, old=OldPolicy(experience.rollout.logprobs))
-    state = new_state(params(), opt)
+    state = new_state(weights(), opt)
     for minibatch in range(2):
-        state, _ = update(state, exact, minibatch)
+        state, _ = update(state, NONE, exact, minibatch)
     mask = experience.rollout.mask
-    gain = np.where(mask, np.asarray(SCORE(state.params, experience.rollout).logprobs) - exact.old.logprobs, 0)
+    gain = np.where(
+        mask, np.asarray(SCORE(Weights.full(state.params), experience.rollout).logprobs) - exact.old.logprobs, 0
+    )
     gain = gain.sum(axis=1) / mask.sum(axis=1)
     assert gain[experience.advantages > 0.5].mean() > gain[experience.advantages < -0.5].mean()
 
@@ -334,7 +338,7 @@ def test_no_buffer_holds_the_whole_logits():
     config = dataclasses.replace(CONFIG, vocab_size=V, num_layers=1)
     graph, shapes = transformer.abstract(config)
     opt, schedule = optimizer()
-    update = make_update(graph, SCORING, objectives.gspo(), opt, schedule, minibatches=1, microbatches=1, group_size=4)
+    update = make_update(graph, SCORING, opt, schedule, minibatches=1, microbatches=1, group_size=4)
 
     def of(shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -350,10 +354,9 @@ def test_no_buffer_holds_the_whole_logits():
         logprobs=of((B, length)),
         routes=RouterRecord(of((B, S + length, 1, 2), jnp.int8), of((B, S + length, 1, 2))),
     )
-    state: TrainState = jax.eval_shape(partial(new_state, optimizer=opt), shapes)
-    compiled = update.lower(
-        state, Experience(rollout, of((B, length), bool), OldPolicy(of((B, length))), of((B,))), 0
-    ).compile()
+    state: TrainState = jax.eval_shape(partial(new_state, optimizer=opt), Weights.full(shapes))
+    experience = Experience(rollout, of((B, length), bool), OldPolicy(of((B, length))), of((B,)))
+    compiled = update.lower(objectives.gspo(), state, NONE, experience, 0).compile()
     memory = compiled.memory_analysis()
     logits = 4 * B * length * V
     gradients = 4 * 2 * V * config.hidden_size

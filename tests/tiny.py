@@ -14,7 +14,7 @@ from flax import nnx
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import Prompts
+from gspo_jax.types import Prompts, Weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -80,6 +80,11 @@ def _host_params(config: ModelConfig) -> nnx.State:
 def params(config: ModelConfig = CONFIG) -> nnx.State:
     """Random parameters in fresh buffers, larger than Qwen's so that logits and routes are far from uniform."""
     return jax.tree.map(jnp.array, _host_params(config))
+
+
+def weights(config: ModelConfig = CONFIG) -> Weights:
+    """The same, all trainable."""
+    return Weights.full(params(config))
 
 
 def place(state: nnx.State, mesh: jax.sharding.Mesh, config: ModelConfig = CONFIG) -> nnx.State:

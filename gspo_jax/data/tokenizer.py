@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gspo_jax.data import chat
@@ -206,3 +208,8 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str,
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def decode_responses(tokenizer: Tokenizer, tokens: Int[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> list[str]:
+    """Text of each response, without special tokens."""
+    return [tokenizer.decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]

@@ -132,7 +132,7 @@ def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return ("expert", "fsdp") if whole else ("expert",)
 
 
-def param_specs(params: nnx.State, rules: Rules, sizes: Mapping[str, int]) -> nnx.State:
+def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
     """The PartitionSpec of every parameter, from the logical axes it was declared with, in the same tree.
 
     `sizes` are those of the mesh's axes; see `expert_axes`.
@@ -148,7 +148,7 @@ def param_specs(params: nnx.State, rules: Rules, sizes: Mapping[str, int]) -> nn
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def param_shardings(params: nnx.State, mesh: Mesh, rules: Rules = TRAINER) -> nnx.State:
+def param_shardings(params: Tree, mesh: Mesh, rules: Rules = TRAINER) -> Tree:
     """The NamedSharding of every parameter (arrays or shapes), in the same tree: fit for `jit` and `device_put`."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules, mesh.shape))
 

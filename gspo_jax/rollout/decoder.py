@@ -27,7 +27,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.loop import Draws, Found, Loop, Prefilled, Prefix, Read, at_token, is_stop, leading
 from gspo_jax.rollout.sampling import Sampling, draw
-from gspo_jax.types import Prompts, Rollout, UserError
+from gspo_jax.types import Prompts, Rollout, UserError, Weights
 
 _SHRINKS, _FEWEST = 3, 4
 """How often the slots are halved towards the end, each time with code of its own, and the fewest that are left."""
@@ -73,7 +73,7 @@ def response_keys(key: Key[Array, ""], responses: Int[Array, " B"]) -> Key[Array
 
 def generate(
     graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
+    weights: Weights,
     prompts: Prompts,
     keys: Key[Array, " B"],
     *,
@@ -93,7 +93,7 @@ def generate(
     """Samples `group_size` responses of at most `length` tokens to every prompt.
 
     Args:
-      graph, params: the model, in the sampler's layout and dtype.
+      graph, weights: the model, in the sampler's layout and dtype.
       prompts: [P, S], right padded.
       keys: one per response, B = P · group_size; token t of a response is drawn with `fold_in(key, t)`.
       group_size: responses per prompt; their rows are adjacent.
@@ -118,9 +118,9 @@ def generate(
     """
     slots = check_slots(slots, keys.shape[0])
     reading = {"group_size": group_size, "sampling": sampling, "router_logprobs": router_logprobs}
-    begun = prefill(graph, params, prompts, keys, prefix, **reading)
+    begun = prefill(graph, weights, prompts, keys, prefix, **reading)
     ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "enough": enough, "budget": budget}
-    return decode(graph, params, begun, keys, limits, priorities, sampling=sampling, slots=slots, **ends)
+    return decode(graph, weights, begun, keys, limits, priorities, sampling=sampling, slots=slots, **ends)
 
 
 def check_slots(slots: int | None, responses: int) -> int:
@@ -142,26 +142,26 @@ def _shards() -> int:
     return mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
 
 
-def _over_batch(run: Callable[..., Any], params: nnx.State, args: tuple[Any, ...], *, inside: Any, out: Any) -> Any:
-    """run(params, *args) on each batch shard's part of args and its own experts; `tensor` is left to the compiler.
+def _over_batch(run: Callable[..., Any], weights: Weights, args: tuple[Any, ...], *, inside: Any, out: Any) -> Any:
+    """run(weights, *args) on each batch shard's part of args and its own experts; `tensor` is left to the compiler.
 
     `inside` and `out` are the specs of args and of what comes out.
     """
     if not mesh_lib.has_mesh():
-        return run(params, *args)
+        return run(weights, *args)
     axes = set(mesh_lib.BATCH_AXES)
     rest = set(mesh_lib.AXES) - axes
-    whole = mesh_lib.param_specs(params, mesh_lib.SAMPLER, jax.sharding.get_abstract_mesh().shape)
+    whole = mesh_lib.param_specs(weights, mesh_lib.SAMPLER, jax.sharding.get_abstract_mesh().shape)
     specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, rest), whole)
     # The loop's state begins as constants, alike on all shards until the first step: nothing to be checked.
     cut = {"in_specs": (specs, *inside), "out_specs": out, "axis_names": axes, "check_vma": False}
-    return jax.shard_map(run, **cut)(params, *args)
+    return jax.shard_map(run, **cut)(weights, *args)
 
 
 @partial(jax.jit, static_argnames=("graph", "group_size", "sampling", "router_logprobs"))
 def prefill(
     graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
+    weights: Weights,
     prompts: Prompts,
     keys: Key[Array, " B"],
     prefix: Prefix | None = None,
@@ -172,12 +172,12 @@ def prefill(
 ) -> Prefilled:
     """Reads each prompt once, and prefixes, and draws the next token of each response; arguments as `generate`."""
     run = partial(_prefill, graph, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs)
-    return _over_batch(run, params, (prompts, keys, prefix), inside=(_ROWS,) * 3, out=layout(prefix))
+    return _over_batch(run, weights, (prompts, keys, prefix), inside=(_ROWS,) * 3, out=layout(prefix))
 
 
 def _prefill(
     graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
+    weights: Weights,
     prompts: Prompts,
     keys: Key[Array, " B"],
     prefix: Prefix | None,
@@ -186,7 +186,7 @@ def _prefill(
     sampling: Sampling,
     router_logprobs: bool,
 ) -> Prefilled:
-    model = nnx.merge(graph, params)
+    model = weights.model(graph)
     (P, S), B = prompts.tokens.shape, keys.shape[0]
     tokens, valid = prompts.tokens, leading(prompts.lengths, S)
     last, drawn = prompts.lengths[:, None] - 1, jnp.zeros(B, jnp.int32)
@@ -220,7 +220,7 @@ def _prefill(
 )
 def decode(
     graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
+    weights: Weights,
     begun: Prefilled,
     keys: Key[Array, " B"],
     limits: Int[Array, " B"] | None = None,
@@ -252,12 +252,12 @@ def decode(
         prompt_length=prompt_length or begun.prompts.tokens.shape[1],
     )
     inside = (layout(begun.prefix), *(_ROWS,) * 3)
-    return _over_batch(run, params, (begun, keys, limits, priorities), inside=inside, out=_ROWS)
+    return _over_batch(run, weights, (begun, keys, limits, priorities), inside=inside, out=_ROWS)
 
 
 def _decode(
     graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
+    weights: Weights,
     begun: Prefilled,
     keys: Key[Array, " n"],
     limits: Int[Array, " n"] | None,
@@ -276,7 +276,7 @@ def _decode(
     n, stops = keys.shape[0], jnp.asarray(eos_ids, jnp.int32)
     starts = jnp.zeros(n, jnp.int32) if begun.prefix is None else begun.prefix.lengths
     last = jnp.full(n, length, jnp.int32) if limits is None else jnp.minimum(limits, length)
-    slots, model = round(n * share), nnx.merge(graph, params)
+    slots, model = round(n * share), weights.model(graph)
     ended = is_stop(begun.first.tokens, stops) | (starts + 1 >= last)
     queue, waiting = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
     if slots < n:  # those that have ended get no slot
@@ -315,7 +315,7 @@ def _decode(
     return Decoded(rollout, unfinished, Work(*(x[None] for x in (steps, slot_steps, tokens, drawn.sum()))))
 
 
-def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx.State], nnx.State]:
+def to_sampler(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Weights], Weights]:
     """A compiled program that casts the trainer's weights and lays them out for sampling.
 
     Parameters declared `float32` (norms, router) keep their dtype: the forward reads them so. Layers go one after the
@@ -331,8 +331,8 @@ def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx
         cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
         return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(cast, of_layer, strict=True)]
 
-    def reshard(params: nnx.State) -> nnx.State:
-        leaves, tree = jax.tree.flatten(params)
+    def reshard(weights: Weights) -> Weights:
+        leaves, tree = jax.tree.flatten(weights)
         layers = jax.lax.map(layer, [leaves[i] for i in stacked])
         done = dict(zip(stacked, layers, strict=True))
         return jax.tree.unflatten(tree, [done.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])

@@ -17,7 +17,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.types import Prompts, Rollout, RouterRecord
+from gspo_jax.types import Prompts, Rollout, RouterRecord, Weights
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Sampler:
     def __init__(
         self,
         graph: nnx.GraphDef[Transformer],
-        shapes: nnx.State,
+        shapes: Weights,
         mesh: Mesh,
         *,
         dtype: DTypeLike,
@@ -65,8 +65,8 @@ class Sampler:
         `slots` may be more than there are responses: then all decode at once.
         """
         self._graph, self._shapes = graph, shapes
-        self._reshard = decoder.to_sampler(shapes, mesh, dtype)
-        self._params: nnx.State | None = None
+        self.reshard = decoder.to_sampler(shapes, mesh, dtype)
+        self._weights: Weights | None = None
         self.group_size, self.length, self.pad_id, self.mesh = group_size, length, pad_id, mesh
         self.copy_bytes = 0
         """Bytes of the newest copy, over all devices."""
@@ -76,19 +76,19 @@ class Sampler:
         self._eos_ids, self._slots = eos_ids, slots
         self._seen: set[tuple[Any, ...]] = set()
 
-    def load(self, params: nnx.State) -> None:
+    def load(self, weights: Weights) -> None:
         """Casts and reshards the trainer's weights."""
         with jax.set_mesh(self.mesh):
-            self._params = jax.block_until_ready(self._reshard(params))
+            self._weights = jax.block_until_ready(self.reshard(weights))
         self.copy_bytes = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * leaf.sharding.num_devices
-            for leaf in jax.tree.leaves(self._params)
+            for leaf in jax.tree.leaves(self._weights)
         )
         self.spent = Spent()
 
     def release(self) -> None:
         """Lets go of the weights, so that an update has their memory."""
-        self._params = None
+        self._weights = None
 
     def __call__(
         self,
@@ -118,7 +118,7 @@ class Sampler:
 
     def no_routes(self, responses: int, positions: int) -> RouterRecord:
         """A record of nothing, on the host, as there is of responses that have not begun."""
-        config = nnx.merge(self._graph, self._shapes).config
+        config = self._shapes.model(self._graph).config
         shape = (responses, positions, config.num_layers, config.experts_per_token if config.num_experts else 0)
         experts: Any = np.full(shape, -1, config.expert_dtype)
         logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
@@ -141,7 +141,7 @@ class Sampler:
         Raises:
           RuntimeError: shapes that were sampled before were compiled again.
         """
-        if self._params is None:
+        if self._weights is None:
             raise ValueError("the sampler has no weights; call load first")
         longest = prompts.tokens.shape[1]
         prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), longest)], prompts.lengths)
@@ -176,7 +176,7 @@ class Sampler:
         prefilled = jax.block_until_ready(
             decoder.prefill(
                 self._graph,
-                self._params,
+                self._weights,
                 prompts,
                 own_keys,
                 prefix,
@@ -189,7 +189,7 @@ class Sampler:
         decoded = jax.block_until_ready(
             decoder.decode(
                 self._graph,
-                self._params,
+                self._weights,
                 prefilled,
                 own_keys,
                 limits,

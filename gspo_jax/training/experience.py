@@ -18,54 +18,54 @@ from gspo_jax.types import Experience, OldPolicy, Rollout
 
 @struct.dataclass
 class Rewards:
-    """What the reward functions say of a batch, and which of its responses to learn from."""
+    """A batch's rewards, and which of its responses to learn from."""
 
     total: Float[Array, " B"]
-    """Of each whole response; finite."""
+    """Reward of each whole response; finite."""
     learn: Bool[Array, " B"]
-    """False on responses that count in their group's mean but are not learned from."""
+    """False for responses that count in their group's baseline but carry no gradient."""
     of_tokens: Float[Array, "B T"] | None = None
-    """Reward of the step that ends with each token; None without step rewards."""
+    """Reward of the step that each token ends, 0 elsewhere; None without step rewards."""
     steps: Bool[Array, "B T"] | None = None
     """True where a step ends; None without step rewards."""
 
 
-ExperienceFn = Callable[[Rollout, OldPolicy, Rewards], Experience]
+ExperienceFn = Callable[[Objective, Rollout, OldPolicy, Rewards], Experience]
+"""(objective, rollout, old policy, rewards) -> experience, with advantages."""
 
 
-def make_experience(
-    objective: Objective, *, group_size: int, correction: Correction | None, kl_in_reward: float
-) -> ExperienceFn:
-    """An `experience(rollout, old, rewards)`.
+def make_experience(*, group_size: int, correction: Correction | None, kl_in_reward: float) -> ExperienceFn:
+    """A jitted `experience(objective, rollout, old, rewards)`.
+
+    Advantages are the objective's: group-based ones from the rewards, or GAE for an objective with a critic.
 
     Args:
-      objective: its advantages are used; those of an objective with a critic come from GAE.
-      group_size: rows of a group, adjacent.
-      correction: of the mismatch between sampler and trainer; None for none.
-      kl_in_reward: β of the k1 estimate of KL(old‖reference) that every token's reward is lowered by; needs a critic.
+      group_size: adjacent rows of one group.
+      correction: importance weights for sampler–trainer mismatch; None for none.
+      kl_in_reward: β of the k1 estimate of KL(old‖reference) subtracted from every token's reward; needs a critic.
     """
     work = jax.jit(
-        partial(_work, objective=objective, group_size=group_size, correction=correction, kl_in_reward=kl_in_reward)
+        partial(_work, group_size=group_size, correction=correction, kl_in_reward=kl_in_reward), static_argnums=0
     )
 
-    def experience(rollout: Rollout, old: OldPolicy, rewards: Rewards) -> Experience:
-        return Experience(rollout, old=old, **work(rollout.action_mask, rollout.logprobs, old, rewards))
+    def experience(objective: Objective, rollout: Rollout, old: OldPolicy, rewards: Rewards) -> Experience:
+        return Experience(rollout, old=old, **work(objective, rollout.action_mask, rollout.logprobs, old, rewards))
 
     return experience
 
 
 def _work(
+    objective: Objective,
     mask: Bool[Array, "B T"],
     sampler_logprobs: Float[Array, "B T"],
     old: OldPolicy,
     rewards: Rewards,
     *,
-    objective: Objective,
     group_size: int,
     correction: Correction | None,
     kl_in_reward: float,
 ) -> dict[str, Any]:
-    """The fields of an Experience that are computed here."""
+    """The fields of an Experience computed here, by name."""
     mask = mask & rewards.learn[:, None]
     found: dict[str, Any] = {"mask": mask}
     if correction is not None:
@@ -87,10 +87,10 @@ def _work(
 def token_rewards(
     rewards: Rewards, old: OldPolicy, mask: Bool[Array, "B T"], *, kl_in_reward: float
 ) -> Float[Array, "B T"]:
-    """The reward of every token, as a critic's GAE takes it: 0 but where one is earned.
+    """Per-token rewards for GAE.
 
-    A response's total is earned by its last token, a step's reward by the token that ends it, and every token pays
-    β·(log π_old − log π_ref).
+    A response's total reward goes to its last token, a step's reward to the token that ends the step, and every token
+    pays β·(log π_old − log π_ref).
     """
     T = mask.shape[1]
     last = (T - 1 - jnp.argmax(mask[:, ::-1], axis=1))[:, None] == jnp.arange(T)[None]

@@ -1,4 +1,4 @@
-"""What the trainer's models say of responses: log-probs, entropy, routes, values; now, and of the old policy."""
+"""The trainer's forward passes over responses: log-probs, entropy, routes and values, of now and of the old policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from gspo_jax.models.moe import Routes, Routing, record
 from gspo_jax.models.transformer import Output, Remat, Transformer
 from gspo_jax.parallel.mesh import constrain, shared_rows
 from gspo_jax.routing.replay import Replay, replayed
-from gspo_jax.types import OldPolicy, Responses, Rollout
+from gspo_jax.types import OldPolicy, Responses, Rollout, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,34 +25,35 @@ class Scoring:
     """How the trainer's models read responses."""
 
     temperature: float = 1.0
-    """Of the log-probs: that of sampling."""
+    """Sampling temperature, at which log-probs are taken."""
     logprob_chunk: int
     """Tokens whose logits exist at once."""
     group_size: int = 1
-    """Adjacent responses to one prompt, which is fed once for as many of them as live on one shard of the batch."""
+    """Adjacent responses to one prompt; the prompt is fed once for all that live on the same batch shard."""
     remat: Remat = "none"
-    """What is kept for the backward pass: a name of `models.transformer.REMATS`."""
+    """Activations kept for the backward pass; a key of `models.transformer.REMATS`."""
 
 
 @struct.dataclass
 class ModelScores:
-    """What a policy says of responses."""
+    """A policy's forward pass over responses."""
 
     logprobs: Float[Array, "B T"]
-    """log π_θ of each token at the sampling temperature, float32; anything outside the mask."""
+    """log π_θ of each token at the sampling temperature, float32; undefined outside the mask."""
     entropy: Float[Array, "B T"]
-    """Entropy of the distribution the token was drawn from, in nats."""
+    """Entropy of the distribution that each token was drawn from, in nats."""
     routes: Routes
-    """Of all N = S + T positions, prompts included: [L, B, N, …]."""
+    """Routes of all N = S + T positions, prompts included: [L, B, N, …]."""
     hidden: Float[Array, "B T D"]
-    """The hidden state that each token is predicted from."""
+    """Final hidden state that predicts each token."""
 
 
-OldPolicyFn = Callable[[nnx.State, nnx.State | None, nnx.State | None, Rollout], OldPolicy]
+OldPolicyFn = Callable[[Weights, nnx.State | None, Weights | None, Rollout], OldPolicy]
+"""(policy, critic's parameters, reference, rollout) -> everything fixed during the updates."""
 
 
 def pack(x: Array, prompt: int, share: int) -> Array:
-    """[B, N, …] -> [B / share, S + share T, …]: a prompt once, and then the `share` adjacent responses to it."""
+    """[B, N, …] -> [B / share, S + share T, …]: each prompt once, followed by the `share` adjacent responses to it."""
     B, N, *rest = x.shape
     x = x.reshape(B // share, share, N, *rest)
     own = x[:, :, prompt:].reshape(B // share, share * (N - prompt), *rest)
@@ -60,16 +61,16 @@ def pack(x: Array, prompt: int, share: int) -> Array:
 
 
 def unpack(x: Array, prompt: int, share: int) -> Array:
-    """The inverse of `pack`: the prompt of each response, and the response."""
+    """Invert `pack`: every row has its own copy of the prompt again."""
     P, M, *rest = x.shape
     own = x[:, prompt:].reshape(P * share, (M - prompt) // share, *rest)
     return jnp.concatenate([jnp.repeat(x[:, :prompt], share, axis=0), own], axis=1)
 
 
 def at_predictions(x: Array, responses: Responses, share: int = 1) -> Array:
-    """[B / share, S + share T, ...] -> [B, T, ...]: what stands where each token is predicted.
+    """[B / share, S + share T, ...] -> [B, T, ...]: values at the position that predicts each token.
 
-    Token t is predicted one position earlier; the first one by its prompt's last real token, before the padding.
+    Token t is predicted one position earlier, the first one by the prompt's last real token.
     """
     B, T = responses.tokens.shape
     lengths = responses.prompt_lengths.reshape(B // share, share)[:, 0]
@@ -79,15 +80,15 @@ def at_predictions(x: Array, responses: Responses, share: int = 1) -> Array:
 
 
 def of_responses(x: Float[Array, "L B N *rest"], responses: Responses) -> Float[Array, "L B T *rest"]:
-    """What stands at the response tokens themselves."""
+    """Values at the response tokens' own positions."""
     return x[:, :, responses.prompts.shape[1] :]
 
 
 def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
-    """[B, ...] -> [count, B / count, ...] of every array: micro-batches whose rows are spread over the shards again.
+    """[B, ...] -> [count, B / count, ...] for every array: micro-batches, each spread over all shards.
 
-    Strided and not contiguous, so that every device cuts its own rows, and in units of as many adjacent rows of a group
-    as can stay on one shard, so that they still share their prompt.
+    Strided rather than contiguous, so that every device slices its own rows, and in units of as many adjacent rows of a
+    group as fit on one shard, so that they still share their prompt.
     """
 
     def cut(x: Array) -> Array:
@@ -100,7 +101,7 @@ def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
 
 
 def join_rows(batch: Any, *, group_size: int) -> Any:
-    """The inverse of `cut_rows`."""
+    """Invert `cut_rows`."""
 
     def join(x: Array) -> Array:
         count, rows, *rest = x.shape
@@ -113,14 +114,14 @@ def join_rows(batch: Any, *, group_size: int) -> Any:
 
 def score(
     graph: nnx.GraphDef[Transformer],
-    params: nnx.State,
+    weights: Weights,
     responses: Responses,
     scoring: Scoring,
     *,
     routing: Routing | None = None,
 ) -> ModelScores:
-    """One forward over prompts and responses; logits only for response tokens, and only a chunk at a time."""
-    out, hidden, routes = _forward(nnx.merge(graph, params), responses, scoring, routing)
+    """One forward pass over prompts and responses; logits for response tokens only, a chunk at a time."""
+    out, hidden, routes = _forward(weights.model(graph), responses, scoring, routing)
     logprobs, entropy = token_logprobs(
         hidden, out.head, responses.tokens, temperature=scoring.temperature, chunk=scoring.logprob_chunk
     )
@@ -135,7 +136,7 @@ def values(
     *,
     policy_hidden: Float[Array, "B T D"],
 ) -> Float[Array, "B T"]:
-    """The critic's value before each response token: from its own trunk's forward, or else from the policy's."""
+    """The critic's value before each response token, from its own trunk or from the policy's hidden states."""
     critic = nnx.merge(graph, params)
     if critic.trunk is None:
         return critic(policy_hidden)
@@ -151,36 +152,36 @@ def make_old_policy(
     critic: nnx.GraphDef[Critic] | None = None,
     microbatches: int = 1,
 ) -> OldPolicyFn:
-    """A jitted `old_policy(params, critic_params, reference_params, rollout)`, called before an iteration's updates.
+    """A jitted `old_policy(weights, critic_params, reference, rollout)`, called before an iteration's updates.
 
-    log π_old is the sampler's own, or with `recompute` the trainer's, along with its routes, which are the sampler's
-    under `replay` "r3". The reference policy routes natively. Forwards that nothing is taken from are left out of the
-    program. The rows are read in `microbatches` parts.
+    log π_old is the sampler's, or with `recompute` the trainer's; then its routes are recorded too, which follow the
+    sampler's under `replay` "r3". The reference policy always routes natively. Forward passes whose results are unused
+    are eliminated by the compiler. Rows are processed in `microbatches` parts.
     """
 
     def read(
-        params: nnx.State, critic_params: nnx.State | None, reference_params: nnx.State | None, rollout: Rollout
+        weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout
     ) -> OldPolicy:
         asked = Routing(replayed(replay, rollout.routes, None) if replay == "r3" else None)
-        scores = score(graph, params, rollout, scoring, routing=asked)
-        reference = value = None
-        if reference_params is not None:
-            reference = score(graph, reference_params, rollout, scoring).logprobs
+        scores = score(graph, weights, rollout, scoring, routing=asked)
+        reference_logprobs = value = None
+        if reference is not None:
+            reference_logprobs = score(graph, reference, rollout, scoring).logprobs
         if critic is not None:
             assert critic_params is not None
             value = values(critic, critic_params, rollout, scoring, policy_hidden=scores.hidden)
         if not recompute:
-            return OldPolicy(rollout.logprobs, reference, value)
-        config = nnx.merge(graph, params).config
+            return OldPolicy(rollout.logprobs, reference_logprobs, value)
+        config = weights.model(graph).config
         routes = record(scores.routes, _inputs(rollout)[1], config) if config.num_experts else None
-        return OldPolicy(scores.logprobs, reference, value, routes)
+        return OldPolicy(scores.logprobs, reference_logprobs, value, routes)
 
     @partial(jax.jit, compiler_options=compiler_options())
     def old_policy(
-        params: nnx.State, critic_params: nnx.State | None, reference_params: nnx.State | None, rollout: Rollout
+        weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout
     ) -> OldPolicy:
         parts = cut_rows(rollout, microbatches, group_size=scoring.group_size)
-        found = jax.lax.map(partial(read, params, critic_params, reference_params), parts)
+        found = jax.lax.map(partial(read, weights, critic_params, reference), parts)
         return join_rows(found, group_size=scoring.group_size)
 
     return old_policy
@@ -189,7 +190,7 @@ def make_old_policy(
 def _forward(
     model: Transformer, responses: Responses, scoring: Scoring, routing: Routing | None = None
 ) -> tuple[Output, Float[Array, "B T D"], Routes]:
-    """The model's output for packed rows; the hidden states at predictions and the routes, response by response."""
+    """The model's output for packed rows, with predicting hidden states and routes unpacked per response."""
     B, S = responses.prompts.shape
     share = shared_rows(B, scoring.group_size)
     packed, unpacked = (jax.vmap(partial(f, prompt=S, share=share)) for f in (pack, unpack))
@@ -202,7 +203,7 @@ def _forward(
 
 
 def _inputs(responses: Responses) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
-    """Prompts and responses side by side, and which of their positions are real."""
+    """Prompts and responses concatenated, and a mask of their real positions."""
     in_prompt = jnp.arange(responses.prompts.shape[1])[None] < responses.prompt_lengths[:, None]
     return (
         jnp.concatenate([responses.prompts, responses.tokens], axis=1),

@@ -1,4 +1,4 @@
-"""What training carries from update to update, the optimizer, and where it all lives on the mesh."""
+"""Train state, optimizer, and their shardings."""
 
 import dataclasses
 from typing import Any
@@ -12,40 +12,40 @@ from jaxtyping import Array, Int
 
 from gspo_jax.models.critic import Critic, first_params
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, Weights
 
 
 @struct.dataclass
 class Learner:
-    """Parameters and what their optimizer remembers."""
+    """Trainable parameters with their optimizer state."""
 
     params: nnx.State
-    """Float32, in the trainer's layout."""
+    """Trainable parameters, float32, in the trainer's layout."""
     opt_state: optax.OptState
-    """AdamW's moments, laid out like the parameters."""
+    """AdamW's moments, sharded like the parameters."""
 
 
 @struct.dataclass
 class TrainState:
-    """Everything an update changes."""
+    """Everything an update changes. Frozen weights are not part of it."""
 
     policy: Learner
     updates: Int[Array, ""]
-    """Optimizer updates tried so far, skipped ones included."""
+    """Optimizer updates attempted so far, including skipped ones."""
     skipped: Int[Array, ""]
-    """Updates skipped because a gradient was not finite."""
+    """Updates skipped because of a non-finite gradient or loss."""
     critic: Learner | None = None
-    """None where the objective needs none."""
+    """None if the objective uses no critic."""
 
     @property
     def params(self) -> nnx.State:
-        """The policy's parameters."""
+        """The policy's trainable parameters."""
         return self.policy.params
 
 
 @dataclasses.dataclass(frozen=True)
 class CriticRule:
-    """What is fixed about a critic while its parameters change."""
+    """What stays fixed about a critic while its parameters change."""
 
     graph: nnx.GraphDef[Critic]
     shapes: nnx.State
@@ -63,9 +63,12 @@ def make_optimizer(
     weight_decay: float,
     max_grad_norm: float,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW behind a global-norm clip, and its learning-rate schedule.
+    """AdamW with global-norm gradient clipping, and its learning-rate schedule.
 
     `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up.
+
+    Raises:
+      UserError: an unknown schedule.
     """
     if schedule == "constant":
         after = optax.constant_schedule(learning_rate)
@@ -73,7 +76,7 @@ def make_optimizer(
         after = optax.cosine_decay_schedule(learning_rate, max(total_updates - warmup_updates, 1))
     else:
         raise UserError(f"there is no learning-rate schedule {schedule!r}; use constant or cosine")
-    # The first update is number 0: it gets a step of the ramp, not a rate of zero.
+    # Updates count from 0; the ramp starts above zero so that the first one learns.
     ramp = optax.linear_schedule(learning_rate / (warmup_updates + 1), learning_rate, warmup_updates)
     rate = optax.join_schedules([ramp, after], [warmup_updates])
     adamw = optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
@@ -81,7 +84,7 @@ def make_optimizer(
 
 
 def new_learner(params: nnx.State, optimizer: optax.GradientTransformation) -> Learner:
-    """Parameters before their first update."""
+    """A learner before its first update."""
     return Learner(params, optimizer.init(params))
 
 
@@ -94,16 +97,18 @@ def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nn
 
 
 def new_state(
-    params: nnx.State, optimizer: optax.GradientTransformation, *, critic: CriticRule | None = None
+    weights: Weights, optimizer: optax.GradientTransformation, *, critic: CriticRule | None = None
 ) -> TrainState:
-    """A state before the first update; a critic begins as `critic.first_params` says."""
-    critics = None if critic is None else new_learner(first_params(critic.shapes, params), critic.optimizer)
-    # Two zeros: a donated buffer must not be there twice.
-    return TrainState(new_learner(params, optimizer), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), critics)
+    """The train state before the first update; a critic is initialised by `critic.first_params`."""
+    critics = None if critic is None else new_learner(first_params(critic.shapes, weights.whole), critic.optimizer)
+    # Two separate zeros: a donated buffer must not appear twice.
+    return TrainState(
+        new_learner(weights.trainable, optimizer), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), critics
+    )
 
 
 def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Learner:
-    """The NamedSharding of every leaf of a Learner: moments like their parameters, scalars everywhere."""
+    """NamedShardings of a Learner: moments like their parameters, scalars replicated."""
     params, alike = mesh_lib.param_shardings(shapes, mesh), jax.tree.structure(shapes)
 
     def moments(node: Any) -> bool:
@@ -120,7 +125,7 @@ def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation
 def state_shardings(
     shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, critic: CriticRule | None = None
 ) -> TrainState:
-    """The NamedSharding of every leaf of a TrainState."""
+    """NamedShardings of a TrainState; `shapes` are those of the trainable parameters."""
     critics = None if critic is None else learner_shardings(critic.shapes, critic.optimizer, mesh)
     everywhere: Any = mesh_lib.replicated(mesh)
     return TrainState(learner_shardings(shapes, optimizer, mesh), everywhere, everywhere, critics)

@@ -1,0 +1,148 @@
+"""The programs of one training iteration, built once from a config, the model's shape and the meshes.
+
+`train` runs them, `bench` times them, `evaluate` samples with them and `plan` compiles them for machines that are not
+there. Building an engine allocates nothing on any device.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from gspo_jax.models import huggingface
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.objectives import Objective
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.setup import learning, policy, sampling
+from gspo_jax.setup.meshes import Meshes
+from gspo_jax.setup.policy import Policy
+from gspo_jax.training.experience import ExperienceFn, make_experience
+from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
+from gspo_jax.training.state import CriticRule, TrainState, new_state, state_shardings
+from gspo_jax.training.update import UpdateFn, make_update
+from gspo_jax.types import Weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An iteration's programs {sample, score, experience, update, reshard} and the state they work on."""
+
+    config: ConfigDict
+    policy: Policy
+    meshes: Meshes
+    objective: Objective
+    critic: CriticRule | None
+    optimizer: optax.GradientTransformation
+    sampler: Sampler
+    """Reshards weights from trainer to sampler, prefills and decodes."""
+    score: OldPolicyFn
+    """Log-probs of the old policy, the reference's and the critic's values, before an iteration's updates."""
+    experience: ExperienceFn
+    """Advantages, returns and mismatch corrections of a scored batch."""
+    update: UpdateFn
+    """One optimizer step on a mini-batch."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return jnp.dtype(self.config.model.dtype)
+
+    @property
+    def shardings(self) -> TrainState:
+        """Sharding of every leaf of the train state."""
+        return state_shardings(self.policy.shapes.trainable, self.optimizer, self.meshes.trainer, critic=self.critic)
+
+    @property
+    def state_shapes(self) -> TrainState:
+        """Shape of every leaf of the train state."""
+        return jax.eval_shape(self._new, self.policy.shapes)
+
+    def begin(self, weights: Weights) -> TrainState:
+        """The train state before the first update, laid out on the mesh."""
+        return jax.jit(self._new, out_shardings=self.shardings)(weights)
+
+    def load(self, folder: Path) -> Weights:
+        """Weights of a Hugging Face folder, read straight into the trainer's layout."""
+        return Weights.full(huggingface.load_params(folder, self.policy.config, self.meshes.trainer))
+
+    def _new(self, weights: Weights) -> TrainState:
+        return new_state(weights, self.optimizer, critic=self.critic)
+
+
+def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, *, eos_ids: tuple[int, ...], pad_id: int) -> Engine:
+    """The engine for a model of this shape.
+
+    Args:
+      config: a checked config.
+      model: the policy's shape.
+      meshes: the trainer's and the sampler's.
+      eos_ids: tokens that end a response; empty: only the length limit does.
+      pad_id: token after a response's end.
+    """
+    made, objective = policy.make_policy(config, model), learning.make_objective(config)
+    optimizer, schedule = learning.make_update_rule(config)
+    critic = learning.make_critic(config, model)
+    training, reference = config.training, config.reference
+    with jax.set_mesh(meshes.trainer):  # the compiler's options depend on the platform
+        update = make_update(
+            made.graph,
+            learning.make_scoring(config),
+            optimizer,
+            schedule,
+            critic=critic,
+            penalties=learning.make_penalties(config),
+            replay=config.routing.replay,
+            shardings=state_shardings(made.shapes.trainable, optimizer, meshes.trainer, critic=critic),
+            minibatches=training.minibatches,
+            microbatches=training.microbatches,
+            group_size=config.sampling.group_size,
+        )
+        score = make_score(config, made, critic, recompute=training.old_logprobs == "recompute")
+    return Engine(
+        config=config,
+        policy=made,
+        meshes=meshes,
+        objective=objective,
+        critic=critic,
+        optimizer=optimizer,
+        sampler=make_sampler(config, made, meshes, eos_ids=eos_ids, pad_id=pad_id),
+        score=score,
+        experience=make_experience(
+            group_size=config.sampling.group_size,
+            correction=learning.make_mismatch_correction(config),
+            kl_in_reward=reference.kl_weight if reference.place == "reward" else 0.0,
+        ),
+        update=update,
+    )
+
+
+def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, recompute: bool) -> OldPolicyFn:
+    """The scoring program; with `recompute` it takes log π_old from the trainer. Needs its mesh in scope."""
+    return make_old_policy(
+        made.graph,
+        learning.make_scoring(config),
+        recompute=recompute,
+        replay=config.routing.replay,
+        critic=None if critic is None else critic.graph,
+        microbatches=config.training.microbatches,
+    )
+
+
+def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, *, eos_ids: tuple[int, ...], pad_id: int) -> Sampler:
+    """The sampler, for training and evaluation alike: what is measured is what is trained, and compiled once."""
+    return Sampler(
+        made.graph,
+        made.shapes,
+        meshes.sampler,
+        dtype=jnp.dtype(config.model.dtype),
+        group_size=config.sampling.group_size,
+        length=config.sampling.max_response_length,
+        sampling=sampling.make_sampling(config),
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        slots=config.sampling.slots,
+        router_logprobs=sampling.keeps_router_logprobs(config, made.config),
+    )

@@ -1,0 +1,57 @@
+"""Wall-clock time of an iteration's phases, and the compilation in it."""
+
+import time
+from typing import Any
+
+import jax
+
+from gspo_jax.reporting.progress import Progress
+
+
+class CompileCounter:
+    """Counts XLA compilations and their seconds from construction on; programs read from a cache on disk count too."""
+
+    def __init__(self):
+        self.programs = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def stop(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs += 1
+            self.seconds += duration_secs
+
+
+class Clock:
+    """Times the phases of one iteration and shows the running one on the progress bar."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._begun = self._phase_begun = time.perf_counter()
+        self._phase = ""
+        self.compiled = CompileCounter()
+        """Compilation during the iteration."""
+        self.seconds: dict[str, float] = {}
+        """Seconds by phase, and "iteration" for the total once stopped."""
+
+    def phase(self, name: str) -> None:
+        """End the running phase and begin `name`; a phase that recurs adds up."""
+        self._end()
+        self._phase = name
+        self._progress.phase(name)
+
+    def stop(self) -> None:
+        """End the running phase and the iteration."""
+        self._end()
+        self.seconds["iteration"] = time.perf_counter() - self._begun
+        self.compiled.stop()
+
+    def _end(self) -> None:
+        now = time.perf_counter()
+        if self._phase:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._phase_begun
+        self._phase_begun = now

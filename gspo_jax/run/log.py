@@ -1,0 +1,224 @@
+"""A run's log: metrics, samples, evaluations, progress and warnings."""
+
+import itertools
+import math
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from gspo_jax.data.tokenizer import Tokenizer, decode_responses
+from gspo_jax.evaluate import Evaluation
+from gspo_jax.objectives import Objective
+from gspo_jax.objectives.guards import clip_range_warning
+from gspo_jax.parallel import hosts, processes
+from gspo_jax.reporting.progress import Progress
+from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics, write_config
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.run.clock import Clock
+from gspo_jax.run.rounds import Rounds
+from gspo_jax.run.scored import Scored
+from gspo_jax.run.shaping import Shaping
+from gspo_jax.training.metrics import Metrics
+from gspo_jax.training.update import take_minibatch
+
+SHOWN_CHARACTERS = 400
+"""Characters of a completion shown on the terminal; the file under samples/ has all of them."""
+
+
+class RunLog:
+    """Writes a run's metrics and samples (first process only) and shows its progress."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        writer: MetricsWriter | None = None,
+        samples: SamplesWriter | None = None,
+        evaluations: Sequence[dict[str, float]] = (),
+    ):
+        """`writer` and `samples` are None on every process but the first; `evaluations` are those of earlier starts."""
+        self.progress, self._writer, self._samples = progress, writer, samples
+        self.evaluations = list(evaluations)
+        """Every evaluation so far, by metric name."""
+        self._warned: set[str] = set()
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write metrics of a step, which every process knows, into the run folder."""
+        if self._writer is not None:
+            self._writer.write(step, metrics)
+
+    def updates(
+        self, step: int, line: Mapping[str, Any], columns: Mapping[str, Any], metrics: list[Metrics], *, group_size: int
+    ) -> None:
+        """Write one line per update of an iteration; `line` holds the iteration's own numbers and joins the last.
+
+        Args:
+          step: the newest update's number.
+          line: the iteration's own metrics, and its number under "iteration".
+          columns: per-response values [B] on the host, as `response_columns` gives them.
+          metrics: those of each update.
+          group_size: adjacent rows of one group.
+        """
+        iteration = {"iteration": line["iteration"]}
+        for i, seen in enumerate(metrics):
+            own = take_minibatch(columns, i, count=len(metrics), group_size=group_size)
+            row = {**iteration, "minibatch": i, **response_metrics(own)}
+            # Only the first mini-batch is scored by the very weights that sampled it.
+            row |= {name: value for name, value in seen.items() if i == 0 or not name.startswith("mismatch/")}
+            row |= line if i + 1 == len(metrics) else {}
+            self.write(step - len(metrics) + 1 + i, row)
+        self.guard_ratios(metrics)
+
+    def evaluated(self, step: int, result: Evaluation) -> None:
+        """Record a held-out evaluation on the line of its last update."""
+        self.evaluations.append(result.metrics())
+        self.write(step, self.evaluations[-1])
+        self.progress.say(f"update {step}: {result}")
+
+    def advance(self, scored: Scored, metrics: list[Metrics], *, tokens_per_s: float) -> None:
+        """End an iteration on the progress bar."""
+        self.progress.advance(
+            reward=float(np.nanmean(scored.total)),
+            clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
+            flip_rate=metrics[-1].get("routing/flip_rate"),
+            tokens_per_s=tokens_per_s,
+            accuracy=self.evaluations[-1]["eval/accuracy"] if self.evaluations else None,
+        )
+
+    def keep_samples(self, step: int, scored: Scored, tokenizer: Tokenizer, *, count: int) -> None:
+        """Write and print about `count` completions, spread over the batch."""
+        shown = np.arange(0, len(scored.total), max(1, len(scored.total) // count))
+        tokens, mask = hosts.everywhere((scored.rollout.tokens, scored.rollout.mask))
+        completions = decode_responses(tokenizer, tokens[shown], mask[shown])
+        if self._samples is not None:
+            self._samples.write(
+                step,
+                prompts=scored.texts[shown].tolist(),
+                completions=completions,
+                rewards=scored.total[shown].tolist(),
+                answers=[record["answer"] for record in scored.records[shown]],
+            )
+        for i, completion in zip(shown, completions, strict=True):
+            shortened = textwrap.shorten(completion, SHOWN_CHARACTERS, placeholder=" …")
+            self.progress.say(f"  reward {scored.total[i]:g}  {scored.texts[i]!r} -> {shortened!r}")
+
+    def summary(self, title: str) -> dict[str, dict[str, float]]:
+        """Print and return the first and the last evaluation."""
+        first, last = self.evaluations[0], self.evaluations[-1]
+        rows = [{"": name, "first": first[name], "last": last[name]} for name in first]
+        self.progress.table(rows, title=title)
+        return {"first": first, "last": last}
+
+    def warn(self, text: str) -> None:
+        """Print a warning, once per run."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.progress.say(f"warning: {text}")
+
+    def guard_config(self, objective: Objective, *, group_size: int) -> None:
+        """Warn of settings under which nothing is learned or clipped."""
+        if text := clip_range_warning(objective):
+            self.warn(text)
+        if group_size == 1 and objective.critic is None:
+            self.warn(
+                "sampling.group_size is 1: a response is compared with its group, so every advantage is exactly 0 and "
+                "nothing is learned; use 2 or more, or ppo, which has a critic"
+            )
+
+    def guard_ratios(self, metrics: list[Metrics]) -> None:
+        """Warn of updates after which the policy has moved but its importance ratios have not."""
+        for before, seen in itertools.pairwise(metrics):
+            moved = float(before["actor/grad_norm"]) * float(before["actor/lr"]) > 0
+            if moved and float(seen["update/tokens"]) and float(seen["ratio/token_log_max"]) == 0:
+                self.warn(
+                    "the importance ratio is exactly 1 for every token although the policy has been updated since it "
+                    "sampled: the old log-probs are the new ones, and nothing is ever clipped"
+                )
+
+
+@contextmanager
+def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done: int) -> Iterator[RunLog]:
+    """Open a run's log files after step `after_step` (None: a new run) and its progress after `done` iterations."""
+    with ExitStack() as stack:
+        writer = samples = None
+        if processes.is_first():
+            command = shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
+            write_config(workdir, config.to_dict(), command=command)
+            writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step))
+            samples = SamplesWriter(workdir, after_step=after_step)
+        processes.wait_for_all("run folder")  # from here on metrics.jsonl ends at `after_step`
+        progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=done))
+        evaluations = [] if after_step is None else earlier_evaluations(workdir)
+        yield RunLog(progress, writer=writer, samples=samples, evaluations=evaluations)
+
+
+def earlier_evaluations(workdir: Path) -> list[dict[str, float]]:
+    """Evaluations recorded in metrics.jsonl, oldest first."""
+    rows = [row for row in read_metrics(workdir) if "eval/accuracy" in row]
+    return [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
+
+
+def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[str, Any]:
+    """Metrics of a whole iteration, by name: times, sampling effort, compilation, throughput."""
+    spent = sampler.spent
+    return {
+        **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+        **rounds.metrics(),
+        "reward/failed": rounds.failures,
+        "reshard/bytes": sampler.copy_bytes,
+        "timing/prefill_s": spent.prefill_s,
+        "timing/decode_s": spent.decode_s,
+        "decode/steps": spent.steps,
+        "decode/occupancy": spent.occupancy,
+        "decode/wasted": spent.slot_steps - spent.tokens,
+        "compile/programs": clock.compiled.programs,
+        "compile/seconds": clock.compiled.seconds,
+        "throughput/tokens_per_s": spent.drawn / clock.seconds["iteration"],
+        "throughput/sample_tokens_per_s": spent.drawn / clock.seconds["sample"],
+    }
+
+
+def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bool) -> dict[str, np.ndarray]:
+    """Per-response values [B] on the host; those named "reward/…" become metrics of that name.
+
+    `turns` and `older` ask for the columns of multi-turn episodes and of partial rollouts.
+    """
+    columns = {"reward/mean": scored.total} | {f"reward/{name}": x for name, x in scored.by_name.items()}
+    if shaping.penalty:
+        columns["reward/overlong"] = shaping.overlong(scored)
+    G = shaping.group_size
+    columns["reward/zero_std"] = np.repeat(~scored.contrast(G), G).astype(np.float32)
+    return columns | {
+        "length": scored.lengths,
+        "truncated": scored.truncated,
+        "trainable": shaping.trainable_rows(scored),
+        "drawn": scored.drawn,
+        **({"turns": scored.turns} if turns else {}),
+        **({"older": scored.older} if older else {}),
+    }
+
+
+def response_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Means over the responses of an update, by metric name; NaN for a column with nothing but NaN."""
+    lengths = columns["length"]
+    rewards = {name: x for name, x in columns.items() if name.startswith("reward/")}
+    drawn, of_episodes = columns["drawn"].sum(), {}
+    if "turns" in columns:
+        of_episodes = {"response/turns": float(columns["turns"].mean()), "response/drawn": float(drawn / lengths.sum())}
+    if "older" in columns:
+        of_episodes["response/older"] = float(columns["older"].sum() / drawn)
+    return {
+        **{name: float(np.nanmean(x)) if np.isfinite(x).any() else math.nan for name, x in rewards.items()},
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": int(lengths.max()),
+        "response/truncated": float(columns["truncated"].mean()),
+        "response/learned": float(columns["trainable"].mean()),
+        **of_episodes,
+    }

@@ -1,0 +1,113 @@
+"""Where a run starts: at its newest checkpoint, if it may resume from that, or at its beginning."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from gspo_jax.config import base
+from gspo_jax.data.pipeline import Batches, PromptBatch
+from gspo_jax.engine import Engine
+from gspo_jax.rollout.episodes import Episodes
+from gspo_jax.setup import keys
+from gspo_jax.training.checkpoint import Checkpointer
+from gspo_jax.training.state import TrainState
+from gspo_jax.types import UserError
+
+MAY_CHANGE = (
+    "iterations",
+    "eval.",
+    "log.",
+    "checkpoint.",
+    "scoring.",
+    "data.data_dir",
+    "cpu_devices",
+    "processes.",
+    "mesh.",
+    "sampling.slots",
+    "model.dispatch",
+    "model.remat",
+    "training.microbatches",
+    "training.logprob_chunk",
+)
+"""Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they leave a run's
+numbers unchanged, up to rounding and to what a capacity factor drops.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Everything that differs between a new run and a resumed one."""
+
+    iteration: int
+    """Iterations done."""
+    step: int | None
+    """Newest update; None in a new run."""
+    key: jax.Array
+    """Key of the run."""
+    state: TrainState
+    frozen: nnx.State
+    """Weights that no update changes."""
+    unfinished: Episodes | None
+    """Partial rollouts under way; None if there are none."""
+
+
+def start(
+    config: ConfigDict,
+    engine: Engine,
+    checkpointer: Checkpointer,
+    prompts: Batches[PromptBatch],
+    *,
+    folder: Path,
+    place: str | Path,
+) -> Start:
+    """Restore the newest checkpoint and move `prompts` to its position, or load the first weights from `folder`.
+
+    Raises:
+      UserError: the checkpoint is another run's than the config's; `place` names the run in the message.
+    """
+    restored = checkpointer.restore(engine.state_shapes, engine.shardings)
+    if restored is None:
+        weights = engine.load(folder)
+        first = {"iteration": 0, "step": None, "unfinished": None, "key": keys.run_key(config)}
+        return Start(**first, state=engine.begin(weights), frozen=weights.frozen)
+    run = restored.run
+    check_same_run(config.to_dict(), run["config"], place)
+    prompts.set_state(run["prompts"])
+    return Start(
+        iteration=run["iteration"],
+        step=int(restored.state.updates),
+        key=jax.random.wrap_key_data(jnp.asarray(run["key"], jnp.uint32)),
+        state=restored.state,
+        frozen=engine.policy.shapes.frozen,  # full training has none to load
+        unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
+    )
+
+
+def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path) -> None:
+    """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
+
+    A field missing on one side has its default there: checkpoints outlive the versions that wrote them.
+    """
+    defaults = _flat(base().to_dict())
+    ours, theirs = defaults | _flat(here), defaults | _flat(saved)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"{name} is {ours.get(name)!r} here and {theirs.get(name)!r} in the run in {workdir}; "
+                "set it back, or start another run with another --workdir"
+            )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted names with plain JSON values."""
+    flat: dict[str, Any] = {}
+    for key, value in json.loads(json.dumps(tree)).items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

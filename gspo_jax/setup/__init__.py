@@ -1,0 +1,1 @@
+"""From a config to the parts of a run. The only code below the entry points that reads a ConfigDict."""

@@ -1,0 +1,182 @@
+"""Everything about a config that can be wrong before data or devices are touched, checked in one call."""
+
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from gspo_jax.models import transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.objectives import Objective
+from gspo_jax.rewards import environments, shaping
+from gspo_jax.routing.replay import REPLAYS
+from gspo_jax.setup import learning, meshes, policy, sampling
+from gspo_jax.training.state import make_optimizer
+from gspo_jax.types import UserError
+
+_AT_LEAST_ONE = (
+    "iterations",
+    "cpu_devices",
+    "processes.heartbeat_s",
+    "processes.start_s",
+    "data.prompts_per_batch",
+    "data.max_prompt_length",
+    "sampling.group_size",
+    "sampling.max_response_length",
+    "sampling.rounds",
+    "environment.turns",
+    "training.minibatches",
+    "training.microbatches",
+    "training.logprob_chunk",
+    "eval.every",
+    "log.samples_every",
+    "log.samples",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "scoring.workers",
+    "coldstart.batch",
+    "coldstart.log_every",
+)
+
+
+def check(config: ConfigDict) -> ModelConfig:
+    """Check a config and return the shape of its model.
+
+    Sizes of a mesh that depend on the number of devices (-1) are left to `meshes.make_meshes`.
+
+    Raises:
+      UserError: one sentence with the value, the limit and the remedy.
+    """
+    _check_values(config)
+    _check_rewards(config)
+    _check_partial_rollouts(config)
+    sampling.make_sampling(config)
+    policy.make_dispatch(config)
+    objective = learning.make_objective(config)
+    _check_learning(config, objective)
+    _check_routing(config, objective)
+    learning.make_update_rule(config)
+    make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
+    model = policy.model_config(config)
+    check_dense(config, model)
+    sizes = dict(config.mesh)
+    if -1 not in sizes.values():
+        meshes.check_sizes(config, model, sizes)
+    return model
+
+
+def _check_values(config: ConfigDict) -> None:
+    """Check single fields against their ranges and choices."""
+    for name in _AT_LEAST_ONE:
+        value: Any = config
+        for key in name.split("."):
+            value = value[key]
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    if not 0 <= config.coldstart.terse <= 1:
+        raise UserError(f"coldstart.terse is {config.coldstart.terse}; it is a share, from 0 to 1")
+    if config.sampling.temperature == 0:
+        raise UserError("sampling.temperature is 0: all responses to a prompt are the same; use a positive number")
+    for name, value in (("data.limit", config.data.limit), ("eval.prompts", config.eval.prompts)):
+        if value < 0:
+            raise UserError(f"{name} is {value}; use a positive number, or 0 for all")
+    if config.training.old_logprobs not in ("sampler", "recompute"):
+        raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
+    if config.model.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
+    if config.model.remat not in transformer.REMATS:
+        raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
+    if config.environment.name:
+        environments.find(config.environment.name)
+
+
+def _check_rewards(config: ConfigDict) -> None:
+    """Check that there is a reward, and that the one that decides correctness is among them."""
+    if not config.rewards:
+        raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
+    if config.eval.correct not in config.rewards:
+        raise UserError(
+            f"eval.correct is {config.eval.correct!r}, which is no reward of this config; use one of "
+            f"{', '.join(config.rewards)}"
+        )
+
+
+def _check_partial_rollouts(config: ConfigDict) -> None:
+    """Check that partial rollouts have more prompts under way than make a batch, and that a call can end."""
+    partial, batch = config.sampling.partial, config.data.prompts_per_batch
+    if partial.prompts is None:
+        return
+    if partial.prompts <= batch:
+        raise UserError(
+            f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: a batch would wait for "
+            f"all of them; use more than {batch}, or None for no partial rollouts"
+        )
+    if not 0 < partial.share <= 1:
+        raise UserError(f"sampling.partial.share is {partial.share}; use a share above 0, up to 1")
+    if partial.tokens is not None and partial.tokens < 1:
+        raise UserError(f"sampling.partial.tokens is {partial.tokens}; use a positive number, or None for any number")
+
+
+def _check_learning(config: ConfigDict, objective: Objective) -> None:
+    """Check that the objective supports the rewards, reference, critic and corrections asked for beside it."""
+    reference, overlong = config.reference, config.overlong
+    if len(config.step_rewards) and not objective.token_advantages:
+        raise UserError(
+            f"{objective.name} has one advantage for each response, and step_rewards give one to each token; use "
+            "gspo_token, grpo, dapo, cispo, sapo or ppo, or take them out"
+        )
+    if reference.kl_weight < 0:
+        raise UserError(f"reference.kl_weight is {reference.kl_weight}; use a positive number, or 0 for none")
+    for field, value, known in (
+        ("reference.estimator", reference.estimator, ("k1", "k2", "k3")),
+        ("reference.place", reference.place, ("loss", "reward")),
+        ("critic.trunk", config.critic.trunk, ("own", "policy")),
+    ):
+        if value not in known:
+            raise UserError(f"{field} is {value!r}; use {' or '.join(map(repr, known))}")
+    if reference.place == "reward" and objective.critic is None:
+        raise UserError(f"reference.place is 'reward', which needs a critic; {objective.name} has none, use 'loss'")
+    if overlong.penalty or overlong.cache:
+        shaping.overlong(np.zeros(0, int), limit=config.sampling.max_response_length, cache=overlong.cache)
+    correction = learning.make_mismatch_correction(config)
+    if correction is not None and config.training.old_logprobs != "recompute":
+        raise UserError(
+            f"mismatch.correction {config.mismatch.correction!r} weighs the trainer's log-probs against the sampler's; "
+            "set training.old_logprobs to 'recompute'"
+        )
+
+
+def _check_routing(config: ConfigDict, objective: Objective) -> None:
+    """Check that the routes to replay or compare with are recorded by someone."""
+    routing, recompute = config.routing, config.training.old_logprobs == "recompute"
+    if routing.replay not in REPLAYS:
+        raise UserError(f"routing.replay is {routing.replay!r}; use {', '.join(map(repr, REPLAYS))}")
+    if routing.replay == "r2" and not recompute:
+        raise UserError(
+            "routing.replay is 'r2', which replays what the trainer's routers did when it scored the old log-probs; "
+            "set training.old_logprobs to 'recompute', or use 'r3' for the sampler's routes"
+        )
+    if objective.router_shift and not (recompute or routing.router_logprobs):
+        raise UserError(
+            f"{objective.name} damps tokens by the shift of their router, whose log-probs nobody keeps; set "
+            "routing.router_logprobs to True"
+        )
+    for name in ("balance_weight", "z_weight"):
+        if routing[name] < 0:
+            raise UserError(f"routing.{name} is {routing[name]}; use a positive number, or 0 for none")
+
+
+def check_dense(config: ConfigDict, model: ModelConfig) -> None:
+    """Check that a dense model is not asked for routing, balancing, dispatch or an objective that needs routers."""
+    if model.num_experts:
+        return
+    routing, dispatch = config.routing, config.model.dispatch
+    for what, asked, instead in (
+        (config.objective.name, learning.make_objective(config).router_shift, "gmpo"),
+        (f"routing.replay {routing.replay!r}", routing.replay != "none", "'none'"),
+        (f"routing.balance_weight {routing.balance_weight}", routing.balance_weight, "0"),
+        (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
+        (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
+    ):
+        if asked:
+            raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")

@@ -1,0 +1,89 @@
+"""Objective, optimizer, critic and loss terms from a config."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from gspo_jax import objectives
+from gspo_jax.models import critic as critic_lib
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.objectives import Objective, mismatch
+from gspo_jax.objectives.mismatch import Correction, make_correction
+from gspo_jax.setup import policy as policy_lib
+from gspo_jax.setup import sampling
+from gspo_jax.training.scoring import Scoring
+from gspo_jax.training.state import CriticRule, make_optimizer
+from gspo_jax.training.update import Penalties
+from gspo_jax.types import UserError
+
+
+def make_objective(config: ConfigDict) -> Objective:
+    """The objective named by `objective.name`, with the hyper-parameters of its section."""
+    name = config.objective.name
+    return objectives.make(name, **_hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__))
+
+
+def make_mismatch_correction(config: ConfigDict) -> Correction | None:
+    """The correction for sampler–trainer mismatch named by `mismatch.correction`; None if it is empty."""
+    name = config.mismatch.correction
+    if not name:
+        return None
+    return make_correction(name, **_hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__))
+
+
+def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """Keyword arguments for the chosen factory; empty for an unknown name, which the factory reports itself."""
+    if name not in known:
+        return {}
+    if name not in section:
+        raise UserError(f"the config has no section {title}.{name}; add one, empty for its own defaults")
+    given: Any = section[name]
+    return given
+
+
+def make_penalties(config: ConfigDict) -> Penalties:
+    """Weights of the loss terms beside the objective."""
+    reference = config.reference
+    return Penalties(
+        kl=reference.kl_weight if reference.place == "loss" else 0.0,
+        kl_estimator=reference.estimator,
+        entropy=config.training.entropy_weight,
+        balance=config.routing.balance_weight,
+        router_z=config.routing.z_weight,
+    )
+
+
+def make_update_rule(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The policy's optimizer and its learning-rate schedule over the whole run."""
+    return make_optimizer(total_updates=total_updates(config), **config.optimizer)
+
+
+def total_updates(config: ConfigDict) -> int:
+    """Optimizer updates in the whole run."""
+    return config.iterations * config.training.minibatches
+
+
+def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
+    """The critic and its optimizer; None if the objective uses none."""
+    if make_objective(config).critic is None:
+        return None
+    graph, shapes = critic_lib.abstract(
+        model,
+        own_trunk=config.critic.trunk == "own",
+        dtype=jnp.dtype(config.model.dtype),
+        dispatch=policy_lib.make_dispatch(config),
+    )
+    return CriticRule(graph, shapes, make_optimizer(total_updates=total_updates(config), **config.critic.optimizer)[0])
+
+
+def make_scoring(config: ConfigDict) -> Scoring:
+    """How the trainer scores responses: at the temperature they are sampled with."""
+    return Scoring(
+        temperature=sampling.make_sampling(config).scoring_temperature,
+        logprob_chunk=config.training.logprob_chunk,
+        group_size=config.sampling.group_size,
+        remat=config.model.remat,
+    )

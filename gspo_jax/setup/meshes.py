@@ -1,0 +1,93 @@
+"""The trainer's and the sampler's meshes, checked against batch and model."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import check_dispatch
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import processes
+from gspo_jax.setup.policy import make_dispatch
+from gspo_jax.types import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Meshes:
+    """The same devices, in the same order, seen by trainer and sampler."""
+
+    trainer: Mesh
+    sampler: Mesh
+
+
+def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = None) -> Meshes:
+    """Both meshes; the trainer's over all devices unless one is given, such as that of a TPU slice to plan for.
+
+    Raises:
+      UserError: as `check_sizes`, or the devices lack the collective that the dispatch needs.
+    """
+    if trainer is None:
+        if jax.default_backend() == "cpu":
+            mesh_lib.check_divides("cpu_devices", config.cpu_devices, "the number of processes", jax.process_count())
+        trainer = mesh_lib.make_mesh(dict(config.mesh))
+        if trainer.shape["expert"] > 1:
+            check_dispatch(make_dispatch(config), jax.default_backend())
+        processes.connect(trainer)
+    check_sizes(config, model, trainer.shape)
+    own = _sampler_sizes(config)
+    return Meshes(trainer, mesh_lib.reshaped(trainer, own) if own else trainer)
+
+
+def check_sizes(config: ConfigDict, model: ModelConfig, sizes: Mapping[str, int]) -> None:
+    """Check batch and model against the resolved sizes of the trainer's mesh, and against the sampler's.
+
+    Prompts are prefilled spread over the batch shards. A mini-batch takes whole groups, and its micro-batches are
+    spread over the shards again.
+
+    Raises:
+      UserError: the first size that does not divide, with the nearest ones that do.
+    """
+    devices = math.prod(sizes.values())
+    mesh_lib.mesh_sizes(sizes, devices)
+    _check_batch(config, mesh_lib.batch_shards(sizes))
+    model.check_mesh(dict(sizes))
+    if own := _sampler_sizes(config):
+        resolved: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(own, devices), strict=True))
+        shards, by = mesh_lib.batch_shards(resolved), "the sampler's data×fsdp×expert"
+        mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, by, shards)
+        if config.sampling.slots is not None:
+            mesh_lib.check_divides("sampling.slots", config.sampling.slots, by, shards)
+        model.check_mesh(resolved)
+
+
+def _sampler_sizes(config: ConfigDict) -> dict[str, int] | None:
+    """Axis sizes of the sampler's own mesh, -1 for the rest of the devices; None if it uses the trainer's."""
+    sizes = dict(config.sampling.mesh)
+    return {axis: size or 1 for axis, size in sizes.items()} if any(sizes.values()) else None
+
+
+def _check_batch(config: ConfigDict, shards: int) -> None:
+    """Check that prompts, slots, mini-batches and micro-batches divide over the trainer's batch shards."""
+    by = "data×fsdp×expert"
+    training, group = config.training, config.sampling.group_size
+    rows = shards * training.microbatches  # rows of a mini-batch come in multiples of this, and its groups of
+    groups = training.minibatches * (rows // math.gcd(rows, group))
+    parts = f"what {by} = {shards}, {training.minibatches} mini-batches and {training.microbatches} micro-batches need"
+    mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))
+    under_way = config.sampling.partial.prompts
+    if under_way is not None:
+        mesh_lib.check_divides("sampling.partial.prompts", under_way, by, shards)
+    slots, responses = config.sampling.slots, config.data.prompts_per_batch * group
+    if slots is not None:
+        if not 0 < slots <= responses:
+            raise UserError(
+                f"sampling.slots is {slots} and data.prompts_per_batch × sampling.group_size make {responses} "
+                f"responses; use 1 to {responses}, or None for all of them"
+            )
+        mesh_lib.check_divides("sampling.slots", slots, by, shards)
+    if config.coldstart.steps and not config.model.folder:
+        mesh_lib.check_divides("coldstart.batch", config.coldstart.batch, by, shards)

@@ -1,0 +1,130 @@
+"""The policy's shape, its tokenizer and its first weights from a config."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.models import huggingface, transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import Dispatch
+from gspo_jax.models.published import check as check_published
+from gspo_jax.models.published import find as find_published
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.setup import sampling
+from gspo_jax.storage import RunFolder
+from gspo_jax.training.checkpoint import load_newest
+from gspo_jax.types import UserError, Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What stays fixed about a policy while its parameters change."""
+
+    config: ModelConfig
+    graph: nnx.GraphDef[transformer.Transformer]
+    """The model without its parameters, computing in the config's dtype."""
+    shapes: Weights
+    """Shapes of the parameters."""
+
+
+def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
+    """The policy for a model of this shape; nothing is allocated."""
+    graph, shapes = transformer.abstract(model, dtype=jnp.dtype(config.model.dtype), dispatch=make_dispatch(config))
+    return Policy(model, graph, Weights.full(shapes))
+
+
+def make_dispatch(config: ConfigDict) -> Dispatch:
+    """The expert-parallel dispatch that `model.dispatch` names."""
+    return Dispatch(config.model.dispatch, config.model.capacity_factor)
+
+
+def model_config(config: ConfigDict) -> ModelConfig:
+    """Shape of the policy: that of `model.folder`, of the published model, or of the cold start.
+
+    Raises:
+      UserError: there is none of these, or the folder does not hold the published model.
+    """
+    published, folder = config.model.published, config.model.folder
+    if folder:
+        found = huggingface.read_config(Path(folder))
+        if published:
+            check_published(found, published, folder)
+        return found
+    if published:
+        return find_published(published)
+    if not config.coldstart.steps:
+        refuse_no_model()
+    return cold_start_model(config)
+
+
+def refuse_no_model() -> NoReturn:
+    """Raise the UserError for a config without weights to start from."""
+    raise UserError(
+        "model.folder is empty and there is no cold start; give a folder in Hugging Face format, "
+        "--config.model.folder=DIR"
+    )
+
+
+def check_weights(config: ConfigDict) -> None:
+    """Raise a UserError if there are no weights to start from: neither a folder nor a cold start."""
+    if not (config.model.folder or config.coldstart.steps):
+        refuse_no_model()
+
+
+def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
+    """Shape of the model that a cold start trains; keyword arguments are the tokenizer's special ids.
+
+    Raises:
+      UserError: model.architecture lacks a field or has an unknown one.
+    """
+    try:
+        return ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
+    except TypeError as error:
+        what = str(error).partition(" ")[2]
+        raise UserError(f"model.architecture is no model: {what}; see the fields of ModelConfig") from None
+
+
+def initial_folder(config: ConfigDict, workdir: Path) -> Path:
+    """The Hugging Face folder a run starts from: `model.folder`, or the cold start's in the run folder."""
+    return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
+
+
+def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenizer]:
+    """Read a Hugging Face folder's model shape and tokenizer, without its weights.
+
+    Raises:
+      UserError: the folder is not the published model, or its tokenizer does not fit the model or the config's texts.
+    """
+    model = huggingface.read_config(folder)
+    if config.model.published:
+        check_published(model, config.model.published, str(folder))
+    tokenizer = Tokenizer.load(folder)
+    check_vocabulary(tokenizer, model.vocab_size)
+    sampling.stop_ids(config, tokenizer)
+    sampling.opening(config, tokenizer)
+    return model, tokenizer
+
+
+def reference_weights(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> Weights | None:
+    """Weights of the reference policy, the run's first, in the compute dtype and trainer layout; None without a KL."""
+    if not config.reference.kl_weight:
+        return None
+    return Weights.full(huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype)))
+
+
+def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[Weights, str]:
+    """Weights of a run's newest checkpoint, or its first ones if there is none, and a name for messages."""
+    trainable = policy.shapes.trainable
+    wanted = {"policy": {"params": trainable}}
+    places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}
+    restored = load_newest(files.checkpoints, wanted, places)
+    if restored is None:
+        params = huggingface.load_params(initial_folder(config, files.local), policy.config, mesh)
+        return Weights.full(params), "the first policy"
+    return Weights(restored.state["policy"]["params"], policy.shapes.frozen), f"iteration {restored.step}"

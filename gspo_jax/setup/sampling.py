@@ -1,0 +1,89 @@
+"""Sampler, episodes and the buffer of partial rollouts from a config."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from gspo_jax.data.records import Record
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.rewards import environments
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.types import UserError
+
+
+def make_sampling(config: ConfigDict) -> Sampling:
+    """The distribution that training rollouts are sampled from."""
+    s = config.sampling
+    return Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+
+
+def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
+    """Return whether the sampler records router log-probs: only if no trainer pass records its own."""
+    wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
+    return bool(model.num_experts) and wanted
+
+
+def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of `sampling.stop_ids`; raises a UserError for a text that is not one token."""
+    found = []
+    for stop in config.sampling.stop_ids:
+        ids = tokenizer.encode(stop) if isinstance(stop, str) else [stop]
+        if len(ids) != 1:
+            raise UserError(
+                f"sampling.stop_ids has {stop!r}, which is {len(ids)} tokens; use texts of one, or their ids"
+            )
+        found += ids
+    return tuple(found)
+
+
+def ends(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The ids that end a response, `eos_ids`, and the one that pads it, `pad_id`."""
+    return {"eos_ids": (*tokenizer.eos_ids, *stop_ids(config, tokenizer)), "pad_id": tokenizer.pad_id}
+
+
+def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of `sampling.prefix`; raises a UserError if they leave no room for a sampled token."""
+    tokens, limit = tokenizer.encode(config.sampling.prefix), config.sampling.max_response_length
+    if len(tokens) >= limit:
+        raise UserError(
+            f"sampling.prefix has {len(tokens)} tokens and sampling.max_response_length is {limit}; use a shorter "
+            f"text, or a limit above {len(tokens)}"
+        )
+    return tokens
+
+
+def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> Player:
+    """Plays episodes with the sampler, against the config's environment if it names one."""
+    environment = config.environment
+    begins = opening(config, tokenizer)
+    if not environment.name:
+        return Player(sampler, opening=begins)
+    answer = environments.find(environment.name)
+
+    def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
+        said = answer(prompt, tokenizer.decode(response), record)
+        if said is None:
+            return None
+        # After one of sampling.stop_ids, such as the end of a tool call, the reply is inserted verbatim.
+        return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
+
+    return Player(sampler, reply=reply, turns=environment.turns, opening=begins)
+
+
+def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None) -> Buffer | None:
+    """The buffer of partial rollouts, holding what an earlier start left in it; None without partial rollouts."""
+    partial = config.sampling.partial
+    if partial.prompts is None:
+        return None
+    return Buffer(
+        player,
+        groups=config.data.prompts_per_batch,
+        group_size=config.sampling.group_size,
+        under_way=partial.prompts,
+        share=partial.share,
+        budget=partial.tokens,
+        left=left,
+    )

@@ -1,0 +1,119 @@
+"""Loss terms beside the objective: KL to a reference, entropy bonus, router losses, the critic's loss.
+
+A term maps what is known of a micro-batch to its share of the loss and to sums for the metrics; `chosen` lists the
+terms of a run, and the loss adds them up. Every per-token quantity is weighed as the objective weighs its tokens, so
+that the gradients of micro-batches add up to that of the mini-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gspo_jax.objectives import Objective
+from gspo_jax.objectives.regularizers import kl, value_loss
+from gspo_jax.training import metrics
+from gspo_jax.training.metrics import Metrics
+from gspo_jax.training.scoring import ModelScores, Scoring, of_responses, values
+from gspo_jax.training.state import CriticRule
+from gspo_jax.types import Experience
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalties:
+    """Weights of the optional loss terms; 0 leaves a term out."""
+
+    kl: float = 0.0
+    """β of the KL to the reference policy."""
+    kl_estimator: KlEstimator = "k3"
+    """Estimator of that KL; see `objectives.regularizers.kl`."""
+    entropy: float = 0.0
+    """Coefficient of the entropy bonus; a positive number rewards entropy."""
+    balance: float = 0.0
+    """Coefficient of the load-balancing loss E Σ_e f_e p_e, mean over layers: f is each expert's share of the old
+    policy's pairs in the mini-batch (the whole of it, as arXiv 2501.11873 asks, however it is cut into micro-batches),
+    p the router's probability now."""
+    router_z: float = 0.0
+    """Coefficient of the router z-loss, mean over layers."""
+
+
+class Seen(NamedTuple):
+    """A micro-batch as the loss terms see it."""
+
+    batch: Experience
+    scores: ModelScores
+    """Of the policy, now."""
+    weights: Float[Array, "B T"]
+    """The objective's weight of each token, 0 outside the mask."""
+    critic_params: nnx.State | None
+
+    def weighted(self, each: Float[Array, "B T"]) -> Float[Array, ""]:
+        """Σ weight · each, over the tokens of the mask."""
+        return (self.weights * each).sum()
+
+
+Term = Callable[[Seen], tuple[Array | float, Metrics]]
+"""A micro-batch -> the term's share of the loss, and sums that add up over micro-batches."""
+
+
+def chosen(
+    penalties: Penalties, objective: Objective, scoring: Scoring, critic: CriticRule | None, *, reference: bool
+) -> list[Term]:
+    """The terms of a run, in the order in which they are added; `reference` says whether there is such a policy."""
+    terms: list[Term] = []
+    if reference:
+        terms.append(partial(reference_kl, weight=penalties.kl, estimator=penalties.kl_estimator))
+    if penalties.entropy:
+        terms.append(partial(entropy_bonus, weight=penalties.entropy))
+    if penalties.balance:
+        terms.append(partial(router_loss, name="balance", weight=penalties.balance))
+    if penalties.router_z:
+        terms.append(partial(router_loss, name="z", weight=penalties.router_z))
+    if critic is not None:
+        terms.append(partial(critic_loss, objective=objective, scoring=scoring, critic=critic))
+    return terms
+
+
+def reference_kl(seen: Seen, *, weight: float, estimator: KlEstimator) -> tuple[Array | float, Metrics]:
+    """β · KL(policy ‖ reference); measured even where `weight` is 0 because the KL is part of the reward."""
+    reference = seen.batch.old.reference_logprobs
+    assert reference is not None
+    divergence = kl(seen.scores.logprobs, reference, seen.batch.mask, estimator=estimator)
+    return weight * seen.weighted(divergence) if weight else 0.0, {"reference_kl": divergence.sum()}
+
+
+def entropy_bonus(seen: Seen, *, weight: float) -> tuple[Array, Metrics]:
+    """−c_e · entropy of the token distributions."""
+    return -weight * seen.weighted(jnp.where(seen.batch.mask, seen.scores.entropy, 0)), {}
+
+
+def router_loss(seen: Seen, *, name: Literal["balance", "z"], weight: float) -> tuple[Array, Metrics]:
+    """Load-balancing loss or router z-loss of the response tokens, mean over routed layers."""
+    each = of_responses(getattr(seen.scores.routes, name), seen.batch.rollout).mean(axis=0)
+    each = jnp.where(seen.batch.mask, each, 0)
+    return weight * seen.weighted(each), {name: each.sum()}
+
+
+def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: CriticRule) -> tuple[Array, Metrics]:
+    """The clipped value loss of PPO's critic."""
+    batch, old_values, returns = seen.batch, seen.batch.old.values, seen.batch.returns
+    assert objective.critic is not None and seen.critic_params is not None
+    assert old_values is not None and returns is not None
+    now = values(critic.graph, seen.critic_params, batch.rollout, scoring, policy_hidden=seen.scores.hidden)
+    losses, clipped = value_loss(now, old_values, returns, batch.mask, clip=objective.critic.value_clip)
+    sums = {"critic": metrics.of_critic(now, returns, losses, clipped, batch.mask)}
+    return objective.critic.value_weight * seen.weighted(losses), sums
+
+
+def add(terms: list[Term], seen: Seen, loss: Array, sums: Metrics) -> tuple[Array, dict[str, Any]]:
+    """The loss and the sums with all terms added."""
+    for term in terms:
+        share, more = term(seen)
+        loss, sums = loss + share, sums | more
+    return loss, sums
