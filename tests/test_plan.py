@@ -10,12 +10,16 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from gspo_jax import cli, plan
+from gspo_jax.engine import build
 from gspo_jax.models import flops, published
 from gspo_jax.models.published import MODELS, find
 from gspo_jax.parallel import hlo, topology
 from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
+from gspo_jax.planning import memory
+from gspo_jax.planning.setting import Setting
 from gspo_jax.setup.checks import check
+from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import model_config
 from gspo_jax.types import UserError
 from tests import ahead
@@ -95,8 +99,9 @@ def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
 @pytest.mark.parametrize(("size", "chips"), [("Qwen3-30B-A3B", 5), ("Qwen3-235B-A22B", 37)])
 def test_the_least_number_of_chips(size, chips):
     """16 bytes of each parameter, float32: itself, its gradient and Adam's moments, in v5p's 102.8e9 bytes."""
-    setting = plan.Setting(cli.load_config(RECIPE), find(size), topology.CHIPS["v5p"], make_mesh({"fsdp": -1}))
-    assert setting.least_chips() == chips
+    mesh = make_mesh({"fsdp": -1})
+    engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), eos_ids=(), pad_id=0)
+    assert Setting(engine, topology.CHIPS["v5p"]).least_chips() == chips
 
 
 TEXT = """HloModule m
@@ -127,8 +132,7 @@ ENTRY %main (p: f32[48,2,8]) -> f32[48,2,8] {
     ],
 )
 def test_memory_is_told_by_what_it_is(name, kind):
-    module, model = hlo.Module(TEXT), find("Qwen3-30B-A3B")
-    assert plan.kind_of(module, Buffer(name, None, 8), model, {(48, 2, 8)}, "update") == kind
+    assert memory.kind_of(hlo.Module(TEXT), Buffer(name, None, 8), 48, {(48, 2, 8)}, "update") == kind
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

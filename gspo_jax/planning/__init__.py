@@ -1,0 +1,1 @@
+"""Ahead-of-time plans of a run's programs: arguments, memory, costs, and how they are shown."""

@@ -1,0 +1,116 @@
+"""A run on a TPU slice: what each of its programs is given there."""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from gspo_jax.engine import Engine
+from gspo_jax.models import flops as flops_lib
+from gspo_jax.models import transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import HEADROOM
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.topology import Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A run's engine on chips of one generation."""
+
+    engine: Engine
+    chip: Chip
+
+    @property
+    def config(self) -> ConfigDict:
+        """The run's config."""
+        return self.engine.config
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the policy."""
+        return self.engine.policy.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The trainer's mesh."""
+        return self.engine.meshes.trainer
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes whole layers again."""
+        return self.config.model.remat in transformer.LEAN
+
+    def work(self, name: str) -> flops_lib.Work:
+        """A chip's share of a program's input; for `sample_decode`, of one step with all responses at full length."""
+        data, sampling, training = self.config.data, self.config.sampling, self.config.training
+        P, G = data.prompts_per_batch, sampling.group_size
+        S, T = data.max_prompt_length, sampling.max_response_length
+        rows = P * G
+        if name == "sample_prefill":
+            whole = flops_lib.of_rows(P, prompt=S, response=0, share=1)
+            whole = dataclasses.replace(whole, predictions=P)
+        elif name == "sample_decode":
+            slots = sampling.slots or rows
+            whole = flops_lib.Work(slots, slots, slots * (S + T))
+        elif name == "reshard":
+            whole = flops_lib.Work(0, 0, 0)
+        else:
+            rows = rows // training.minibatches if name == "update" else rows
+            with jax.set_mesh(self.mesh):
+                share = mesh_lib.shared_rows(rows // training.microbatches, G)
+            whole = flops_lib.of_rows(rows, prompt=S, response=T, share=share)
+        return whole / self.mesh.size
+
+    def filled(self, name: str) -> float:
+        """Fraction of the experts' buffer rows in use when experts are balanced."""
+        model, meshes = self.model, self.engine.meshes
+        shards = (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
+        dispatch = self.config.model.dispatch
+        if not model.num_experts or dispatch == "capacity":
+            return 1.0
+        K = model.experts_per_token
+        share = K / (shards * min(K, model.num_experts // shards))
+        return max(share, 1 / HEADROOM) if name == "sample_decode" and dispatch == "gather" else share
+
+    def least_chips(self) -> int:
+        """Minimum chips whose HBM holds trainer state and gradients, under any sharding."""
+        state = self.engine.state_shapes
+        trained = (state.params, None if state.critic is None else state.critic.params)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, trained)))
+        return math.ceil(held / self.chip.memory)
+
+    def resident(self, name: str) -> int:
+        """Bytes per chip of trainer state that stays in HBM while a program runs without being one of its arguments."""
+        if name == "update":
+            return 0
+        state, places = self.engine.state_shapes, self.engine.shardings
+        given = {"score": ("policy.params", "critic.params"), "reshard": ("policy.params",)}.get(name, ())
+        leaves = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(places), strict=True)
+        return sum(
+            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
+            for (path, x), place in leaves
+            if not jax.tree_util.keystr(path).startswith(tuple(f".{part}" for part in given))
+        )
+
+    def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
+        """Flops of a forward pass on one chip, by part, and how many times attention's are run by the program."""
+        forward = flops_lib.forward(self.model, self.work(name))
+        return forward, 3.5 + self.recomputes if name == "update" else 1.0
+
+    def least_bytes(self, name: str) -> float:
+        """Bytes a chip must read at least: its share of all weights once and, in a decode step, its live cache."""
+        model, chips = self.model, self.mesh.size
+        embedding = model.vocab_size * model.hidden_size
+        layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))
+        active = (layers.trunk + layers.down) / 2  # parameters that a token uses
+        experts = 3 * model.hidden_size * model.moe_intermediate_size * model.num_layers
+        whole = active + experts * (model.num_experts - model.experts_per_token) if model.num_experts else active
+        if name == "reshard":
+            return (4 + 2) * (whole + 2 * embedding) / chips
+        seen = 0.0
+        if name == "sample_decode":
+            seen = self.work(name).pairs * 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers
+        return 2 * (whole + embedding) / chips + seen

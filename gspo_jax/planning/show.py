@@ -1,0 +1,67 @@
+"""A plan printed for the eye."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+GB = 1e9
+
+
+def _print(console: Console, text: str, **style: Any) -> None:
+    """One unwrapped line, without rich's highlighting."""
+    console.print(text, highlight=False, soft_wrap=True, **style)
+
+
+def show_header(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print slice, mesh, and the least number of chips."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
+    _print(
+        console,
+        f"{facts['topology']}, {math.prod(facts['mesh'].values())} chips, mesh {mesh}; parameters, gradients and "
+        f"optimizer alone need {facts['least_chips']}",
+    )
+
+
+def show_program(console: Console, name: str, facts: Mapping[str, Any]) -> None:
+    """Print one program's memory, costs and warnings."""
+    fits = "fits" if facts["fits"] else "DOES NOT FIT"
+    _print(
+        console,
+        f"\n[bold]{name}[/bold]: {fits}, {facts['peak_bytes'] / GB:.2f} GB beside {facts['resident_bytes'] / GB:.2f} "
+        f"of {facts['limit_bytes'] / GB:.2f} GB ({facts['headroom']:.0%} free), compiled in {facts['compile_s']:.0f} s",
+    )
+    held = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in facts["hbm_by_kind"].items() if size > 0.005 * GB)
+    on_host = f"; {facts['host_bytes'] / GB:.2f} of host memory" if facts["host_bytes"] else ""
+    _print(console, f"  at the peak, GB: {held}{on_host}")
+    if facts["fits"]:
+        _show_costs(console, facts)
+    for line in facts.get("largest", []):
+        _print(console, f"  {line}", markup=False)
+    for text in facts["warnings"]:
+        _print(console, f"  warning: {text}", style="yellow", markup=False)
+
+
+def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print flops, collectives and times."""
+    seconds, per = facts["seconds"], facts["per"]
+    counts = ", ".join(f"{by} {count / 1e12:.2f}" for by, count in facts["flops_by"].items())
+    _print(console, f"  Tflop per chip and {per}: {counts} ({facts['flops_apart']:.1%} apart)")
+    for c in facts["collectives"][:4]:
+        sent = f"{c['count']} times, {c['bytes'] / GB:.2f} GB sent, most in {c['source']}"
+        _print(console, f"  {c['kind']} over {c['group']}: {sent}", markup=False)
+    if facts["host_link_bytes"]:
+        _print(console, f"  to and from host memory: {facts['host_link_bytes'] / GB:.2f} GB")
+    bounds = ", ".join(f"{what} {1e3 * s:.2f}" for what, s in seconds.items() if s is not None)
+    _print(console, f"  ms: {bounds}; {facts['binds']} binds")
+    if facts["projected_step_s"] is None:
+        _print(console, "  no projection: the flop counts are too far apart", style="yellow")
+    elif seconds["floor"]:
+        low, high = facts["projected_step_s"]
+        _print(
+            console,
+            f"  projected (ahead of time, not measured): {1e3 * low:.1f} ms with collectives hidden, "
+            f"{1e3 * high:.1f} ms with them exposed, {low / seconds['floor']:.2f} to "
+            f"{high / seconds['floor']:.2f} times the floor",
+        )
