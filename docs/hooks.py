@@ -1,7 +1,8 @@
 """MkDocs hooks: API pages from the package as it is, and links that lead out of docs/.
 
-Pages are written for readers of the repository, so they link to source files (`../gspo_jax/config.py`) and to pages at its top.
-On the site a link to a module becomes one to its API entry; a link to another file leads to `repo_url`, or is dropped without one.
+Pages are written for readers of the repository, so they link to source files (`../gspo_jax/config.py`) and to pages at
+its top. On the site a link to a module becomes one to its API entry; a link to another file leads to `repo_url`, and
+without one only its text is left.
 """
 
 import posixpath
