@@ -3,7 +3,7 @@
 # installs the project. What was cut off is finished by the next call. PYTHON=/path/to/python chooses another interpreter.
 
 SUPPORTED="3.13 3.12 3.11"
-EXTRAS="report test slow" # each holds those before it; tpu is in the last one too
+EXTRAS="report test slow" # each includes those before it; slow includes tpu too, docs is apart
 
 PROBE='
 import sys, sysconfig
@@ -51,8 +51,12 @@ show_install() {
 
 # Succeeds where .venv has the extra $1 as pyproject.toml asks for it now.
 installed() {
-  local stamp holders=${EXTRAS#*"$1"}
-  if [ "$1" = tpu ]; then holders=slow; fi
+  local stamp holders
+  case $1 in
+    tpu) holders=slow ;;
+    docs) holders='' ;;
+    *) holders=${EXTRAS#*"$1"} ;;
+  esac
   for stamp in "$1" $holders; do
     if [ "$(cat ".venv/installed-$stamp" 2>/dev/null)" = "$(install_state)" ]; then
       .venv/bin/python -c "" >/dev/null 2>&1 && return

@@ -391,3 +391,13 @@ def test_a_flag_that_scaling_does_not_take(copy):
     _install(copy)
     done = _scaling(copy, "--chips=16")
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --chips=16; use --runs=")
+
+
+def test_docs_are_built_strictly_with_an_extra_of_their_own(copy):
+    _install(copy)
+    for stamp in ("installed-slow", "installed-report"):
+        shutil.copy(copy / ".venv/installed-test", copy / ".venv" / stamp)
+    assert _bash(copy, "bash launch/docs.sh && bash launch/docs.sh serve --dev-addr=localhost:1").returncode == 0
+    pip, install, build, serve = _calls(copy)
+    assert pip == "-m pip --version" and install.endswith("-e .[docs]")
+    assert build == "-m mkdocs build --strict" and serve == "-m mkdocs serve --dev-addr=localhost:1"
