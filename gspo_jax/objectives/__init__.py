@@ -91,15 +91,15 @@ def loss(
     """
     check_tokens(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     if advantages is None:
-        advantages = _from_rewards(objective, rewards, group_size)
+        advantages = _group_advantages(objective, rewards, group_size)
     elif rewards is not None or group_size is not None:
-        raise ValueError(_EITHER)
-    advantages = _per_token(objective, advantages, mask)
-    weights = _inside("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
+        raise ValueError(_REWARDS_OR_ADVANTAGES)
+    advantages = _token_advantages(objective, advantages, mask)
+    weights = _fill_outside_mask("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
     shift = _router_shift(objective, router_shift, mask)
-    said = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
-    info = Info(jnp.where(mask, said.ratio, 1.0), said.gated_low, said.gated_high, advantages, weights)
-    return -jnp.sum(weights * said.gain), info
+    surrogate = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
+    info = Info(jnp.where(mask, surrogate.ratio, 1.0), surrogate.gated_low, surrogate.gated_high, advantages, weights)
+    return -jnp.sum(weights * surrogate.gain), info
 
 
 def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
@@ -133,13 +133,13 @@ def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
     }
 
 
-_EITHER = "loss needs either rewards with group_size, or advantages, and not both"
+_REWARDS_OR_ADVANTAGES = "loss needs either rewards with group_size, or advantages, and not both"
 
 
-def _from_rewards(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:
+def _group_advantages(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:
     """The objective's own advantages."""
     if rewards is None or group_size is None:
-        raise ValueError(_EITHER)
+        raise ValueError(_REWARDS_OR_ADVANTAGES)
     if objective.advantage is None:
         raise UserError(
             f"{objective.name} makes no advantages from rewards [B], they come from a critic; pass "
@@ -159,17 +159,19 @@ def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "
         return None
     if not objective.router_shift:
         raise ValueError(f"{objective.name} has no use for router_shift; leave it out")
-    return jax.lax.stop_gradient(_inside("router_shift", widen(shift), mask, 1.0))
+    return jax.lax.stop_gradient(_fill_outside_mask("router_shift", widen(shift), mask, 1.0))
 
 
-def _inside(name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float) -> Float[Array, "B T"]:
+def _fill_outside_mask(
+    name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float
+) -> Float[Array, "B T"]:
     """x, and `outside` outside the mask."""
     if x.shape != mask.shape:
         raise ValueError(f"the shape of {name} is {list(x.shape)}; it must be [B, T] = {list(mask.shape)}")
     return jnp.where(mask, x, outside)
 
 
-def _per_token(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def _token_advantages(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """The advantage of every token, a constant, 0 outside the mask."""
     advantages = jax.lax.stop_gradient(widen(advantages))
     if advantages.shape not in (mask.shape, mask.shape[:1]):

@@ -46,7 +46,7 @@ def leave_one_out(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Arr
     return (_centered(rewards, group_size) * (group_size / max(group_size - 1, 1))).reshape(-1)
 
 
-class _Following(NamedTuple):
+class _NextToken(NamedTuple):
     """What a token looks ahead to: the next sampled one of its row, 0 where there is none."""
 
     advantage: Float[Array, " B"]
@@ -77,14 +77,16 @@ def gae(
     check_fraction("1 discounts nothing, 0 looks one token ahead", gamma=gamma, lam=lam)
     values = widen(values)  # which widens all that is added to them
 
-    def step_back(after: _Following, column: tuple[Array, Array, Array]) -> tuple[_Following, Array]:
+    def step_back(following: _NextToken, column: tuple[Array, Array, Array]) -> tuple[_NextToken, Array]:
         reward, value, sampled = column
-        advantage = reward + gamma * after.value - value + gamma * lam * after.advantage
-        here = _Following(jnp.where(sampled, advantage, after.advantage), jnp.where(sampled, value, after.value))
+        advantage = reward + gamma * following.value - value + gamma * lam * following.advantage
+        here = _NextToken(
+            jnp.where(sampled, advantage, following.advantage), jnp.where(sampled, value, following.value)
+        )
         return here, jnp.where(sampled, advantage, 0.0)
 
     rows = mask.shape[:1]
-    end = _Following(jax.lax.full(rows, 0, jnp.result_type(rewards, values)), jax.lax.full(rows, 0, values.dtype))
+    end = _NextToken(jax.lax.full(rows, 0, jnp.result_type(rewards, values)), jax.lax.full(rows, 0, values.dtype))
     _, columns = jax.lax.scan(step_back, end, (rewards.T, values.T, mask.T), reverse=True)
     return whitened(columns.T, mask) if whiten else columns.T
 

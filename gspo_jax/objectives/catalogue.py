@@ -17,10 +17,10 @@ from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import (
     Batch,
     Surrogate,
+    clip_log_ratio,
     clipped,
     constant_length,
     geometric,
-    held_in_log,
     log_ratio,
     policy_gradient,
     row_mean,
@@ -283,7 +283,7 @@ def gmpo(*, log_clip: float = 0.4) -> Objective:
 
     def surrogate(b: Batch) -> Surrogate:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
-        return geometric(b, held_in_log(d, b.advantages, log_clip=log_clip))
+        return geometric(b, clip_log_ratio(d, b.advantages, log_clip=log_clip))
 
     return Objective(
         name="gmpo",
@@ -316,9 +316,9 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after
         damping = jnp.log(jnp.maximum(gamma_min, b.router_shift))
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
         if apply == "before":
-            return geometric(b, held_in_log(d + damping, b.advantages, log_clip=log_clip))
-        held = held_in_log(d, b.advantages, log_clip=log_clip)
-        return geometric(b, held._replace(log_ratios=held.log_ratios + damping))
+            return geometric(b, clip_log_ratio(d + damping, b.advantages, log_clip=log_clip))
+        bounded = clip_log_ratio(d, b.advantages, log_clip=log_clip)
+        return geometric(b, bounded._replace(log_ratios=bounded.log_ratios + damping))
 
     return Objective(
         name="rspo",

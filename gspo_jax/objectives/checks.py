@@ -9,12 +9,12 @@ from jaxtyping import Array
 
 from gspo_jax.types import UserError, choices
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 
 def build(
-    kind: str, factories: Mapping[str, Callable[..., Made]], name: str, hyper: Mapping[str, float | str | None]
-) -> Made:
+    kind: str, factories: Mapping[str, Callable[..., Built]], name: str, hyper: Mapping[str, float | str | None]
+) -> Built:
     """`factories[name](**hyper)`; raises UserError for a name or hyper-parameter that does not exist, listing all."""
     if name not in factories:
         raise UserError(f"no {kind} {name!r}; {choices(name, factories)}")

@@ -57,8 +57,8 @@ def value_loss(
     check_positive("it is how far a value may move, 0.2 is usual", clip=clip)
     check_tokens(values=values, old_values=old_values, returns=returns, mask=mask)
     error = jnp.where(mask, widen(values) - jax.lax.stop_gradient(returns), 0.0)
-    moved = jnp.where(mask, widen(values) - old_values, 0.0)
+    change = jnp.where(mask, widen(values) - old_values, 0.0)
     # Not from old_values: within the clip nothing is added, so that rounding cuts no gradient there.
-    held = jax.lax.stop_gradient(error + (jnp.clip(moved, -clip, clip) - moved))
-    cut = jnp.abs(held) > jnp.abs(error)
-    return jnp.where(cut, held, error) ** 2 / 2, cut
+    clipped_error = jax.lax.stop_gradient(error + (jnp.clip(change, -clip, clip) - change))
+    cut = jnp.abs(clipped_error) > jnp.abs(error)
+    return jnp.where(cut, clipped_error, error) ** 2 / 2, cut

@@ -38,7 +38,7 @@ class Surrogate(NamedTuple):
     """True where the upper bound did."""
 
 
-class Held(NamedTuple):
+class ClippedLogRatios(NamedTuple):
     """Log-ratios with the gated ones held at their bound."""
 
     log_ratios: Float[Array, "B T"]
@@ -71,8 +71,8 @@ def row_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "
 def policy_gradient(b: Batch) -> Surrogate:
     """The policy gradient without a gate: gain = Â·log π_θ, whose gradient is Â whatever the ratio is."""
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask)))
-    never = jnp.broadcast_to(False, b.mask.shape)
-    return Surrogate(b.advantages * jnp.where(b.mask, b.logprobs, 0.0), ratio, never, never)
+    not_gated = jnp.broadcast_to(False, b.mask.shape)
+    return Surrogate(b.advantages * jnp.where(b.mask, b.logprobs, 0.0), ratio, not_gated, not_gated)
 
 
 def clipped(
@@ -95,28 +95,30 @@ def clipped(
     gated_low = (advantages < 0) & (ratio < 1 - low)
     gated_high = (advantages != 0) & (ratio > ceiling)
     # Emptied before exp and not after it: behind an overflow the gradient of exp is 0 * inf.
-    passed = jnp.exp(jnp.where(gated_high | (advantages == 0), 0.0, log_ratios))
-    kept = jnp.where(gated_low, 1 - low, jnp.where(gated_high, ceiling, passed))
-    return Surrogate(kept * advantages, ratio, gated_low, gated_high)
+    unclipped = jnp.exp(jnp.where(gated_high | (advantages == 0), 0.0, log_ratios))
+    bounded = jnp.where(gated_low, 1 - low, jnp.where(gated_high, ceiling, unclipped))
+    return Surrogate(bounded * advantages, ratio, gated_low, gated_high)
 
 
-def held_in_log(log_ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], *, log_clip: float) -> Held:
+def clip_log_ratio(
+    log_ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], *, log_clip: float
+) -> ClippedLogRatios:
     """The clip of GMPO, in log space: l = σ·min(σ·d, σ·clip(d, −c, c)), d = log_ratios, c = log_clip, σ = sgn Â.
 
     https://arxiv.org/abs/2507.20673. A ratio exactly on a bound is not gated. Where Â is 0, l is 0 even if d is not.
     """
     gated_low = (advantages < 0) & (log_ratios < -log_clip)
     gated_high = (advantages > 0) & (log_ratios > log_clip)
-    passed = jnp.where(advantages == 0, 0.0, log_ratios)
-    kept = jnp.where(gated_low, -log_clip, jnp.where(gated_high, log_clip, passed))
-    return Held(kept, gated_low, gated_high)
+    unclipped = jnp.where(advantages == 0, 0.0, log_ratios)
+    bounded = jnp.where(gated_low, -log_clip, jnp.where(gated_high, log_clip, unclipped))
+    return ClippedLogRatios(bounded, gated_low, gated_high)
 
 
-def geometric(b: Batch, held: Held) -> Surrogate:
+def geometric(b: Batch, bounded: ClippedLogRatios) -> Surrogate:
     """One gain for a response: gain = Â·exp((1/n) Σ m·l), l the held log-ratios; a gated token loses its own term."""
-    log_mean = row_mean(held.log_ratios, b.mask)[:, None]
+    log_mean = row_mean(bounded.log_ratios, b.mask)[:, None]
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask)))
-    return Surrogate(b.advantages * jnp.exp(log_mean), ratio, held.gated_low, held.gated_high)
+    return Surrogate(b.advantages * jnp.exp(log_mean), ratio, bounded.gated_low, bounded.gated_high)
 
 
 def soft_gated(
@@ -131,9 +133,9 @@ def soft_gated(
     ratio = jnp.exp(jnp.minimum(log_ratios, 80.0))
     # Not sigmoid: near 1 its gradient p·(1 − p) cancels.
     p = jnp.exp(jax.nn.log_sigmoid(tau * (ratio - 1)))
-    shut = 4 * p * (1 - p) < 0.5
+    gated = 4 * p * (1 - p) < 0.5
     below = ratio < 1
-    return Surrogate(4 / tau * p * advantages, jax.lax.stop_gradient(ratio), shut & below, shut & ~below)
+    return Surrogate(4 / tau * p * advantages, jax.lax.stop_gradient(ratio), gated & below, gated & ~below)
 
 
 def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
