@@ -21,7 +21,7 @@ _MASKED = -1e30
 """Finite, so that a row with no visible key (padding) softmaxes to something finite instead of NaN."""
 
 
-_CHUNK, _CHUNKS = 64, 8
+_MIN_CHUNK, _MAX_CHUNKS = 64, 8
 """Queries whose scores exist at once: at least so many, and at most so many chunks of them, as each is code of its own.
 An eighth of the [T, N] scores is therefore what long rows take."""
 
@@ -50,7 +50,7 @@ def causal_attention(
 
 def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
     """Queries of each chunk, and how many of the keys they may see."""
-    size = max(_CHUNK, -(-T // _CHUNKS))
+    size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
     for start in range(0, T, size):
         end = min(start + size, T)
         yield slice(start, end), N - T + end
@@ -60,7 +60,7 @@ def _scores(q: Array, k: Array, valid: Array) -> Array:
     """[B, Kv, heads, t, n] float32: queries are the last t of the n keys, what they may not see is masked."""
     B, Kv, heads, t, h = q.shape
     n = k.shape[2]
-    scores = _float32(_rows(q), jnp.swapaxes(k, 2, 3))
+    scores = _matmul_float32(_rows(q), jnp.swapaxes(k, 2, 3))
     seen = jnp.arange(n)[None] <= n - t + jnp.arange(t)[:, None]
     seen = (seen[None] & valid[:, None]).reshape(B, 1, 1, t, n)
     return jnp.where(seen, scores.reshape(B, Kv, heads, t, n) * h**-0.5, _MASKED)
@@ -71,7 +71,7 @@ def _rows(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _float32(a: Array, b: Array) -> Array:
+def _matmul_float32(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
@@ -93,27 +93,27 @@ def _attend_forward(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, 
         highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
         probs = jnp.exp(scores - highest)
         total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
-        out = _float32(_rows(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
+        out = _matmul_float32(_rows(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
         outs.append((out / total).astype(q.dtype))
         log_sums.append(highest + jnp.log(total))
     out, log_sum = (checkpoint_name(jnp.concatenate(x, axis=3), "dot") for x in (outs, log_sums))
     return out, (q, k, v, valid, out, log_sum)
 
 
-def _attend_backward(kept: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, valid, out, log_sum = kept
+def _attend_backward(residuals: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, valid, out, log_sum = residuals
     delta = (grads.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dq = []
     for rows, n in _chunks(q.shape[3], k.shape[2]):
         own, do = q[:, :, :, rows], grads[:, :, :, rows]
         probs = jnp.exp(_scores(own, k[:, :, :n], valid[:, :n]) - log_sum[:, :, :, rows])
-        dp = _float32(_rows(do), jnp.swapaxes(v[:, :, :n], 2, 3)).reshape(probs.shape)
+        dp = _matmul_float32(_rows(do), jnp.swapaxes(v[:, :, :n], 2, 3)).reshape(probs.shape)
         ds = _rows((probs * (dp - delta[:, :, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype))
         probs = _rows(probs.astype(q.dtype))
-        dq.append(_float32(ds, k[:, :, :n]).reshape(own.shape))
-        dk = dk.at[:, :, :n].add(_float32(jnp.swapaxes(ds, 2, 3), _rows(own)))
-        dv = dv.at[:, :, :n].add(_float32(jnp.swapaxes(probs, 2, 3), _rows(do)))
+        dq.append(_matmul_float32(ds, k[:, :, :n]).reshape(own.shape))
+        dk = dk.at[:, :, :n].add(_matmul_float32(jnp.swapaxes(ds, 2, 3), _rows(own)))
+        dv = dv.at[:, :, :n].add(_matmul_float32(jnp.swapaxes(probs, 2, 3), _rows(do)))
     return jnp.concatenate(dq, axis=3).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -139,16 +139,18 @@ def segment_attention(
     if G == 1:
         return causal_attention(q, k, v, valid)
 
-    def joined(x: Array) -> Array:
+    def after_prompt(x: Array) -> Array:
         """[B G, S + T, ...]: each response after its prompt."""
         return jnp.concatenate([jnp.repeat(x[:, :S], G, axis=0), x[:, S:].reshape(B * G, T, *x.shape[2:])], axis=1)
 
-    of_prompt = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
-    own = causal_attention(q[:, S:].reshape(B * G, T, *q.shape[2:]), joined(k), joined(v), joined(valid))
-    return jnp.concatenate([of_prompt, own.reshape(B, G * T, *q.shape[2:])], axis=1)
+    prompt_out = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
+    own = causal_attention(
+        q[:, S:].reshape(B * G, T, *q.shape[2:]), after_prompt(k), after_prompt(v), after_prompt(valid)
+    )
+    return jnp.concatenate([prompt_out, own.reshape(B, G * T, *q.shape[2:])], axis=1)
 
 
-class _Softmax(NamedTuple):
+class _PartialSoftmax(NamedTuple):
     """A softmax over some of the keys, to be joined with those over others: all float32."""
 
     out: Float[Array, "*b h"]
@@ -157,20 +159,22 @@ class _Softmax(NamedTuple):
     total: Float[Array, "*b 1"]
     """Σ exp(score − highest)."""
 
-    def joined(self, other: "_Softmax") -> "_Softmax":
+    def merge(self, other: "_PartialSoftmax") -> "_PartialSoftmax":
         """The softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
-        return _Softmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
+        return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
 
 
-def _softmax(q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array) -> _Softmax:
+def _partial_softmax(
+    q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array
+) -> _PartialSoftmax:
     """Of queries over the keys that they see; `seen` broadcasts to the scores, [*b, T, N]."""
-    scores = jnp.where(seen, _float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
+    scores = jnp.where(seen, _matmul_float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
     # Who sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
     highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
     probs = jnp.exp(scores - highest)
-    return _Softmax(_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
+    return _PartialSoftmax(_matmul_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
 
 
 @struct.dataclass
@@ -240,66 +244,70 @@ def decode_attention(
     Kv = prompt_k.shape[2]
     q = q.reshape(B, Kv, H // Kv, h)
     if rows is None:
-        prompt = _whole_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
+        prompt = _attend_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
     else:
-        prompt = _prompts_in_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
+        prompt = _attend_prompt_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
     if platform() == "tpu":
-        out = prompt.joined(_Softmax(*decode_attention_tpu.ring_softmax(q, k, v, layer=layer, step=step, ages=ages)))
+        out = prompt.merge(
+            _PartialSoftmax(*decode_attention_tpu.ring_softmax(q, k, v, layer=layer, step=step, ages=ages))
+        )
     else:
-        out = _own(prompt, q, k, v, layer, step, ages)
+        out = _attend_own_tokens(prompt, q, k, v, layer, step, ages)
     return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
 
 
-def _whole_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _Softmax:
+def _attend_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _PartialSoftmax:
     """Queries of all responses to some prompts, in order: those of a group, and of one key head, are one matrix."""
     P, Kv, S, h = k.shape
     n, _, g, _ = q.shape
     grid = jnp.swapaxes(q.reshape(P, n // P, Kv, g, h), 1, 2).reshape(P, Kv, -1, h)
-    found = _softmax(grid, k, v, jnp.arange(S)[None, None, None] < lengths[:, None, None, None])
+    found = _partial_softmax(grid, k, v, jnp.arange(S)[None, None, None] < lengths[:, None, None, None])
     return jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(P, Kv, n // P, g, x.shape[-1]), 1, 2).reshape(n, Kv, g, x.shape[-1]), found
     )
 
 
-def _prompts_in_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Array, rows: Rows) -> _Softmax:
+def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Array, rows: Rows) -> _PartialSoftmax:
     B, Kv, g, h = q.shape
     _, P, _, S, _ = k.shape
     n, m = rows.slots.shape[0], rows.blocks.shape[0]
     prompts, responses = P // m, n // m
 
-    def visit(i: Array | int, found: _Softmax) -> _Softmax:
+    def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         block = rows.blocks[i]
         own_k, own_v = (
             jax.lax.dynamic_slice(x, (layer, block * prompts, 0, 0, 0), (1, prompts, Kv, S, h))[0] for x in (k, v)
         )
         first = block * responses
         slots = jax.lax.dynamic_slice_in_dim(rows.slots, first, responses)
-        here = _whole_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
+        here = _attend_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
         at = rows.responses - first
-        mine = ((at >= 0) & (at < responses))[:, None, None, None]
-        return jax.tree.map(lambda x, new: jnp.where(mine, new.at[at].get(mode="clip"), x), found, here)
+        in_block = ((at >= 0) & (at < responses))[:, None, None, None]
+        return jax.tree.map(lambda x, new: jnp.where(in_block, new.at[at].get(mode="clip"), x), found, here)
 
     none = jnp.full((B, Kv, g, 1), _MASKED / 10)
-    found = _Softmax(jnp.zeros((B, Kv, g, h)), none, jnp.zeros_like(none))
+    found = _PartialSoftmax(jnp.zeros((B, Kv, g, h)), none, jnp.zeros_like(none))
     with jax.named_scope(at_most(m)):
         return visit(0, found) if m == 1 else jax.lax.fori_loop(0, rows.needed, visit, found)
 
 
-def _own(found: _Softmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array) -> _Softmax:
+def _attend_own_tokens(
+    found: _PartialSoftmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array
+) -> _PartialSoftmax:
     """Joins the softmax over each slot's own tokens, segment by segment of the ring."""
     _, N, _, Kv, C, h = k.shape
     B = q.shape[0]
     first = jnp.maximum(step + 1 - ages.max(), 0) // C
     count = jnp.minimum(step // C - first + 1, N)
 
-    def visit(i: Array | int, found: _Softmax) -> _Softmax:
+    def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         segment = (first + i) % N
         own_k, own_v = (
             jax.lax.dynamic_slice(x, (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h))[0, 0] for x in (k, v)
         )
         age = (step - segment * C - jnp.arange(C)) % (N * C)
         seen = age[None, None, None] < ages[:, None, None, None]
-        return found.joined(_softmax(q, own_k, own_v, seen))
+        return found.merge(_partial_softmax(q, own_k, own_v, seen))
 
     with jax.named_scope(at_most(N)):
         return visit(0, found) if N == 1 else jax.lax.fori_loop(0, count, visit, found)

@@ -18,9 +18,9 @@ _LANES = 128
 _BLOCKS = (1024, 512, 256)
 """Queries and keys of a block, where a row fills it; else 128. Longer blocks cost fewer cycles per score, as scheduled
 by the compiler for v5p (forward and backward, per 2^20 scores: 21300 at 512, 16300 at 1024), but leave less to skip."""
-_COMPUTE = 512
+_COMPUTE_KEYS = 512
 """Keys whose scores exist at a time: all 1024 would be no faster, and take twice the VMEM."""
-_PARTIALS = 8
+_MAX_DQ_PARTIALS = 8
 """A backward pass in one kernel writes dq once for every block of keys, to be added up: at most so many, for each is as
 large as q. With more blocks dq has a kernel of its own, which computes the scores again (a quarter more cycles)."""
 
@@ -71,14 +71,14 @@ def _block(tokens: int, longest: int) -> int:
 def _block_sizes(queries: int, keys: int, longest: int) -> splash_attention_kernel.BlockSizes:
     """Of rows with so many queries and keys, of which `longest` follow each other."""
     block_q, block_k = _block(queries, longest), _block(keys, longest)
-    fused = -(-keys // block_k) <= _PARTIALS
+    fused = -(-keys // block_k) <= _MAX_DQ_PARTIALS
     return splash_attention_kernel.BlockSizes(
         block_q=block_q,
         block_kv=block_k,
-        block_kv_compute=min(block_k, _COMPUTE),
+        block_kv_compute=min(block_k, _COMPUTE_KEYS),
         block_q_dkv=block_q,
         block_kv_dkv=block_k,
-        block_kv_dkv_compute=min(block_k, _COMPUTE),
+        block_kv_dkv_compute=min(block_k, _COMPUTE_KEYS),
         block_q_dq=None if fused else block_q,
         block_kv_dq=None if fused else block_k,
         use_fused_bwd_kernel=fused,
@@ -131,13 +131,13 @@ def attention(
     # A key is seen by queries of the same number: a hole, and what fills up the last block, by none.
     ones, numbers = jnp.ones(queries, jnp.int32), jnp.pad(valid, ((0, 0), (0, keys - N))).astype(jnp.int32)
 
-    def of_key_head(q: Array, k: Array, v: Array, numbers: Array) -> Any:
+    def one_key_head(q: Array, k: Array, v: Array, numbers: Array) -> Any:
         return kernel(q, k, v, splash_attention_kernel.SegmentIds(ones, numbers))
 
     # Rows and key heads are grid dimensions without an order, which the two cores of a chip can share.
-    of_row = jax.vmap(of_key_head, (0, 0, 0, None))
+    one_row = jax.vmap(one_key_head, (0, 0, 0, None))
     grouped = _padded(q * h**-0.5, queries).reshape(B, Kv, H // Kv, queries, -1)
-    out = jax.vmap(of_row)(grouped, _padded(k, keys), _padded(v, keys), numbers)
+    out = jax.vmap(one_row)(grouped, _padded(k, keys), _padded(v, keys), numbers)
     return jnp.swapaxes(out.reshape(B, H, queries, -1)[:, :, :T, :h], 1, 2)
 
 

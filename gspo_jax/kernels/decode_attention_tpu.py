@@ -60,11 +60,11 @@ def _kernel(
             scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
             before = highest_ref[head][:, :1]
             highest = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            probs, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
+            probs, scale = jnp.exp(scores - highest), jnp.exp(before - highest)
             new = jnp.dot(probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
-            out_ref[head] = out_ref[head] * kept + new
+            out_ref[head] = out_ref[head] * scale + new
             highest_ref[head] = jnp.broadcast_to(highest, highest_ref.shape[1:])
-            total_ref[head] = total_ref[head] * kept + probs.sum(axis=1, keepdims=True)
+            total_ref[head] = total_ref[head] * scale + probs.sum(axis=1, keepdims=True)
 
 
 def ring_softmax(
@@ -99,9 +99,9 @@ def ring_softmax(
         at = jnp.maximum(first[0] + i, begins[b]) % (N * per_segment)
         return layer[0], at // per_segment, b, 0, at % per_segment, 0
 
-    of_ring = pl.BlockSpec((None, None, None, Kv, columns, h), block)
-    of_slot = pl.BlockSpec((None, Kv, g, h), slot)
-    of_sums = pl.BlockSpec((None, Kv, g, _LANES), slot)
+    ring_spec = pl.BlockSpec((None, None, None, Kv, columns, h), block)
+    slot_spec = pl.BlockSpec((None, Kv, g, h), slot)
+    sums_spec = pl.BlockSpec((None, Kv, g, _LANES), slot)
     sums = jax.ShapeDtypeStruct((B, Kv, g, _LANES), jnp.float32)
     scalars = (x.astype(jnp.int32).reshape(-1) for x in (layer, step, first, begins, ages))
     out, highest, total = pl.pallas_call(
@@ -109,8 +109,8 @@ def ring_softmax(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(B, newest - first + 1),
-            in_specs=[of_slot, of_ring, of_ring],
-            out_specs=[of_slot, of_sums, of_sums],
+            in_specs=[slot_spec, ring_spec, ring_spec],
+            out_specs=[slot_spec, sums_spec, sums_spec],
         ),
         out_shape=[jax.ShapeDtypeStruct((B, Kv, g, h), jnp.float32), sums, sums],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),

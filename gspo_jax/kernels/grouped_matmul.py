@@ -41,7 +41,7 @@ class _Group(NamedTuple):
         """Of the functions for 0, 1, 2, ... steps of rows, what the one says that the remainder needs."""
         return jax.lax.switch((self.end - self.rest + _STEP - 1) // _STEP, branches, *operands)
 
-    def inside(self, start: Array, rows: int) -> Array:
+    def in_remainder(self, start: Array, rows: int) -> Array:
         """Which of `rows` rows from `start` are the remainder's, [rows, 1]."""
         at = start + jnp.arange(rows)
         return ((at >= self.rest) & (at < self.end))[:, None]
@@ -78,12 +78,14 @@ def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: boo
 
         def whole(i: Array, out: Array) -> Array:
             start = group.first + i * _BLOCK
-            return _put(out, product(_take(rows, start, _BLOCK), w), start)
+            return _write(out, product(_take(rows, start, _BLOCK), w), start)
 
         def part(block: int, out: Array) -> Array:
             start = jnp.minimum(group.rest, n - block)
-            y = jnp.where(group.inside(start, block), product(_take(rows, start, block), w), _take(out, start, block))
-            return _put(out, y, start)
+            y = jnp.where(
+                group.in_remainder(start, block), product(_take(rows, start, block), w), _take(out, start, block)
+            )
+            return _write(out, y, start)
 
         if n >= _BLOCK:
             out = jax.lax.fori_loop(0, group.full, whole, out)
@@ -105,11 +107,11 @@ def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
 
         def part(block: int) -> Array:
             start = jnp.minimum(group.rest, n - block)
-            inside = group.inside(start, block)
+            inside = group.in_remainder(start, block)
             return product(*(jnp.where(inside, _take(a, start, block), 0) for a in (rows, grads)))
 
-        none = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
-        sum_ = group.remainder([lambda: none, *(partial(part, block) for block in _block_sizes(n))])
+        zero = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
+        sum_ = group.remainder([lambda: zero, *(partial(part, block) for block in _block_sizes(n))])
         if n >= _BLOCK:
             sum_ = jax.lax.fori_loop(0, group.full, whole, sum_)
         return jax.lax.dynamic_update_index_in_dim(out, sum_, e, 0)
@@ -122,7 +124,7 @@ def _take(x: Array, start: Array, rows: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, rows)
 
 
-def _put(x: Array, rows: Array, start: Array) -> Array:
+def _write(x: Array, rows: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
 
@@ -218,5 +220,5 @@ def stacked_matmuls(
         return grouped_matmul_tpu.matmuls(rows, whole, group_sizes, layer=layer, likely=likely)
     if platform() == "cpu":
         return tuple(_blocked(rows, w, group_sizes, transposed=False, first=layer * E) for w in whole)
-    ours = (jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
-    return tuple(_ragged(rows, w, group_sizes, transposed=False) for w in ours)
+    own = (jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
+    return tuple(_ragged(rows, w, group_sizes, transposed=False) for w in own)

@@ -156,8 +156,8 @@ def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> 
     @pl.when(~whole)
     def _() -> None:
         row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
-        kept = out[...].astype(jnp.float32)
-        out[...] = jnp.where((row >= first) & (row < end), product, kept).astype(out.dtype)
+        before = out[...].astype(jnp.float32)
+        out[...] = jnp.where((row >= first) & (row < end), product, before).astype(out.dtype)
 
 
 def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any) -> None:
