@@ -30,7 +30,7 @@ OLD_PROBABILITY = 0.1
 """π_old of the token. Only the gain of objectives that contain log π_θ itself depends on it."""
 SHIFT = 0.8
 """Router shift of the second pair of curves, for objectives that look at it; the first has 1."""
-TIGHT = 0.05
+TIGHT_BOUND = 0.05
 """Bounds below this are drawn in a window of their own size around 1."""
 STEPS = 1601
 COLORS = {1.0: PALETTE[0], -1.0: PALETTE[1]}
@@ -61,7 +61,7 @@ def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_s
     logprobs = old + jnp.log(jnp.asarray(ratios))[:, None]
 
     def gain(logprobs: jax.Array) -> tuple[jax.Array, Any]:
-        said = objective.surrogate(
+        result = objective.surrogate(
             Batch(
                 logprobs=logprobs,
                 old_logprobs=old,
@@ -70,17 +70,17 @@ def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_s
                 router_shift=jnp.full(old.shape, router_shift),
             )
         )
-        return said.gain.sum(), said
+        return result.gain.sum(), result
 
-    slope, said = jax.grad(gain, has_aux=True)(logprobs)
-    columns = (said.gain, slope / advantage, said.gated_low | said.gated_high)
+    gradient, result = jax.grad(gain, has_aux=True)(logprobs)
+    columns = (result.gain, gradient / advantage, result.gated_low | result.gated_high)
     return Gate(ratios, *(np.asarray(column)[:, 0] for column in columns))
 
 
 def window(objective: Objective) -> tuple[float, float]:
     """The ratios worth drawing: 0 to 2, or as far as its last gate and beyond; around 1 where its bounds are tight."""
     bounds = objective.bounds.values()
-    if bounds and max(bounds) < TIGHT:
+    if bounds and max(bounds) < TIGHT_BOUND:
         return 1 - 2.5 * max(bounds), 1 + 2.5 * max(bounds)
     wide = np.linspace(0, 16, STEPS)[1:]
     starts = [start for sign in COLORS for start, _ in gated_spans(gate(objective, wide, advantage=sign))]
@@ -133,7 +133,7 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
             look |= {"linewidth": width} if shift == 1 else {"linewidth": width / 2, "linestyle": (0, (3, 1.5))}
             upper.plot(ratios, curves.gain - at_one, **look)
             gains.append((curves.gain - at_one)[STEPS // 20 :])  # the log of a ratio near 0 would dwarf the rest
-            lower.plot(ratios, _broken(curves.weight), **look)
+            lower.plot(ratios, _with_gaps(curves.weight), **look)
         _mark_gates(upper, lower, found, sign)
     for axes in (upper, lower):
         axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0.5)
@@ -155,7 +155,7 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
     upper.text(1, 1.2, _settings(objective), **bounds)
 
 
-def _broken(weight: np.ndarray) -> np.ndarray:
+def _with_gaps(weight: np.ndarray) -> np.ndarray:
     """The weights with a gap instead of a steep line where a gate opens or shuts."""
     broken = weight.astype(float)
     broken[:-1][np.abs(np.diff(weight)) > 0.2] = np.nan
@@ -169,17 +169,17 @@ def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float) -> None:
             axes.axvspan(start, end, color=COLORS[sign], alpha=0.12, linewidth=0, zorder=0)
         above = end == found.ratios[-1]
         there = found.weight[(found.ratios >= start) & (found.ratios <= end)]
-        what = "cut" if not there.any() else "capped" if np.ptp(there) < 1e-3 else "damped"
+        effect = "cut" if not there.any() else "capped" if np.ptp(there) < 1e-3 else "damped"
         place: dict[str, Any] = {"transform": lower.transAxes, "color": COLORS[sign], "fontsize": 9.5, "weight": "bold"}
         if above:
-            lower.text(0.98, 0.31 if sign > 0 else 0.14, f"{what} above {_ratio(start)}", ha="right", **place)
+            lower.text(0.98, 0.31 if sign > 0 else 0.14, f"{effect} above {_ratio(start)}", ha="right", **place)
         else:
-            lower.text(0.02, 0.84, f"{what} below {_ratio(end)}", **place)
+            lower.text(0.02, 0.84, f"{effect} below {_ratio(end)}", **place)
 
 
 def _ratio(ratio: float) -> str:
     """A ratio in few characters: 1.2, 1 + 4e-4."""
-    if 0 < abs(ratio - 1) < TIGHT:
+    if 0 < abs(ratio - 1) < TIGHT_BOUND:
         digits, _, power = f"{abs(ratio - 1):.0e}".partition("e")
         return f"1 {'+' if ratio > 1 else '−'} {digits}e{int(power)}"
     return f"{ratio:.2f}".rstrip("0").rstrip(".")

@@ -92,8 +92,8 @@ def _guarded(step: Callable[[], Any]) -> Any:
 
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
-    names_one = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
-    if names_one and "--help" not in argv and "--helpfull" not in argv:
+    uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
+    if uses_config and "--help" not in argv and "--helpfull" not in argv:
         check_overrides(argv, load_config(_config_flag(argv)))
     try:
         rest = flags.FLAGS(argv)

@@ -31,9 +31,9 @@ from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 GIB = 2**30
-FEW_GIB = 20.0
+MIN_FREE_GIB = 20.0
 """Free space in a run folder on this machine, below which checkpoints soon fill it."""
-FEW_FILES = 4096
+MIN_OPEN_FILES = 4096
 """Open files at a time, below which the readers of a sharded checkpoint may run out of them."""
 
 
@@ -155,7 +155,7 @@ def host() -> Finding:
 def open_files() -> Finding:
     """The limit that this process was started with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FEW_FILES:
+    if soft < MIN_OPEN_FILES:
         remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
         return Finding("open files", "warning", f"at most {soft}", remedy)
     return Finding("open files", "ok", f"at most {soft}")
@@ -193,9 +193,9 @@ def run_folder(workdir: str) -> list[Finding]:
         remedy = "Hosts share no disk: use --workdir=gs://BUCKET/RUN, unless all processes are on this machine."
         found.append(Finding("hosts", "warning", f"{jax.process_count()} processes, and a folder here", remedy))
     free = shutil.disk_usage(workdir).free / GIB
-    few = free < FEW_GIB
+    scarce = free < MIN_FREE_GIB
     remedy = "Make room, keep fewer checkpoints with --config.checkpoint.keep, or use another --workdir."
-    found.append(Finding("disk", "warning" if few else "ok", f"{free:.1f} GiB are free", remedy if few else ""))
+    found.append(Finding("disk", "warning" if scarce else "ok", f"{free:.1f} GiB are free", remedy if scarce else ""))
     return found
 
 

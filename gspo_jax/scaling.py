@@ -118,15 +118,15 @@ def draw(points: Sequence[Point], path: Path, program: str) -> None:
         _times(panels[2], points)
         title = f"What one chip does in {program}, at the same work per chip"
         figure.text(0.015, 0.965, title, weight="bold", fontsize=17, va="top")
-        said = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
-        figure.text(0.015, 0.87, said, color=GREY, fontsize=11, va="top")
+        note = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
+        figure.text(0.015, 0.87, note, color=GREY, fontsize=11, va="top")
 
 
 def _bars(axes: "Axes", heights: Sequence[float], label: str, *, below: Sequence[float], color: str) -> None:
     axes.bar(range(len(heights)), heights, 0.62, bottom=below, color=color, label=label)
 
 
-def _above(axes: "Axes", x: float, y: float, text: str) -> None:
+def _label_above(axes: "Axes", x: float, y: float, text: str) -> None:
     axes.annotate(text, (x, y), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=10)
 
 
@@ -134,7 +134,7 @@ def _flops(axes: "Axes", points: Sequence[Point]) -> None:
     heights = [p.flops / 1e12 for p in points]
     _bars(axes, heights, "", below=[0.0] * len(points), color=PALETTE[0])
     for i, height in enumerate(heights):
-        _above(axes, i, height, f"{height:.1f}\n{height / heights[0] - 1:+.2%}")
+        _label_above(axes, i, height, f"{height:.1f}\n{height / heights[0] - 1:+.2%}")
     axes.set_ylim(0, 1.25 * max(heights))
     axes.set_title("Tflop per chip")
 
@@ -147,7 +147,7 @@ def _sent(axes: "Axes", points: Sequence[Point]) -> None:
         _bars(axes, heights, kind, below=below, color=color)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     for i, total in enumerate(below):
-        _above(axes, i, total, f"{total:.0f}")
+        _label_above(axes, i, total, f"{total:.0f}")
     axes.set_ylim(0, 1.4 * max(below))
     axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
     axes.set_title("GB sent per chip")
@@ -159,7 +159,7 @@ def _times(axes: "Axes", points: Sequence[Point]) -> None:
         if p.projected:
             low, high = p.projected
             axes.bar(i, high - low, 0.5, bottom=low, color=PALETTE[2], label="" if i else "projected")
-            _above(axes, i, high, f"{low:.2f}–{high:.2f}")
+            _label_above(axes, i, high, f"{low:.2f}–{high:.2f}")
     axes.set_ylim(0, 1.35 * max(p.projected[1] if p.projected else p.per_op for p in points))
     axes.legend(frameon=False, fontsize=10, loc="lower left")
     axes.set_title("Seconds")

@@ -189,7 +189,7 @@ def alone(monkeypatch) -> pytest.MonkeyPatch:
 
 def test_one_process_is_on_its_own(alone):
     assert processes.find() == {}
-    for name, value in zip(processes.GIVEN, ("localhost:1", "1", "0"), strict=True):
+    for name, value in zip(processes.VARIABLES, ("localhost:1", "1", "0"), strict=True):
         alone.setenv(name, value)
     assert processes.find() == {}
 
@@ -204,7 +204,7 @@ def test_one_process_is_on_its_own(alone):
     ],
 )
 def test_half_of_what_is_needed_is_refused(given, says, alone):
-    for name, value in zip(processes.GIVEN, given, strict=True):
+    for name, value in zip(processes.VARIABLES, given, strict=True):
         alone.setenv(name, value)
     with pytest.raises(UserError, match=says):
         processes.find()

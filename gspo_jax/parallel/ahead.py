@@ -55,19 +55,19 @@ def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Comp
         found = json.loads(facts.read_text())
         live = tuple(Buffer(*buffer) for buffer in found.pop("live"))
         return Compiled(text=gzip.decompress(text.read_bytes()).decode(), live=live, **found)
-    made = _compile(lowered)
+    compiled = _compile(lowered)
     cache.mkdir(parents=True, exist_ok=True)
-    text.write_bytes(gzip.compress(made.text.encode()))
-    known = dataclasses.asdict(made) | {"live": [dataclasses.astuple(buffer) for buffer in made.live]}
+    text.write_bytes(gzip.compress(compiled.text.encode()))
+    known = dataclasses.asdict(compiled) | {"live": [dataclasses.astuple(buffer) for buffer in compiled.live]}
     del known["text"]
     part = facts.with_suffix(".part")
     part.write_text(json.dumps(known))
     part.rename(facts)
-    return made
+    return compiled
 
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options: Mapping[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         complaint, compiled = "", None
@@ -77,24 +77,24 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
             complaint = str(error)
             if "RESOURCE_EXHAUSTED" not in complaint:
                 raise
-        seconds = time.perf_counter() - begun
-        live = _live(_largest(folder, "*live-range.txt"))
-        left = _largest(folder, "*after_optimizations_before_buffer_assignment.txt")
+        seconds = time.perf_counter() - started
+        live = _live_buffers(_largest_dump(folder, "*live-range.txt"))
+        left = _largest_dump(folder, "*after_optimizations_before_buffer_assignment.txt")
     if compiled is None:
-        return Compiled(left, _needed(complaint, live), 0, False, live, complaint, seconds)
+        return Compiled(left, _required_bytes(complaint, live), 0, False, live, complaint, seconds)
     memory = compiled.memory_analysis()
     assert memory is not None
     host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
     return Compiled(compiled.as_text() or "", memory.peak_memory_in_bytes, host, True, live, "", seconds)
 
 
-def _largest(folder: str, pattern: str) -> str:
+def _largest_dump(folder: str, pattern: str) -> str:
     """The text of the largest such file: that of the program itself, and not of some small part; empty without any."""
     files = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
     return files[-1].read_text() if files else ""
 
 
-def _live(report: str) -> tuple[Buffer, ...]:
+def _live_buffers(report: str) -> tuple[Buffer, ...]:
     """The buffers of a report's peak."""
     _, _, peak = report.partition("(peak):\n")
     found = []
@@ -106,8 +106,8 @@ def _live(report: str) -> tuple[Buffer, ...]:
     return tuple(sorted(found, key=lambda buffer: -buffer.bytes))
 
 
-def _needed(complaint: str, live: tuple[Buffer, ...]) -> int:
+def _required_bytes(complaint: str, live: tuple[Buffer, ...]) -> int:
     """Bytes that a program asked for which did not fit, by the compiler's message or the buffers it tells of."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    said = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
-    return max(int(float(said[1]) * units[said[2]]) if said else 0, sum(buffer.bytes for buffer in live))
+    match = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
+    return max(int(float(match[1]) * units[match[2]]) if match else 0, sum(buffer.bytes for buffer in live))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from gspo_jax.parallel.hlo import COLLECTIVES, Array, Module, Operation, Run
 
-_FREE = {
+_NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
     *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"),
     "conditional",
@@ -127,11 +127,11 @@ class Program(Module):
 
     def costs(self) -> Costs:
         """Of the program, run once."""
-        return self._of(self.entry, {})
+        return self._costs_of(self.entry, {})
 
     def loop(self) -> Costs | None:
         """Of one turn of the most expensive loop whose turns the text does not tell; None where all are known."""
-        turns = [self._of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
+        turns = [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
         return max(turns, key=lambda costs: costs.bytes, default=None)
 
     def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Run]:
@@ -143,8 +143,8 @@ class Program(Module):
                 else:
                     yield run
 
-    def _of(self, computation: str, state: Mapping[int, int]) -> Costs:
-        found = _Walk(self)
+    def _costs_of(self, computation: str, state: Mapping[int, int]) -> Costs:
+        found = _CostCollector(self)
         found.walk(computation, 1.0, state)
         return found.costs()
 
@@ -160,13 +160,13 @@ class Program(Module):
         now = free = 0.0
         ends: dict[str, float] = {}  # of what is under way, by the operation or the chain that began it
 
-        def send(work: _Walk) -> float:
+        def send(work: _CostCollector) -> float:
             nonlocal free
             free = max(now, free) + sum(times * t.bytes for times, t in work.collectives) / rates.links
             return free
 
         for operation in self.computations[computation].values():
-            opcode, work = operation.opcode, _Walk(self)
+            opcode, work = operation.opcode, _CostCollector(self)
             if opcode in ("call-start", "call-update"):
                 given = operation.operands  # a start may have none, and gets them by an update
                 begun = self.find(given[0]) if opcode == "call-update" else operation
@@ -235,7 +235,7 @@ class Program(Module):
 
         opcode, out = operation.opcode, size(operation.arrays)
         given = [size(self.arrays(computation, o)) for o in operation.operands]
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        if opcode in _NO_TRAFFIC or opcode.endswith(("-done", "-update")):
             return 0.0
         if opcode == "copy-start":
             return size(operation.arrays[:2])
@@ -300,7 +300,7 @@ class Program(Module):
         return sum(a.bytes for a in value.arrays)
 
 
-class _Walk:
+class _CostCollector:
     """Collects costs from a computation down."""
 
     def __init__(self, program: Program):
@@ -395,13 +395,13 @@ def _convolution_flops(
     for place, digit in enumerate(spatial):
         size, outputs = left[image.index(digit)], out[result.index(digit)]
         low = int(setting("pad", place, "0_0").split("_")[0])
-        stride, spread = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
-        hollow = int(setting("lhs_dilate", place, "1"))
-        taps, reach = right[kernel.index(digit)], (size - 1) * hollow + 1
+        stride, kernel_dilation = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
+        input_dilation = int(setting("lhs_dilate", place, "1"))
+        taps, reach = right[kernel.index(digit)], (size - 1) * input_dilation + 1
         total *= sum(
             1
             for o in range(outputs)
             for w in range(taps)
-            if 0 <= (at := o * stride + w * spread - low) < reach and at % hollow == 0
+            if 0 <= (at := o * stride + w * kernel_dilation - low) < reach and at % input_dilation == 0
         )
     return total

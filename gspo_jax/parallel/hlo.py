@@ -23,7 +23,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-MOST = r"at_most_(\d+)"
+AT_MOST = r"at_most_(\d+)"
 """How `at_most` names a scope."""
 
 
@@ -206,19 +206,19 @@ class Module:
         bound = self._bound(condition, fixed)
         if bound is not None and bound[0] in constants and steps.get(bound[0], 0) > 0:
             return max(0, -(-(bound[1] - constants[bound[0]]) // steps[bound[0]])), fixed
-        most = re.findall(MOST, loop.scope)
-        return (int(most[-1]) if most else None), fixed
+        trips = re.findall(AT_MOST, loop.scope)
+        return (int(trips[-1]) if trips else None), fixed
 
     def _bound(self, condition: str, fixed: Mapping[int, int]) -> tuple[int, int] | None:
         """The counter that the condition compares, by its place in the state, and the number it stays below."""
 
-        def compared(
+        def compare(
             computation: str, arguments: Sequence[tuple[int | None, int] | None] | None
         ) -> tuple[int, int] | None:
             root = self.root(computation)
             if root.opcode in ("fusion", "call"):
                 given = [self._linear(computation, o, fixed, arguments) for o in root.operands]
-                return compared(root.calls[0], given)
+                return compare(root.calls[0], given)
             if root.opcode != "compare" or root.attribute(r"direction=(\w+)") != "LT":
                 return None
             left, right = (self._linear(computation, o, fixed, arguments) for o in root.operands)
@@ -226,7 +226,7 @@ class Module:
                 return None
             return left[0], right[1] - left[1]
 
-        return compared(condition, None)
+        return compare(condition, None)
 
     def _linear(
         self,

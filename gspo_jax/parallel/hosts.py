@@ -29,10 +29,10 @@ def to_rows(mesh: Mesh, tree: Tree) -> Tree:
 
 def everywhere(tree: Any) -> Any:
     """Host copies of whole arrays, on every process, in the same tree."""
-    return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_everywhere, tree)
+    return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_allgather, tree)
 
 
-def _everywhere(x: jax.Array) -> np.ndarray:
+def _allgather(x: jax.Array) -> np.ndarray:
     blocks = -(-x.nbytes // _BLOCK)
     if x.ndim < 2 or blocks < 2:
         return multihost_utils.process_allgather(x, tiled=True)
@@ -61,16 +61,16 @@ def own(mesh: Mesh, tree: Any) -> Any:
     """Host copies of this process's own rows of arrays that lead with rows, in the same tree."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    return jax.tree.map(lambda x: _own(mesh, x), tree)
+    return jax.tree.map(lambda x: _fetch_own_rows(mesh, x), tree)
 
 
-def _own(mesh: Mesh, x: jax.Array) -> np.ndarray:
+def _fetch_own_rows(mesh: Mesh, x: jax.Array) -> np.ndarray:
     x = jax.device_put(x, rows_sharding(mesh))  # where it is, unless the compiler has split it over `tensor` too
     rows_of = x.sharding.devices_indices_map(x.shape)
-    held = np.empty(x.shape, x.dtype)
+    found = np.empty(x.shape, x.dtype)
     for shard in x.addressable_shards:
-        held[rows_of[shard.device]] = shard.data
-    return held[own_rows(mesh, len(x))]
+        found[rows_of[shard.device]] = shard.data
+    return found[own_rows(mesh, len(x))]
 
 
 def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
@@ -84,6 +84,6 @@ def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
         filled[rows] = x
         known = np.broadcast_to(filled, (mesh.shape["tensor"], *filled.shape))
         # A row that several processes hold is known where it is owned: on the first of the tensor axis.
-        return _everywhere(jax.make_array_from_callback(known.shape, spread, lambda index: known[index])[0])
+        return _allgather(jax.make_array_from_callback(known.shape, spread, lambda index: known[index])[0])
 
     return jax.tree.map(whole, tree)

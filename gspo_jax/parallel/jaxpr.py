@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo_jax.parallel.hlo import MOST, RARELY
+from gspo_jax.parallel.hlo import AT_MOST, RARELY
 
 
 def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] | None = None) -> float:
@@ -40,7 +40,7 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
             total += max(inside(branch) for branch in parameters["branches"] if not _rare(branch))
         else:
             times = _trips(name, equation)
-            total += times * sum(map(inside, _inside(parameters)))
+            total += times * sum(map(inside, _inner_jaxprs(parameters)))
     return total
 
 
@@ -52,12 +52,12 @@ def _trips(name: str, equation: Any) -> int:
     if name == "scan":
         return equation.params["length"]
     if name == "while":
-        most = re.findall(MOST, str(equation.source_info.name_stack))
-        return int(most[-1]) if most else 1
+        trips = re.findall(AT_MOST, str(equation.source_info.name_stack))
+        return int(trips[-1]) if trips else 1
     return 1
 
 
-def _inside(parameters: dict[str, Any]) -> Iterator[Any]:
+def _inner_jaxprs(parameters: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs among an equation's parameters."""
     for value in parameters.values():
         for one in value if isinstance(value, tuple | list) else (value,):

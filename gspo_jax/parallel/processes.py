@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.types import UserError
 
-GIVEN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """The variables that tell a process of the others."""
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 """jax's names of what it may look for by itself. Looking for the TPU ones asks the network, on TPU machines only."""
@@ -33,8 +33,8 @@ _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 LOST = 3
 """The exit code of a process that ends because another one is lost."""
 
-_again = "start the run again with the same command: it goes on from its newest checkpoint"
-_kept: list[Any] = []  # what the C library calls must outlive this module's functions
+_RESTART = "start the run again with the same command: it goes on from its newest checkpoint"
+_callbacks: list[Any] = []  # what the C library calls must outlive this module's functions
 
 
 def start(*, heartbeat_s: int, start_s: int) -> int:
@@ -49,14 +49,14 @@ def start(*, heartbeat_s: int, start_s: int) -> int:
     found = find()
     if not found:
         return 1
-    late = threading.Timer(start_s, _leave, [f"the other processes of the run are not there after {start_s} s"])
-    late.daemon = True
-    late.start()
+    deadline = threading.Timer(start_s, _exit_lost, [f"the other processes of the run are not there after {start_s} s"])
+    deadline.daemon = True
+    deadline.start()
     # jax ends a process by abort() when another is lost, and takes no Python function to be called instead.
     _on_abort(f"jax has ended this process, as it does {heartbeat_s} s after another one is lost (it says more above)")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away, and nobody asks it yet
     jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_s, initialization_timeout=start_s, **found)
-    late.cancel()
+    deadline.cancel()
     if distributed.global_state.process_id > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the end
     return distributed.global_state.num_processes
@@ -94,22 +94,22 @@ def connect(mesh: Mesh) -> None:
         """
         return [x.sum() for x in spread] + along_each(spread[-1])
 
-    with _silent():
+    with _silence_stdout():
         jax.block_until_ready(meet(spread))
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _silence_stdout() -> Iterator[None]:
     """Nobody prints to stdout in the block, the C++ libraries neither."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved = os.dup(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def wait_for_all(name: str) -> None:
@@ -126,11 +126,11 @@ def guarded(count: int) -> Iterator[None]:
         if count == 1:
             raise
         if isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error):  # before jax misses the other one
-            _leave(f"another process of the run is lost ({' '.join(str(error).split())})")
+            _exit_lost(f"another process of the run is lost ({' '.join(str(error).split())})")
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-            print(f"error: a process of several has failed; unless it says why above, {_again}", file=sys.stderr)
+            print(f"error: a process of several has failed; unless it says why above, {_RESTART}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -142,23 +142,23 @@ def find() -> dict[str, Any]:
     Raises:
       UserError: the environment says half of what is needed, or what makes no sense.
     """
-    missing = [name for name in GIVEN if not os.environ.get(name)]
-    if len(missing) == len(GIVEN):
-        return _detected()
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if len(missing) == len(VARIABLES):
+        return _detect_cluster()
     if missing:
-        raise UserError(f"{missing[0]} is not set, and others of {', '.join(GIVEN)} are; set all of them, or none")
-    address, *numbers = (os.environ[name] for name in GIVEN)
+        raise UserError(f"{missing[0]} is not set, and others of {', '.join(VARIABLES)} are; set all of them, or none")
+    address, *numbers = (os.environ[name] for name in VARIABLES)
     if ":" not in address or not all(number.isdigit() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
         raise UserError(
-            f"{', '.join(GIVEN)} are {', '.join([address, *numbers])}; give host:port, how many processes there are, "
+            f"{', '.join(VARIABLES)} are {', '.join([address, *numbers])}; give host:port, how many processes there are, "
             "and which of these, from 0, this is"
         )
     count, number = map(int, numbers)
-    told = {"coordinator_address": address, "num_processes": count, "process_id": number}
-    return told | {"cluster_detection_method": "deactivate"} if count > 1 else {}
+    settings = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    return settings | {"cluster_detection_method": "deactivate"} if count > 1 else {}
 
 
-def _detected() -> dict[str, Any]:
+def _detect_cluster() -> dict[str, Any]:
     """As `find`, by jax's own detection."""
     known = {cluster.name: cluster for cluster in clusters.ClusterEnv._cluster_types}
     for name in _CLUSTERS if jax.config.jax_platforms == "cpu" else _TPU_CLUSTERS + _CLUSTERS:
@@ -167,15 +167,15 @@ def _detected() -> dict[str, Any]:
     return {}
 
 
-def _leave(why: str) -> None:
+def _exit_lost(why: str) -> None:
     """Ends the process; also out of threads that are not Python's."""
-    os.write(2, f"\nerror: {why}; {_again}\n".encode())
+    os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
     os._exit(LOST)
 
 
 def _on_abort(why: str) -> None:
-    """Lets the C library's abort() end the process by `_leave`."""
-    handler: Callable[[int], None] = lambda _: _leave(why)  # noqa: E731
+    """Lets the C library's abort() end the process by `_exit_lost`."""
+    handler: Callable[[int], None] = lambda _: _exit_lost(why)  # noqa: E731
     call = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
-    _kept.append(call)
+    _callbacks.append(call)
     ctypes.CDLL(None).signal(signal.SIGABRT, call)
