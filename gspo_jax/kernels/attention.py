@@ -1,7 +1,7 @@
-"""Softmax attention with grouped key/value heads (GQA); scores are float32.
+"""Softmax attention with grouped key/value heads (GQA) and float32 scores.
 
-On TPU training and prefill have kernels (attention_tpu.py), and so has a decoding slot's look at its own tokens
-(decode_attention_tpu.py). All else is plain XLA.
+On TPU, training and prefill use the kernels of attention_tpu.py, and decode attention over a slot's own tokens uses
+decode_attention_tpu.py. Everything else is plain XLA.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from gspo_jax.kernels.backend import platform
 from gspo_jax.parallel.hlo import at_most
 
 _MASKED = -1e30
-"""Finite, so that a row with no visible key (padding) softmaxes to something finite instead of NaN."""
+"""Masked score; finite, so that the softmax of a row without a visible key (padding) is finite instead of NaN."""
 
 
 _MIN_CHUNK, _MAX_CHUNKS = 64, 8
-"""Queries whose scores exist at once: at least so many, and at most so many chunks of them, as each is code of its own.
-An eighth of the [T, N] scores is therefore what long rows take."""
+"""Minimum queries per chunk, and maximum number of chunks: scores exist for one chunk at a time, and each chunk is
+unrolled into its own code. Long rows therefore hold one eighth of the [T, N] scores at a time."""
 
 
 def causal_attention(
@@ -32,24 +32,24 @@ def causal_attention(
     v: Float[Array, "B N Kv h"],
     valid: Bool[Array, "B N"],
 ) -> Float[Array, "B T H h"]:
-    """softmax(q k^T / sqrt(h)) v over the valid keys at or before each query; the queries are the last T of N tokens.
+    """Causal attention softmax(q k^T / sqrt(h)) v over the valid keys; the queries are the last T of the N tokens.
 
     Query head i reads key/value head i // (H / Kv). The output has q's dtype. A query that sees no key gets 0, on TPU
-    something finite. Off the TPU a chunk of queries at a time meets the keys up to its end, and the backward pass
-    computes the scores again: of the [T, N] scores nothing is kept.
+    an unspecified finite value. Off TPU, one chunk of queries at a time attends to the keys up to its end, and the
+    backward pass recomputes the scores, so none of the [T, N] scores are stored.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid)
     B, T, H, h = q.shape
     Kv, heads = k.shape[2], H // k.shape[2]
-    # Each key head with all queries that read it is one matrix.
+    # All query heads that read one key head are folded into one matmul.
     q = jnp.moveaxis(q.reshape(B, T, Kv, heads, h), 1, 3)
     out = _attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), valid)
     return jnp.moveaxis(out, 3, 1).reshape(B, T, H, h)
 
 
 def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
-    """Queries of each chunk, and how many of the keys they may see."""
+    """Yields the queries of each chunk and the number of keys that they may see."""
     size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
     for start in range(0, T, size):
         end = min(start + size, T)
@@ -57,7 +57,7 @@ def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
 
 
 def _scores(q: Array, k: Array, valid: Array) -> Array:
-    """[B, Kv, heads, t, n] float32: queries are the last t of the n keys, what they may not see is masked."""
+    """Returns masked float32 scores [B, Kv, heads, t, n] of queries that are the last t of the n tokens."""
     B, Kv, heads, t, h = q.shape
     n = k.shape[2]
     scores = _matmul_float32(_rows(q), jnp.swapaxes(k, 2, 3))
@@ -67,7 +67,7 @@ def _scores(q: Array, k: Array, valid: Array) -> Array:
 
 
 def _rows(x: Array) -> Array:
-    """[B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
+    """Merges heads and tokens: [B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -89,7 +89,7 @@ def _attend_forward(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, 
     outs, log_sums = [], []
     for rows, n in _chunks(q.shape[3], k.shape[2]):
         scores = _scores(q[:, :, :, rows], k[:, :, :n], valid[:, :n])
-        # A row that sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
+        # For a row with only masked scores this floor makes all probabilities underflow to exactly 0.
         highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
         probs = jnp.exp(scores - highest)
         total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
@@ -128,9 +128,11 @@ def segment_attention(
     prompt: int,
     responses: int,
 ) -> Float[Array, "B N H h"]:
-    """Causal attention over rows of a prompt (`prompt` tokens) and `responses` responses to it, of equal lengths.
+    """Causal attention over rows that hold a prompt (`prompt` tokens) followed by `responses` responses of equal
+    length.
 
-    Every response sees the valid tokens of the prompt and its own; one response goes on as one text, plain causal.
+    Each response attends to the valid tokens of the prompt and to its own; with a single response this is plain causal
+    attention.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid, prompt=prompt, responses=responses)
@@ -140,7 +142,7 @@ def segment_attention(
         return causal_attention(q, k, v, valid)
 
     def after_prompt(x: Array) -> Array:
-        """[B G, S + T, ...]: each response after its prompt."""
+        """Returns [B G, S + T, ...], each response preceded by its prompt."""
         return jnp.concatenate([jnp.repeat(x[:, :S], G, axis=0), x[:, S:].reshape(B * G, T, *x.shape[2:])], axis=1)
 
     prompt_out = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
@@ -151,16 +153,17 @@ def segment_attention(
 
 
 class _PartialSoftmax(NamedTuple):
-    """A softmax over some of the keys, to be joined with those over others: all float32."""
+    """Unnormalised softmax over some of the keys, which can be merged with those over other keys; all float32."""
 
     out: Float[Array, "*b h"]
     """Σ exp(score − highest) · value."""
     highest: Float[Array, "*b 1"]
+    """Maximum score."""
     total: Float[Array, "*b 1"]
     """Σ exp(score − highest)."""
 
     def merge(self, other: "_PartialSoftmax") -> "_PartialSoftmax":
-        """The softmax over the keys of both."""
+        """Returns the softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
         return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
@@ -169,9 +172,9 @@ class _PartialSoftmax(NamedTuple):
 def _partial_softmax(
     q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array
 ) -> _PartialSoftmax:
-    """Of queries over the keys that they see; `seen` broadcasts to the scores, [*b, T, N]."""
+    """Softmax of queries over the keys that they see; `seen` broadcasts to the scores' shape [*b, T, N]."""
     scores = jnp.where(seen, _matmul_float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
-    # Who sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
+    # For a query with only masked scores this floor makes all probabilities underflow to exactly 0.
     highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
     probs = jnp.exp(scores - highest)
     return _PartialSoftmax(_matmul_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
@@ -179,23 +182,23 @@ def _partial_softmax(
 
 @struct.dataclass
 class Rows:
-    """Where the queries of slots stand among the P·G responses, and which prompts they need: the same for all layers.
+    """Mapping between slots and the P·G responses, and the prompts that the slots need; the same for all layers.
 
-    Prompts are read in blocks, so many at a time as there are slots for their groups.
+    Prompts are read in blocks, sized so that the slots could hold the whole groups of a block's prompts.
     """
 
     responses: Int[Array, " B"]
-    """The response in each slot."""
+    """Response in each slot; P·G for an inactive slot."""
     slots: Int[Array, " n"]
-    """The slot of each response; anything for one that is in none."""
+    """Slot of each response; meaningless for a response that is in no slot."""
     blocks: Int[Array, " m"]
-    """Blocks of prompts, those with a slot first."""
+    """Ids of the prompt blocks, those needed by a slot first."""
     needed: Int[Array, ""]
-    """How many of them have one."""
+    """Number of blocks needed by a slot."""
 
     @classmethod
     def of(cls, responses: Int[Array, " B"], active: Bool[Array, " B"], prompts: int, group_size: int) -> "Rows":
-        """Of slots that hold these responses where they are active."""
+        """Builds the mapping for slots that hold these responses where they are active."""
         B, n = responses.shape[0], prompts * group_size
         count = n // (_prompts_per_block(B, prompts, group_size) * group_size)
         responses = jnp.where(active, responses, n)
@@ -222,23 +225,24 @@ def decode_attention(
     ages: Int[Array, " B"],
     rows: Rows | None,
 ) -> Float[Array, "B H h"]:
-    """One query per slot over two segments with one softmax: its prompt's keys, stored once per group, and its own.
+    """Decode attention: one query per slot, one softmax over its prompt's keys (stored once per group) and its own
+    keys.
 
-    Own keys lie in a ring of N·C columns, this step's at `step` modulo their number; a slot sees its newest `ages`.
-    The ring may have room for more slots than there are queries.
-    Only what some slot sees is read: blocks of prompts, and segments of the ring. A slot of age 0 gets anything.
+    A slot's own keys lie in a ring of N segments of C columns; this step's column is `step` modulo N·C, and a slot sees
+    its newest `ages` columns. The ring may have room for more slots than there are queries. Only the prompt blocks and
+    ring segments that some slot sees are read. The output of a slot of age 0 is undefined.
 
     Args:
-      q: the queries.
+      q: queries.
       prompt_k: keys of the prompts in all layers, of which `layer` is read.
-      prompt_v: values.
-      prompt_lengths: how many of the S are there.
+      prompt_v: values of the prompts.
+      prompt_lengths: number of valid tokens of each prompt, of the S that fit.
       k: keys of the slots' own tokens.
-      v: values.
-      layer: which layer this is.
-      step: columns written before this step's.
-      ages: own tokens of each slot, this step's included.
-      rows: whose prompts are whose; None where slot b holds response b of all P·G.
+      v: values of the slots' own tokens.
+      layer: index of the current layer.
+      step: number of columns written before this step.
+      ages: number of own tokens of each slot, this step's included.
+      rows: mapping between slots and responses; None if slot b holds response b, for all P·G responses.
     """
     B, H, h = q.shape
     Kv = prompt_k.shape[2]
@@ -257,7 +261,10 @@ def decode_attention(
 
 
 def _attend_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _PartialSoftmax:
-    """Queries of all responses to some prompts, in order: those of a group, and of one key head, are one matrix."""
+    """Attends from the queries of all responses to some prompts, in order, to these prompts.
+
+    The queries of a group that share a key head form one matrix.
+    """
     P, Kv, S, h = k.shape
     n, _, g, _ = q.shape
     grid = jnp.swapaxes(q.reshape(P, n // P, Kv, g, h), 1, 2).reshape(P, Kv, -1, h)
@@ -294,7 +301,7 @@ def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: A
 def _attend_own_tokens(
     found: _PartialSoftmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array
 ) -> _PartialSoftmax:
-    """Joins the softmax over each slot's own tokens, segment by segment of the ring."""
+    """Merges the softmax over each slot's own tokens into `found`, one ring segment at a time."""
     _, N, _, Kv, C, h = k.shape
     B = q.shape[0]
     first = jnp.maximum(step + 1 - ages.max(), 0) // C
