@@ -137,7 +137,7 @@ def test_when_a_process_is_killed_the_others_end(victim, whole, data, tmp_path):
         said, _ = other.communicate(timeout=60)
         assert time.monotonic() - killed < HEARTBEAT_S + LATE_S
     assert other.returncode == processes.LOST, said
-    assert re.search(r"error: .*lost.*start the run again with the same command: it goes on.*\n\Z", said), said
+    assert re.search(r"error: .*lost.*start the run again with the same command: it resumes.*\n\Z", said), said
 
 
 FAILS = """
@@ -175,7 +175,7 @@ def test_who_is_left_alone_at_the_start_ends():
     _, said = process.communicate(timeout=60)
     assert ALONE_S - 1 < time.monotonic() - connected < ALONE_S + LATE_S
     assert process.returncode == processes.LOST
-    assert f"error: the other processes of the run are not there after {ALONE_S} s; start the run again" in said
+    assert f"error: the other processes of the run have not joined after {ALONE_S} s; start the run again" in said
 
 
 @pytest.fixture
@@ -197,10 +197,10 @@ def test_one_process_is_on_its_own(alone):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("localhost:1", "", "0"), "JAX_NUM_PROCESSES is not set, and others of .* are; set all of them, or none"),
-        (("localhost", "2", "0"), "are localhost, 2, 0; give host:port, how many"),
-        (("localhost:1", "2", "2"), "are localhost:1, 2, 2; give host:port, how many"),
-        (("localhost:1", "two", "1"), "are localhost:1, two, 1; give host:port, how many"),
+        (("localhost:1", "", "0"), "JAX_NUM_PROCESSES is not set, but others of .* are; set all of them or none"),
+        (("localhost", "2", "0"), "are localhost, 2, 0; give host:port, the number of processes"),
+        (("localhost:1", "2", "2"), "are localhost:1, 2, 2; give host:port, the number of processes"),
+        (("localhost:1", "two", "1"), "are localhost:1, two, 1; give host:port, the number of processes"),
     ],
 )
 def test_half_of_what_is_needed_is_refused(given, says, alone):

@@ -128,8 +128,7 @@ def segment_attention(
     prompt: int,
     responses: int,
 ) -> Float[Array, "B N H h"]:
-    """Causal attention over rows that hold a prompt (`prompt` tokens) followed by `responses` responses of equal
-    length.
+    """Causal attention over rows that hold a prompt (`prompt` tokens) and `responses` responses of equal length.
 
     Each response attends to the valid tokens of the prompt and to its own; with a single response this is plain causal
     attention.
@@ -225,12 +224,12 @@ def decode_attention(
     ages: Int[Array, " B"],
     rows: Rows | None,
 ) -> Float[Array, "B H h"]:
-    """Decode attention: one query per slot, one softmax over its prompt's keys (stored once per group) and its own
-    keys.
+    """Decode attention: one query per slot and one softmax over the keys of its prompt and of its own tokens.
 
-    A slot's own keys lie in a ring of N segments of C columns; this step's column is `step` modulo N·C, and a slot sees
-    its newest `ages` columns. The ring may have room for more slots than there are queries. Only the prompt blocks and
-    ring segments that some slot sees are read. The output of a slot of age 0 is undefined.
+    A prompt's keys are stored once for its group. A slot's own keys lie in a ring of N segments of C columns; this
+    step's column is `step` modulo N·C, and a slot sees its newest `ages` columns. The ring may have room for more slots
+    than there are queries. Only the prompt blocks and ring segments that some slot sees are read. The output of a slot
+    of age 0 is undefined.
 
     Args:
       q: queries.

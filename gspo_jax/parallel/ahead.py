@@ -1,4 +1,4 @@
-"""Compiles a program for a machine that is not there, and keeps what came of it: its text, and the memory it takes."""
+"""Ahead-of-time compilation for hardware that is not attached, with a cache of HLO texts and memory use."""
 
 import dataclasses
 import gzip
@@ -16,38 +16,40 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Memory that is in use when most of it is."""
+    """Buffer that is live at peak memory."""
 
     name: str
-    """Of the operation that makes it."""
+    """Name of the operation that produces it."""
     element: int | None
-    """Which of its results; None where there is one."""
+    """Index into the operation's tuple of results; None if it has a single result."""
     bytes: int
+    """Size in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program on one device."""
+    """Result of compiling a program, for one device."""
 
     text: str
-    """The optimized module; where it does not fit, as far as the compiler came with it."""
+    """Optimized HLO; if the program does not fit, as dumped before buffer assignment."""
     peak_bytes: int
-    """The most memory at any time, or, where that does not fit, all that is needed."""
+    """Peak memory in bytes; if the program does not fit, the bytes that it needs."""
     host_bytes: int
-    """Of the host's memory."""
+    """Host memory in bytes."""
     fits: bool
+    """True if the program fits the device's memory."""
     live: tuple[Buffer, ...]
-    """What is in memory at the peak, the largest first; empty where the compiler does not tell."""
+    """Buffers live at the peak, largest first; empty if the compiler does not report them."""
     complaint: str
-    """Of a compiler that the program did not fit; else empty."""
+    """Compiler's out-of-memory message; empty if the program fits."""
     seconds: float
-    """That compiling took, when it was done."""
+    """Seconds that the original compilation took."""
 
 
 def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Compiled:
-    """Compiles, or finds in the cache what was compiled before.
+    """Compiles a program, or returns the cached result of compiling it before.
 
-    Kept under a digest of the program's text and of `key`, which says for what and by whom it is compiled.
+    Cache entries are named by a digest of the lowered text and of `key`, which identifies target and compiler.
     """
     digest = hashlib.sha256(f"{key}\n{lowered.as_text()}".encode()).hexdigest()[:32]
     facts, text = cache / f"{digest}.json", cache / f"{digest}.hlo.gz"
@@ -89,13 +91,13 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _largest_dump(folder: str, pattern: str) -> str:
-    """The text of the largest such file: that of the program itself, and not of some small part; empty without any."""
+    """Text of the largest matching file, which is the program's own and not a helper's; empty without a match."""
     files = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
     return files[-1].read_text() if files else ""
 
 
 def _live_buffers(report: str) -> tuple[Buffer, ...]:
-    """The buffers of a report's peak."""
+    """Parses the buffers at the peak from the compiler's live-range report, largest first."""
     _, _, peak = report.partition("(peak):\n")
     found = []
     for line in peak.splitlines():
@@ -107,7 +109,7 @@ def _live_buffers(report: str) -> tuple[Buffer, ...]:
 
 
 def _required_bytes(complaint: str, live: tuple[Buffer, ...]) -> int:
-    """Bytes that a program asked for which did not fit, by the compiler's message or the buffers it tells of."""
+    """Bytes needed by a program that did not fit: the larger of the compiler's figure and the sum of live buffers."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     match = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
     return max(int(float(match[1]) * units[match[2]]) if match else 0, sum(buffer.bytes for buffer in live))
