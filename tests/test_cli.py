@@ -31,7 +31,7 @@ def test_a_field_that_does_not_exist(word, says):
 
 
 def test_a_config_file_that_does_not_exist():
-    with pytest.raises(UserError, match=r"there is no config .*tinny.py.*did you mean .*tiny.py"):
+    with pytest.raises(UserError, match=r"config .*tinny.py.*did you mean .*tiny.py"):
         cli.load_config(str(ROOT / "configs/tinny.py"))
 
 
