@@ -70,7 +70,7 @@ def _block(tokens: int, longest: int) -> int:
 
 
 def _block_sizes(queries: int, keys: int, longest: int) -> splash_attention_kernel.BlockSizes:
-    """Block sizes for rows with so many queries and keys, whose longest contiguous segment has `longest` tokens."""
+    """Block sizes for rows with the given queries and keys, whose longest contiguous segment has `longest` tokens."""
     block_q, block_k = _block(queries, longest), _block(keys, longest)
     fused = -(-keys // block_k) <= _MAX_DQ_PARTIALS
     return splash_attention_kernel.BlockSizes(
