@@ -155,7 +155,7 @@ def test_when_a_process_fails_the_others_do_not_wait_for_it():
     with Pod(2, "-c", FAILS) as pod:
         first, second = pod.finish()
     assert [process.returncode for process in pod.processes] == [processes.LOST, 1]
-    assert "RuntimeError: only here" in second and "error: a process of several has failed" in second
+    assert "RuntimeError: only here" in second and "error: one of several processes failed" in second
     assert "RuntimeError" not in first and "start the run again" in first
 
 

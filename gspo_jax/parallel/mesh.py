@@ -58,7 +58,7 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     shape = [int(sizes.get(axis, 1)) for axis in AXES]
     named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
     if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
-        raise UserError(f"mesh {named} is invalid; sizes must be positive, except for at most one -1 (the rest)")
+        raise UserError(f"mesh {named} is invalid; sizes must be positive, with -1 (the rest) at most once")
     known = math.prod(size for size in shape if size != -1)
     if -1 in shape and num_devices % known == 0:
         shape[shape.index(-1)] = num_devices // known
