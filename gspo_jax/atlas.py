@@ -1,10 +1,10 @@
-"""The atlas of gates: what each objective of the catalogue gives and takes at every importance ratio, in one picture.
+"""The atlas of gates: gain and gradient weight of every objective against the importance ratio, in one figure.
 
     python -m gspo_jax.atlas [--out=docs/objectives]
 
-Draws `atlas.png`, a panel for each objective with its defaults: above the gain, below the gradient weight (the factor
-on Â·∇log π), for Â = +1 and Â = −1. All of it is computed from the catalogue's code by automatic differentiation, so a
-new objective appears by itself. A response is one token long, which makes its ratio the sequence ratio too.
+Draws `atlas.png`, one panel per objective at its defaults: the gain above, the gradient weight (the factor on Â·∇log π)
+below, for Â = +1 and Â = −1. Everything is computed from the catalogue's code by automatic differentiation, so a new
+objective appears by itself. Responses are one token long, so the token ratio is also the sequence ratio.
 """
 
 import inspect
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OLD_PROBABILITY = 0.1
-"""π_old of the token. Only the gain of objectives that contain log π_θ itself depends on it."""
+"""Value of π_old for the token; it matters only for gains that contain log π_θ itself."""
 SHIFT = 0.8
-"""Router shift of the second pair of curves, for objectives that look at it; the first has 1."""
-TIGHT = 0.05
-"""Bounds below this are drawn in a window of their own size around 1."""
+"""Router shift of the second pair of curves, for objectives that use it; the first pair has 1."""
+TIGHT_BOUND = 0.05
+"""Bound below which an objective is drawn in a window around 1 scaled to its bounds."""
 STEPS = 1601
 COLORS = {1.0: PALETTE[0], -1.0: PALETTE[1]}
 COLUMNS, WIDTH, HEAD, ROW = 4, 15.0, 1.25, 3.5
-"""Panels in a row; inches of the picture, of its headline, of one row."""
+"""Panels per row; then inches: width of the figure, height of its headline, height of a row."""
 HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 18, "va": "top"}
 HOW_TO_READ = (
     "Above: the gain, less its value at ratio 1. Below: the gradient weight, the factor on Â·∇log π. Shaded: gated.\n"
@@ -45,23 +45,25 @@ HOW_TO_READ = (
 
 
 class Gate(NamedTuple):
-    """One objective at N ratios, for one sign of the advantage."""
+    """Curves of one objective at N ratios, for one sign of the advantage."""
 
     ratios: np.ndarray
+    """Importance ratios, [N]."""
     gain: np.ndarray
+    """Gain of a one-token response, [N]."""
     weight: np.ndarray
-    """d gain / d log π_θ, divided by the advantage."""
+    """Gradient weight d gain / d log π_θ, divided by the advantage, [N]."""
     gated: np.ndarray
-    """Where the objective says so of itself: what becomes of the gradient there, the weight shows."""
+    """True where the objective reports the token as gated, [N]; `weight` shows the effect on the gradient."""
 
 
 def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_shift: float = 1.0) -> Gate:
-    """What an objective says of one-token responses whose importance ratios are given."""
+    """Evaluates an objective on one-token responses with the given importance ratios."""
     old = jnp.full((len(ratios), 1), np.log(OLD_PROBABILITY))
     logprobs = old + jnp.log(jnp.asarray(ratios))[:, None]
 
     def gain(logprobs: jax.Array) -> tuple[jax.Array, Any]:
-        said = objective.surrogate(
+        result = objective.surrogate(
             Batch(
                 logprobs=logprobs,
                 old_logprobs=old,
@@ -70,17 +72,17 @@ def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_s
                 router_shift=jnp.full(old.shape, router_shift),
             )
         )
-        return said.gain.sum(), said
+        return result.gain.sum(), result
 
-    slope, said = jax.grad(gain, has_aux=True)(logprobs)
-    columns = (said.gain, slope / advantage, said.gated_low | said.gated_high)
+    gradient, result = jax.grad(gain, has_aux=True)(logprobs)
+    columns = (result.gain, gradient / advantage, result.gated_low | result.gated_high)
     return Gate(ratios, *(np.asarray(column)[:, 0] for column in columns))
 
 
 def window(objective: Objective) -> tuple[float, float]:
-    """The ratios worth drawing: 0 to 2, or as far as its last gate and beyond; around 1 where its bounds are tight."""
+    """Returns the range of ratios to draw: 0 to 2 or past the last gate, or a window around 1 if bounds are tight."""
     bounds = objective.bounds.values()
-    if bounds and max(bounds) < TIGHT:
+    if bounds and max(bounds) < TIGHT_BOUND:
         return 1 - 2.5 * max(bounds), 1 + 2.5 * max(bounds)
     wide = np.linspace(0, 16, STEPS)[1:]
     starts = [start for sign in COLORS for start, _ in gated_spans(gate(objective, wide, advantage=sign))]
@@ -88,14 +90,14 @@ def window(objective: Objective) -> tuple[float, float]:
 
 
 def gated_spans(found: Gate) -> list[tuple[float, float]]:
-    """First and last ratio of each stretch that is gated."""
+    """Returns the first and last ratio of each gated interval."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], found.gated.astype(int), [0]])))
     ratios = [float(ratio) for ratio in found.ratios]
     return [(ratios[first], ratios[end - 1]) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def draw(path: Path) -> None:
-    """Draws every objective of the catalogue, in the order in which it defines them, into one PNG."""
+    """Draws all objectives of the catalogue, in their order of definition, into one PNG."""
     names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
     height = HEAD + -(-len(names) // COLUMNS) * ROW
     wide, high = WIDTH / COLUMNS - 0.8, (ROW - 1.15) / 2
@@ -117,14 +119,14 @@ def draw(path: Path) -> None:
 
 
 def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
-    """Draws the gain, less its value at ratio 1, into the upper and the gradient weight into the lower axes."""
+    """Draws the gain, relative to its value at ratio 1, into the upper and the gradient weight into the lower axes."""
     from matplotlib.ticker import MaxNLocator
 
     objective = make(name)
     low, high = window(objective)
     ratios = np.linspace(low, high, STEPS)[1 if low == 0 else 0 :]  # 0 has no log
     gains: list[np.ndarray] = []
-    for sign, width in ((-1.0, 4.5), (1.0, 1.8)):  # where both are the same, one is seen around the other
+    for sign, width in ((-1.0, 4.5), (1.0, 1.8)):  # where both coincide, the wider line stays visible
         found = gate(objective, ratios, advantage=sign)
         for shift in (1.0, SHIFT) if objective.router_shift else (1.0,):
             curves = gate(objective, ratios, advantage=sign, router_shift=shift)
@@ -133,7 +135,7 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
             look |= {"linewidth": width} if shift == 1 else {"linewidth": width / 2, "linestyle": (0, (3, 1.5))}
             upper.plot(ratios, curves.gain - at_one, **look)
             gains.append((curves.gain - at_one)[STEPS // 20 :])  # the log of a ratio near 0 would dwarf the rest
-            lower.plot(ratios, _broken(curves.weight), **look)
+            lower.plot(ratios, _with_gaps(curves.weight), **look)
         _mark_gates(upper, lower, found, sign)
     for axes in (upper, lower):
         axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0.5)
@@ -155,38 +157,38 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
     upper.text(1, 1.2, _settings(objective), **bounds)
 
 
-def _broken(weight: np.ndarray) -> np.ndarray:
-    """The weights with a gap instead of a steep line where a gate opens or shuts."""
+def _with_gaps(weight: np.ndarray) -> np.ndarray:
+    """Returns the weights with NaN where a gate opens or shuts, so that no steep line is drawn there."""
     broken = weight.astype(float)
     broken[:-1][np.abs(np.diff(weight)) > 0.2] = np.nan
     return broken
 
 
 def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float) -> None:
-    """Shades the ratios that the objective calls gated, and says what becomes of the gradient there."""
+    """Shades the gated ratios and labels the effect on the gradient there."""
     for start, end in gated_spans(found):
         for axes in (upper, lower):
             axes.axvspan(start, end, color=COLORS[sign], alpha=0.12, linewidth=0, zorder=0)
         above = end == found.ratios[-1]
         there = found.weight[(found.ratios >= start) & (found.ratios <= end)]
-        what = "cut" if not there.any() else "capped" if np.ptp(there) < 1e-3 else "damped"
+        effect = "cut" if not there.any() else "capped" if np.ptp(there) < 1e-3 else "damped"
         place: dict[str, Any] = {"transform": lower.transAxes, "color": COLORS[sign], "fontsize": 9.5, "weight": "bold"}
         if above:
-            lower.text(0.98, 0.31 if sign > 0 else 0.14, f"{what} above {_ratio(start)}", ha="right", **place)
+            lower.text(0.98, 0.31 if sign > 0 else 0.14, f"{effect} above {_ratio(start)}", ha="right", **place)
         else:
-            lower.text(0.02, 0.84, f"{what} below {_ratio(end)}", **place)
+            lower.text(0.02, 0.84, f"{effect} below {_ratio(end)}", **place)
 
 
 def _ratio(ratio: float) -> str:
-    """A ratio in few characters: 1.2, 1 + 4e-4."""
-    if 0 < abs(ratio - 1) < TIGHT:
+    """Formats a ratio compactly: 1.2, 1 + 4e-4."""
+    if 0 < abs(ratio - 1) < TIGHT_BOUND:
         digits, _, power = f"{abs(ratio - 1):.0e}".partition("e")
         return f"1 {'+' if ratio > 1 else '−'} {digits}e{int(power)}"
     return f"{ratio:.2f}".rstrip("0").rstrip(".")
 
 
 def _composition(objective: Objective) -> str:
-    """Which weights and advantages go with the gate."""
+    """Names the token weights and the advantage estimator of an objective."""
     weights: Any = objective.weights
     if isinstance(weights, partial):
         given = ", ".join(f"{key}={value:g}" for key, value in weights.keywords.items() if value is not None)
@@ -197,7 +199,7 @@ def _composition(objective: Objective) -> str:
 
 
 def _settings(objective: Objective) -> str:
-    """The bounds of an objective, or what it has instead of them."""
+    """Formats the bounds of an objective, or its other numeric defaults if it has no bounds."""
     signature = inspect.signature(getattr(catalogue, objective.name))
     softness = {key: p.default for key, p in signature.parameters.items() if isinstance(p.default, float)}
     shown = ", ".join(f"{key} {value:g}" for key, value in (objective.bounds or softness).items())
@@ -205,7 +207,7 @@ def _settings(objective: Objective) -> str:
 
 
 def _headline(figure: Any, height: float) -> None:
-    """Writes the title, what the colours are and how to read the panels."""
+    """Writes the title, the colour legend and the reading guide."""
     figure.text(0.012, 1 - 0.15 / height, "What each objective makes of the importance ratio", **HEADING)
     left = 0.012
     for text, color in (("Â = +1", COLORS[1.0]), ("Â = −1", COLORS[-1.0]), (HOW_TO_READ, GREY)):
@@ -216,22 +218,22 @@ def _headline(figure: Any, height: float) -> None:
 
 
 def parser() -> Parser:
-    """The command's flags."""
+    """Builds the command-line parser."""
     parser = Parser("python -m gspo_jax.atlas", str(__doc__).rpartition("\n\n")[2])
-    parser.add_argument("--out", metavar="DIR", default="docs/objectives", help="where atlas.png goes")
+    parser.add_argument("--out", metavar="DIR", default="docs/objectives", help="folder for atlas.png")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+    """Runs the command and returns its exit code."""
     try:
         out = Path(parser().parse_args(arguments).out)
-        jax.config.update("jax_platforms", "cpu")  # it is a drawing: no accelerator need be waited for
+        jax.config.update("jax_platforms", "cpu")  # only a figure is drawn, so don't wait for an accelerator
         try:
             out.mkdir(parents=True, exist_ok=True)
             draw(out / "atlas.png")
         except OSError as error:
-            raise UserError(f"the atlas cannot be written to {out}: {error.strerror}; choose another --out") from None
+            raise UserError(f"atlas.png cannot be written to {out}: {error.strerror}; choose another --out") from None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

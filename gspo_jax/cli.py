@@ -1,6 +1,6 @@
-"""How every config-driven entry point starts: flags, the config and its errors, the devices.
+"""Startup shared by all config-driven entry points: flags, config validation, devices.
 
-A mistake of the user's ends the program with one sentence, before any device is touched where it can be known.
+A user error ends the program with a one-sentence message, before any device is touched whenever possible.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ Main = Callable[[ConfigDict], None]
 def run(main: Main, *, default: ConfigDict | None = None) -> None:
     """Parses `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then calls `main(config)`.
 
-    `default` is the config where none is given; without it that is a mistake.
+    `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
     """
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
     app.run(
@@ -47,9 +47,10 @@ def _start(main: Main, default: ConfigDict | None) -> None:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes the CPU backend present `count` devices, on machines where jax runs on CPU. Call before any device is used.
+    """Makes the CPU backend present `count` devices, if jax runs on CPU. Call it before any device is used.
 
-    They share the cores, so one can be late at a collective by far more than a real device: XLA's patience is raised.
+    The simulated devices share the cores and can reach a collective far later than real devices would, so XLA's
+    timeouts for collectives are raised.
     """
     jax.config.update("jax_num_cpu_devices", count)
     patience = {"warn_stuck": 120, "terminate": 600}
@@ -58,9 +59,9 @@ def simulate_devices(count: int) -> None:
 
 
 def trim_around_compiling() -> None:
-    """Gives freed memory back to the system before and after each compilation, where the C library keeps it (glibc).
+    """Returns freed memory to the system before and after each compilation, if the C library is glibc.
 
-    Else a process's peak is that of its largest compilation and that of its data, added up.
+    Otherwise glibc keeps it, and a process's peak memory is the sum of its largest compilation and of its data.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -72,12 +73,12 @@ def trim_around_compiling() -> None:
 
 
 def cores() -> int:
-    """How many this process may run on."""
+    """Returns the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def write_facts(file: str | None, facts: dict[str, Any]) -> None:
-    """What `--json=FILE` asks for, of the first process."""
+    """Writes facts to the file given by `--json=FILE`, if any; only process 0 writes."""
     if file is not None and processes.is_first():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -92,8 +93,8 @@ def _guarded(step: Callable[[], Any]) -> Any:
 
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
-    names_one = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
-    if names_one and "--help" not in argv and "--helpfull" not in argv:
+    uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
+    if uses_config and "--help" not in argv and "--helpfull" not in argv:
         check_overrides(argv, load_config(_config_flag(argv)))
     try:
         rest = flags.FLAGS(argv)
@@ -105,7 +106,7 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
 
 
 def _config_flag(argv: list[str]) -> str:
-    """The last one given, with one dash or two, as absl reads it."""
+    """Returns the value of the last `--config`, with one dash or two, as absl does."""
     given = [word.partition("=")[2] for word in argv if word.startswith(("--config=", "-config="))]
     given += [after for word, after in itertools.pairwise(argv) if word in ("--config", "-config")]
     if not given:
@@ -114,21 +115,21 @@ def _config_flag(argv: list[str]) -> str:
 
 
 def load_config(value: str) -> ConfigDict:
-    """The ConfigDict of `FILE.py[:arg]`."""
+    """Loads the ConfigDict of `FILE.py[:arg]`; raises a UserError with the nearest name if there is no such file."""
     path = Path(value.partition(".py")[0] + ".py")
     if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
-        raise UserError(f"there is no config {value!r}; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
+        raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
     spec = importlib.util.spec_from_file_location("config", path)
-    assert spec is not None and spec.loader is not None  # it is a .py file
+    assert spec is not None and spec.loader is not None  # true for any .py file
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config(value.removeprefix(f"{path}").removeprefix(":"))
 
 
 def check_overrides(argv: list[str], config: ConfigDict) -> None:
-    """Raises a UserError with the nearest field for a `--config.a.b` that does not exist."""
+    """Raises a UserError that names the nearest field if a `--config.a.b` does not exist."""
     for word in argv:
         if word.startswith("--config."):
             name = word.removeprefix("--config.").partition("=")[0]
@@ -140,7 +141,7 @@ def check_overrides(argv: list[str], config: ConfigDict) -> None:
 
 
 def _no_field(name: str, found: list[str], config: ConfigDict) -> None:
-    """Suggests the nearest key of the section that was reached, else a field of that name in another section."""
+    """Raises a UserError that suggests the nearest key of the section reached, or that field in another section."""
     section: Any = config
     for key in found:
         section = section[key]

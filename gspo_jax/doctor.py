@@ -1,9 +1,9 @@
-"""What a run needs of this machine, looked at before it is asked for: each thing is ok, a warning, or failed.
+"""Checks, before a run, that this machine has what a run needs; each check is ok, a warning, or failed.
 
     python -m gspo_jax.doctor [--config=configs/NAME.py] [--workdir=DIR or gs://BUCKET/RUN] [--json=FILE]
 
-Without a config: that of `gspo_jax.config.base`. On a pod it is run on all hosts at once, as a run is. The exit code is
-1 where something failed. Left out: whether a model fits the devices.
+The default config is `gspo_jax.config.base`. On a pod, start it on all hosts at once, like a run. The exit code is 1 if
+a check failed. Not checked: whether a model fits the devices; `gspo_jax.plan` does that.
 """
 
 import dataclasses
@@ -33,28 +33,30 @@ from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 GIB = 2**30
-FEW_GIB = 20.0
-"""Free space in a run folder on this machine, below which checkpoints soon fill it."""
-FEW_FILES = 4096
-"""Open files at a time, below which the readers of a sharded checkpoint may run out of them."""
+MIN_FREE_GIB = 20.0
+"""Free GiB in a local run folder below which checkpoints may soon fill the disk."""
+MIN_OPEN_FILES = 4096
+"""Limit on open files below which readers of a sharded checkpoint may run out of file descriptors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found out about one thing."""
+    """Result of one check."""
 
     check: str
+    """Name of the check."""
     state: str
-    """"ok", "warning" or "failed"."""
+    """One of "ok", "warning" and "failed"."""
     found: str
+    """Observed value or error."""
     remedy: str = ""
-    """One sentence; empty where all is well."""
+    """One sentence on what to do; empty if the check is ok."""
 
 
 def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
-    """Everything, in the order in which one thing depends on the other.
+    """Runs all checks, in order of dependence.
 
-    A check that raises is a finding too: this command is for machines on which things go wrong.
+    A check that raises becomes a failed finding: this command is for machines on which things go wrong.
     """
     checks: dict[str, Callable[[], Finding | list[Finding]]] = {
         "versions": versions,
@@ -73,13 +75,15 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
         try:
             seen = check()
         except Exception as error:
-            seen = Finding(name, "failed", f"{type(error).__name__}: {error}", "This is unexpected: see the message.")
+            seen = Finding(
+                name, "failed", f"{type(error).__name__}: {error}", "The check itself failed: see the message."
+            )
         found += seen if isinstance(seen, list) else [seen]
     return found
 
 
 def versions() -> list[Finding]:
-    """Python and the packages, within the bounds of this project's own metadata."""
+    """Checks Python and package versions against the bounds in this project's metadata."""
     bounds: dict[str, Requirement] = {}
     for text in metadata.requires("gspo_jax") or ():
         requirement = Requirement(text)
@@ -92,13 +96,11 @@ def versions() -> list[Finding]:
         except metadata.PackageNotFoundError:
             version = None
         if version is None and name == "libtpu":
-            found.append(
-                Finding(name, "ok", "not installed")
-            )  # without TPU chips it has no use; with them see `devices`
+            found.append(Finding(name, "ok", "not installed"))  # only needed with TPU chips, which `devices` checks
         elif version is None:
             found.append(Finding(name, "failed", "not installed", "Install it: pip install gspo_jax."))
         elif bound is not None and not bound.specifier.contains(version, prereleases=True):
-            remedy = f"Install a version that is supported: pip install '{bound.name}{bound.specifier}'."
+            remedy = f"Install a supported version: pip install '{bound.name}{bound.specifier}'."
             found.append(Finding(name, "failed", f"{version}, not {bound.specifier}", remedy))
         else:
             found.append(Finding(name, "ok", version))
@@ -106,16 +108,16 @@ def versions() -> list[Finding]:
 
 
 def on_tpu_vm() -> bool:
-    """Whether this machine has TPU chips, whoever may use them."""
+    """Return whether this machine has TPU chips, even if another process holds them."""
     return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
 
 
 def devices() -> Finding:
-    """What jax runs on, and the memory of one."""
+    """Checks the devices that jax runs on and reports the memory of one."""
     try:
         here = jax.local_devices()
     except RuntimeError as error:
-        remedy = "Another process may hold the TPU: stop it, or set JAX_PLATFORMS=cpu to do without."
+        remedy = "Another process may hold the TPU: stop it, or set JAX_PLATFORMS=cpu to run without it."
         return Finding("devices", "failed", str(error).partition("\n")[0], remedy)
     memory = (here[0].memory_stats() or {}).get("bytes_limit")
     size = f", {memory / GIB:.1f} GiB each" if memory else ""
@@ -127,9 +129,9 @@ def devices() -> Finding:
 
 
 def processes() -> Finding:
-    """How many take part, and whether this one has its share of the devices."""
+    """Checks that this process has its share of all processes' devices."""
     count, here, all_devices = jax.process_count(), jax.local_device_count(), jax.device_count()
-    found = f"process {jax.process_index()} of {count}, {here} of {all_devices} devices are its own"
+    found = f"process {jax.process_index()} of {count}, owns {here} of {all_devices} devices"
     if here * count != all_devices:
         remedy = "Run this on all hosts at once: bash launch/tpu.sh exec … -- .venv/bin/python -m gspo_jax.doctor."
         return Finding("processes", "warning", found, remedy)
@@ -137,34 +139,34 @@ def processes() -> Finding:
 
 
 def mesh(config: ConfigDict) -> Finding:
-    """Whether the config's mesh fits the devices, and its batch the mesh."""
+    """Checks that the config's mesh fits the devices and its batch the mesh."""
     try:
         sizes = make_meshes(config, checks_lib.check(config)).trainer.shape
     except UserError as error:
-        return Finding("mesh", "failed", str(error), "Change --config.mesh or the batch as it says.")
+        return Finding("mesh", "failed", str(error), "Change --config.mesh or the batch as the message says.")
     return Finding("mesh", "ok", ", ".join(f"{axis} {size}" for axis, size in sizes.items()))
 
 
 def host() -> Finding:
-    """Cores and memory of this machine."""
+    """Checks the free memory of this machine and reports its cores."""
     memory = psutil.virtual_memory()
     found = f"{cli.cores()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
     if memory.available < memory.total / 4:
-        return Finding("host", "warning", found, "Other processes hold most of the memory; end those you do not need.")
+        return Finding("host", "warning", found, "Other processes hold most of the memory; stop those you do not need.")
     return Finding("host", "ok", found)
 
 
 def open_files() -> Finding:
-    """The limit that this process was started with."""
+    """Checks the limit on open files that this process was started with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FEW_FILES:
+    if soft < MIN_OPEN_FILES:
         remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
         return Finding("open files", "warning", f"at most {soft}", remedy)
     return Finding("open files", "ok", f"at most {soft}")
 
 
 def bubblewrap() -> Finding:
-    """What rewards that run code are locked into, tried out: a kernel may forbid it."""
+    """Checks by running it that bubblewrap, the sandbox of rewards that run code, works; kernels may forbid it."""
     program = shutil.which("bwrap")
     needed = "Only rewards that run code need it: "
     if program is None:
@@ -178,47 +180,47 @@ def bubblewrap() -> Finding:
 
 
 def compilation_cache() -> Finding:
-    """jax's persistent cache of compiled programs, with which a resumed run starts sooner."""
+    """Checks jax's persistent compilation cache, with which a resumed run starts faster."""
     place = jax.config.jax_compilation_cache_dir
     if not place:
-        remedy = "A resumed run compiles again; set JAX_COMPILATION_CACHE_DIR=gs://BUCKET/compiled, or a folder."
+        remedy = "A resumed run compiles again; set JAX_COMPILATION_CACHE_DIR to gs://BUCKET/compiled or a folder."
         return Finding("compilation cache", "warning", "none", remedy)
     return _writable("compilation cache", place)
 
 
 def run_folder(workdir: str) -> list[Finding]:
-    """Whether a run could keep its files there, and on how much space."""
+    """Checks that a run can keep its files in `workdir`, and the free space there."""
     found = [_writable("run folder", workdir)]
     if workdir.startswith(storage.BUCKET) or found[0].state == "failed":
         return found
     if jax.process_count() > 1:
         remedy = "Hosts share no disk: use --workdir=gs://BUCKET/RUN, unless all processes are on this machine."
-        found.append(Finding("hosts", "warning", f"{jax.process_count()} processes, and a folder here", remedy))
+        found.append(Finding("hosts", "warning", f"{jax.process_count()} processes, but a local folder", remedy))
     free = shutil.disk_usage(workdir).free / GIB
-    few = free < FEW_GIB
+    scarce = free < MIN_FREE_GIB
     remedy = "Make room, keep fewer checkpoints with --config.checkpoint.keep, or use another --workdir."
-    found.append(Finding("disk", "warning" if few else "ok", f"{free:.1f} GiB are free", remedy if few else ""))
+    found.append(Finding("disk", "warning" if scarce else "ok", f"{free:.1f} GiB are free", remedy if scarce else ""))
     return found
 
 
 def _writable(check: str, place: str) -> Finding:
     try:
         storage.check_writable(storage.find(place))
-    except Exception as error:  # storage, its transport and its credentials each have their own
-        remedy = "Check that it exists, and that this machine's account may read and write it."
+    except Exception as error:  # storage, transport and credentials each raise their own types
+        remedy = "Check that it exists and that this machine's account may read and write it."
         return Finding(check, "failed", f"{place}: {type(error).__name__}: {error}", remedy)
     return Finding(check, "ok", f"{place} can be written and read")
 
 
 def show(found: Sequence[Finding]) -> None:
-    """Prints the table."""
+    """Prints the findings as a table."""
     rows = [dataclasses.asdict(finding) for finding in found]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(make_table(rows, title=f"{platform.node()}, {platform.platform(terse=True)}"))
 
 
 def main(config: ConfigDict) -> None:
-    """The command line."""
+    """Runs the checks, prints and writes the findings, and exits with code 1 if one failed."""
     found = examine(config, flags.FLAGS.workdir)
     show(found)
     failed = [finding.check for finding in found if finding.state == "failed"]
@@ -230,6 +232,6 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Where a run would keep its files: a folder, or gs://BUCKET/RUN.")
+    flags.DEFINE_string("workdir", None, "Run folder to check: a local folder or gs://BUCKET/RUN.")
     flags.DEFINE_string("json", None, "Also write the findings to this file.")
     cli.run(main, default=base())

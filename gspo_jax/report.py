@@ -1,10 +1,10 @@
 """Plots and tables from run folders: `python -m gspo_jax.report RUN [RUN …] [--out=DIR] [--table=FILE] [--json=FILE]`.
 
-Writes `report.png` and the self-contained `report.html`, to RUN/report for one run and to --out for several. Runs that
-share their whole config but the seed are drawn as one line (mean) with a band (minimum to maximum); --table=FILE gives
-each such group a row of a markdown table. --panels=routing shows how routes move and what that does, instead of how
-training goes. A run that still goes on can be reported. Reads files only: no model, no device. What is computed from
-them is training/runs.py's, what is drawn training/panels.py's, what is written training/pages.py's.
+Writes `report.png` and the self-contained `report.html`, to RUN/report for a single run and to --out for several. Runs
+whose configs differ only in the seed are drawn as one line (mean) with a band (minimum to maximum); --table=FILE writes
+a markdown table with a row for each such group. --panels=routing shows routing drift and its effects instead of
+training progress. Runs still in progress can be reported. Only files are read: no model, no device. Metrics are
+computed by reporting/runs.py, drawn by reporting/panels.py and written by reporting/pages.py.
 """
 
 import json
@@ -24,11 +24,11 @@ from gspo_jax.reporting.runs import Group, facts, group_runs, load_run
 from gspo_jax.types import UserError
 
 WIDTH, HEAD, ROW = 11.6, 0.8, 3.2
-"""Inches: of the picture, of its headline, of one row of panels."""
+"""Inches: width of the figure, height of its headline, height of a row of panels."""
 
 
 def draw(groups: Sequence[Group], path: Path, *, panels: str = "training") -> None:
-    """Draws all panels of a page that there are numbers for into one PNG."""
+    """Draws all panels for which some group has data into one PNG."""
     shown = [panel for panel in PANELS[panels] if any(panel.found(group, panel.metric) for group in groups)]
     rows = -(-max(3, sum(panel.width for panel in shown)) // 3)
     with picture(path, width=WIDTH, height=HEAD + rows * ROW) as figure:
@@ -42,7 +42,7 @@ def draw(groups: Sequence[Group], path: Path, *, panels: str = "training") -> No
 
 
 def _place(cell: int, width: int, room: float, height: float) -> tuple[float, float, float, float]:
-    """Returns left, bottom, width, height of a panel's axes, with inches of room for labels on its right."""
+    """Returns left, bottom, width and height of a panel's axes, leaving `room` inches for labels on its right."""
     left = WIDTH / 3 * (cell % 3) + 0.84
     right = WIDTH / 3 * (cell % 3 + width) - room
     top = height - HEAD - ROW * (cell // 3) - 0.32
@@ -51,7 +51,7 @@ def _place(cell: int, width: int, room: float, height: float) -> tuple[float, fl
 
 
 def _headline(figure: Any, groups: Sequence[Group]) -> None:
-    """Writes who is drawn, in their colours, and how to read the lines."""
+    """Writes the names of the groups in their colours and how to read the lines."""
     height, left = figure.get_figheight(), 0.02
     many, seeds = len(groups) > MANY, {len(group.runs) for group in groups}
     counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
@@ -81,13 +81,17 @@ def report(
     table: str | os.PathLike[str] | None = None,
     panels: str = "training",
 ) -> dict[str, Any]:
-    """Reports run folders; returns {png, html, groups: facts(...)}. `out` may be left out for one run: RUN/report.
+    """Writes the report of some run folders and returns {png, html, groups: facts(...)}.
 
-    `table` is a markdown file to write, for several groups or one; `panels` is what to show, a name of PANELS.
+    `out` is the target folder, by default RUN/report for a single run. `table` is a markdown file to write besides;
+    `panels` is the name of a page in PANELS.
+
+    Raises:
+      UserError: several runs are given without `out`, or the report cannot be written there.
     """
     unique = list({Path(folder).resolve(): folder for folder in folders}.values())
     if out is None and len(unique) > 1:
-        raise UserError(f"{len(unique)} runs and no place for their report; add --out=DIR")
+        raise UserError(f"a report of {len(unique)} runs needs a folder of its own; add --out=DIR")
     groups = group_runs([load_run(folder) for folder in unique])
     found = facts(groups)
     target = Path(unique[0]) / "report" if out is None else Path(out)
@@ -111,18 +115,18 @@ def _write(file: Path, text: str) -> None:
 
 
 def parser() -> Parser:
-    """The command's flags."""
+    """Builds the command-line parser."""
     parser = Parser("python -m gspo_jax.report", str(__doc__).partition("\n\n")[2])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (the --workdir of train)")
-    parser.add_argument("--panels", choices=tuple(PANELS), default="training", help="what to show: %(choices)s")
-    parser.add_argument("--out", metavar="DIR", help="where the report goes; RUN/report for one run")
-    parser.add_argument("--table", metavar="FILE", help="writes a markdown table, one row for each group of runs")
-    parser.add_argument("--json", metavar="FILE", help="writes the same facts for programs")
+    parser.add_argument("--panels", choices=tuple(PANELS), default="training", help="page to show: %(choices)s")
+    parser.add_argument("--out", metavar="DIR", help="folder for the report; RUN/report by default for a single run")
+    parser.add_argument("--table", metavar="FILE", help="also write a markdown table with a row per group of runs")
+    parser.add_argument("--json", metavar="FILE", help="also write the same facts as JSON")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+    """Runs the command and returns its exit code."""
     try:
         given = parser().parse_args(arguments)
         made = report(given.runs, out=given.out, table=given.table, panels=given.panels)

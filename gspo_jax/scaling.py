@@ -1,9 +1,9 @@
-"""Weak scaling by plan: what one chip does, sends and holds in an update, on slices of several sizes, in one picture.
+"""Weak scaling from plans: flops, traffic, memory and time per chip on slices of several sizes, in one figure.
 
     python -m gspo_jax.scaling PLAN PLAN … [--program=update] [--out=docs/scaling]
 
-Each PLAN is a file that `python -m gspo_jax.plan --json=PLAN` wrote, all of them with the same work per chip. Writes
-`scaling.png` and the table `scaling.md`. Times are projections made ahead of time, not measurements; see plan.py.
+Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`; all should have the same work per chip. Writes
+`scaling.png` and the table `scaling.md`. Times are ahead-of-time projections, not measurements; see plan.py.
 """
 
 import dataclasses
@@ -22,45 +22,52 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 13.0, 4.6
-"""Inches of the picture."""
+"""Size of the figure in inches."""
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
-"""Collectives that are named; the others are one."""
+"""Collectives shown by name; all others are summed up as `OTHERS`."""
 OTHERS = "others"
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A program on a slice, for one chip; flops and bytes of one run of it."""
+    """Per-chip figures of one run of a program on a slice."""
 
     chips: int
+    """Number of chips of the slice."""
     topology: str
+    """Slice, such as v5p:4x4x4."""
     mesh: str
+    """Mesh axes of size above 1, formatted."""
     flops: float
+    """Flops per chip."""
     sent: Mapping[str, float]
-    """Bytes by kind of collective."""
+    """Bytes sent per chip, by kind of collective."""
     peak: float
+    """Peak memory in bytes, resident state included."""
     fits: bool
+    """True if the program fits a chip's memory."""
     per_op: float
-    """Σ of the operations' bounds and attention's, seconds."""
+    """Sum of the per-operation time bounds, attention included, in seconds."""
     projected: tuple[float, float] | None
+    """Lower and upper projected seconds; None if the plan has no projection."""
 
 
 def read(path: Path, program: str) -> Point:
-    """One plan's facts of a program.
+    """Reads a program's figures from a plan.
 
     Raises:
-      UserError: the file is no plan, or the program is not in it or could not be costed.
+      UserError: the file is not a plan, or the program is missing from it or did not compile.
     """
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         facts, mesh = plan["programs"], plan["mesh"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no plan ({error}); make one: python -m gspo_jax.plan --json={path}") from None
+        raise UserError(f"{path} is not a plan ({error}); make one: python -m gspo_jax.plan --json={path}") from None
     if program not in facts:
-        raise UserError(f"{path} has no program {program!r}, it has {', '.join(facts)}; plan it, or choose another")
+        raise UserError(f"{path} has no program {program!r}, only {', '.join(facts)}; plan it, or choose one of these")
     found = facts[program]
     if "flops" not in found:
-        raise UserError(f"{path}: {program} did not compile, it {found['warnings'][0]}; leave this plan out")
+        raise UserError(f"{path}: {program} did not compile: it {found['warnings'][0]}; leave this plan out")
     sent: Counter[str] = Counter()
     for one in found["collectives"]:
         sent[one["kind"] if one["kind"] in KINDS else OTHERS] += one["bytes"]
@@ -78,7 +85,7 @@ def read(path: Path, program: str) -> Point:
 
 
 def table(points: Sequence[Point], program: str) -> str:
-    """The points as a markdown table."""
+    """Formats the points as a markdown table."""
     first = points[0].flops
     lines = [
         f"| `{program}` on | mesh | Tflop per chip | against the first | GB sent per chip | of it all-reduced "
@@ -104,7 +111,7 @@ def table(points: Sequence[Point], program: str) -> str:
 
 
 def draw(points: Sequence[Point], path: Path, program: str) -> None:
-    """Three panels over the number of chips: flops and their constancy, bytes sent by kind, time."""
+    """Draws three panels over the number of chips: flops and their change, bytes sent by kind, time."""
     with picture(path, width=WIDTH, height=HEIGHT) as figure:
         panels = [figure.add_axes((0.055 + i * 0.328, 0.14, 0.265, 0.60)) for i in range(3)]
         x = range(len(points))
@@ -118,15 +125,15 @@ def draw(points: Sequence[Point], path: Path, program: str) -> None:
         _times(panels[2], points)
         title = f"What one chip does in {program}, at the same work per chip"
         figure.text(0.015, 0.965, title, weight="bold", fontsize=17, va="top")
-        said = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
-        figure.text(0.015, 0.87, said, color=GREY, fontsize=11, va="top")
+        note = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
+        figure.text(0.015, 0.87, note, color=GREY, fontsize=11, va="top")
 
 
 def _bars(axes: "Axes", heights: Sequence[float], label: str, *, below: Sequence[float], color: str) -> None:
     axes.bar(range(len(heights)), heights, 0.62, bottom=below, color=color, label=label)
 
 
-def _above(axes: "Axes", x: float, y: float, text: str) -> None:
+def _label_above(axes: "Axes", x: float, y: float, text: str) -> None:
     axes.annotate(text, (x, y), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=10)
 
 
@@ -134,7 +141,7 @@ def _flops(axes: "Axes", points: Sequence[Point]) -> None:
     heights = [p.flops / 1e12 for p in points]
     _bars(axes, heights, "", below=[0.0] * len(points), color=PALETTE[0])
     for i, height in enumerate(heights):
-        _above(axes, i, height, f"{height:.1f}\n{height / heights[0] - 1:+.2%}")
+        _label_above(axes, i, height, f"{height:.1f}\n{height / heights[0] - 1:+.2%}")
     axes.set_ylim(0, 1.25 * max(heights))
     axes.set_title("Tflop per chip")
 
@@ -147,7 +154,7 @@ def _sent(axes: "Axes", points: Sequence[Point]) -> None:
         _bars(axes, heights, kind, below=below, color=color)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     for i, total in enumerate(below):
-        _above(axes, i, total, f"{total:.0f}")
+        _label_above(axes, i, total, f"{total:.0f}")
     axes.set_ylim(0, 1.4 * max(below))
     axes.legend(frameon=False, fontsize=10, loc="upper left", ncols=2)
     axes.set_title("GB sent per chip")
@@ -159,23 +166,23 @@ def _times(axes: "Axes", points: Sequence[Point]) -> None:
         if p.projected:
             low, high = p.projected
             axes.bar(i, high - low, 0.5, bottom=low, color=PALETTE[2], label="" if i else "projected")
-            _above(axes, i, high, f"{low:.2f}–{high:.2f}")
+            _label_above(axes, i, high, f"{low:.2f}–{high:.2f}")
     axes.set_ylim(0, 1.35 * max(p.projected[1] if p.projected else p.per_op for p in points))
     axes.legend(frameon=False, fontsize=10, loc="lower left")
     axes.set_title("Seconds")
 
 
 def parser() -> Parser:
-    """The command's flags."""
+    """Builds the command-line parser."""
     parser = Parser("python -m gspo_jax.scaling", str(__doc__).rpartition("\n\n")[2])
-    parser.add_argument("plans", nargs="+", metavar="PLAN", help="files that plan --json wrote")
-    parser.add_argument("--program", default="update", help="which of a plan's programs")
-    parser.add_argument("--out", metavar="DIR", default="docs/scaling", help="where scaling.png and scaling.md go")
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="file written by plan --json")
+    parser.add_argument("--program", default="update", help="program of the plans to show")
+    parser.add_argument("--out", metavar="DIR", default="docs/scaling", help="folder for scaling.png and scaling.md")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+    """Runs the command and returns its exit code."""
     try:
         given = parser().parse_args(arguments)
         points = sorted((read(Path(path), given.program) for path in given.plans), key=lambda point: point.chips)

@@ -1,9 +1,9 @@
-"""Where a run's files are: a folder of this machine, or one in a bucket (`--workdir=gs://BUCKET/RUN`).
+"""Run folders on the local disk or in a bucket (`--workdir=gs://BUCKET/RUN`).
 
-Nothing can be appended to what is in a bucket. So a run there keeps its files in a temporary folder of this machine:
-they are fetched when the run is opened, and published as it goes on, before every checkpoint above all. Checkpoints,
-which every process writes its part of, go straight to the bucket. What a preempted machine takes along is no older
-than the newest checkpoint, and is computed again.
+Objects in a bucket cannot be appended to. A run in a bucket therefore works on a temporary local folder: its files are
+fetched when the run is opened and published as it proceeds, in particular before every checkpoint. Checkpoints, of
+which every process writes its own part, go straight to the bucket. Files lost with a preempted machine are newer than
+the newest checkpoint, so the resumed run produces them again.
 """
 
 import dataclasses
@@ -24,32 +24,32 @@ from jax.experimental import multihost_utils
 from gspo_jax.types import UserError
 
 AnyPath: TypeAlias = Path | epath.Path
-"""Of a file on this machine, or in a bucket."""
+"""Path on the local disk or in a bucket."""
 
 BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
 PUBLISH_S = 60.0
-"""Between two copies of a run's files to its bucket, where no checkpoint asks for one before."""
+"""Seconds between uploads of a run's files to its bucket, unless a checkpoint requires one earlier."""
 _PROBE = ".writable-"
 
 
 def find(folder: str | os.PathLike[str]) -> AnyPath:
-    """The path of a folder, an absolute one where it is on this machine.
+    """Returns the path of a folder, absolute if it is on the local disk.
 
     Raises:
-      UserError: a place that is neither this machine nor a bucket of Google Cloud Storage.
+      UserError: the folder is neither local nor in a Google Cloud Storage bucket.
     """
     name = os.fspath(folder)
     if name.startswith(BUCKET):
         return epath.Path(name)
     if "://" in name:
-        raise UserError(f"{name} is neither a folder of this machine nor a bucket; write a bucket as {BUCKET}NAME/RUN")
+        raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
     return Path(name).absolute()
 
 
 @contextmanager
 def open_folder(workdir: str | os.PathLike[str]) -> Iterator["RunFolder"]:
-    """The folder `--workdir`, with what the bucket has; published once more at the end.
+    """Opens the run folder `--workdir`, fetching it from a bucket at the start and publishing it at the end.
 
     Raises:
       UserError: as `find` and `RunFolder.fetch`.
@@ -69,28 +69,28 @@ def open_folder(workdir: str | os.PathLike[str]) -> Iterator["RunFolder"]:
 
 @dataclasses.dataclass(kw_only=True)
 class RunFolder:
-    """The files of a run."""
+    """Files of a run, with their copy in a bucket if it has one."""
 
     name: str
-    """As the user gave it, for messages."""
+    """Folder as the user gave it, for messages."""
     local: Path
-    """Where everything but checkpoints is read and written."""
+    """Local folder in which everything but checkpoints is read and written."""
     bucket: epath.Path | None = None
-    """Where all of it is kept; None where `local` is that place."""
+    """Bucket folder where the run is kept; None if it is kept in `local`."""
     _published: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """By name in the bucket: when its local twin was written, in ns, and its size in bytes."""
+    """Modification time in ns and size in bytes of the local file, by name of its copy in the bucket."""
     _published_at: float = -float("inf")
 
     @property
     def checkpoints(self) -> AnyPath:
-        """Where they are."""
+        """Folder of the checkpoints."""
         return (self.local if self.bucket is None else self.bucket) / CHECKPOINTS
 
     def fetch(self) -> None:
-        """Copies what the bucket has to this machine, but for checkpoints.
+        """Copies the run's files, except checkpoints, from the bucket to the local folder.
 
         Raises:
-          UserError: the bucket cannot be read, or not be written to.
+          UserError: the bucket cannot be read or written.
         """
         if self.bucket is None:
             return
@@ -101,26 +101,27 @@ class RunFolder:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes((self.bucket / name).read_bytes())
                 self._published[name] = _version(file)
-        except Exception as error:  # storage, its transport and its credentials each have their own
+        except Exception as error:  # storage, transport and credentials each raise their own types
             raise UserError(
                 f"cannot use {self.name} ({error}); check that the bucket exists and that this machine may write to it"
             ) from error
 
     def publish(self, *, every_s: float = 0.0) -> None:
-        """Copies what has changed to the bucket, unless that was done less than `every_s` seconds ago.
+        """Uploads changed files to the bucket, unless the last upload was less than `every_s` seconds ago.
 
-        Process 0 does, which alone writes what is to be kept. A failure is a warning, and the next call tries again.
+        Only process 0 does, since it alone writes files worth keeping. A failure is logged as a warning, and the next
+        call retries.
         """
         if self.bucket is None or jax.process_index() or time.monotonic() - self._published_at < every_s:
             return
         try:
             self._upload(self.bucket)
             self._published_at = time.monotonic()
-        except Exception as error:  # as in `fetch`; an hour without the bucket is no reason to end a run
-            logging.warning("%s is not up to date (%s); trying again later", self.name, error)
+        except Exception as error:  # as in `fetch`; an hour without the bucket should not end a run
+            logging.warning("%s is not up to date (%s); will retry", self.name, error)
 
     def share(self) -> None:
-        """Gives all processes what process 0 has written, such as the model of a cold start."""
+        """Makes files written by process 0, such as a cold-start model, available to all processes."""
         if self.bucket is None:
             return
         self.publish()
@@ -142,21 +143,21 @@ class RunFolder:
 
 
 def check_writable(folder: AnyPath) -> None:
-    """Writes, reads and deletes a small file; raises whatever the storage raises."""
+    """Writes, reads back and deletes a small file; raises whatever the storage raises."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{_PROBE}{uuid.uuid4().hex}"
     file.write_text("gspo_jax", encoding="utf-8")
     try:
         if file.read_text(encoding="utf-8") != "gspo_jax":
-            raise OSError(f"{file} was written and reads otherwise")
+            raise OSError(f"{file} does not read back as written")
     finally:
         file.unlink()
 
 
 def _names(folder: epath.Path) -> Iterator[str]:
-    """Of all files below the folder of a run, but for checkpoints."""
+    """Yields the relative names of all files in a run folder, except checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
-        if path.name == CHECKPOINTS or path.name.startswith(_PROBE):  # another process may delete its own by now
+        if path.name == CHECKPOINTS or path.name.startswith(_PROBE):  # other processes delete their probes at any time
             continue
         if path.is_dir():
             yield from (f"{path.name}/{name}" for name in _names(path))

@@ -68,7 +68,7 @@ def test_rows_of_segments_equal_the_xla_form(prompt, responses, length, dtype):
 
 def test_dq_in_a_kernel_of_its_own(monkeypatch):
     """As for rows that are too long for a part of dq from every block of keys; here with narrow heads, as well."""
-    monkeypatch.setattr(attention_tpu, "_PARTIALS", 1)
+    monkeypatch.setattr(attention_tpu, "_MAX_DQ_PARTIALS", 1)
     arrays = draw(2, 230, 230, "float32", width=32)
     ours = partial(attention_tpu.attention, prompt=70, responses=4, interpret=True)
     close(

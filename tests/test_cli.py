@@ -32,7 +32,7 @@ def test_a_field_that_does_not_exist(word, says):
 
 
 def test_a_config_file_that_does_not_exist():
-    with pytest.raises(UserError, match=r"there is no config .*tinny.py.*did you mean .*tiny.py"):
+    with pytest.raises(UserError, match=r"config .*tinny.py.*did you mean .*tiny.py"):
         cli.load_config(str(ROOT / "configs/tinny.py"))
 
 
@@ -75,7 +75,7 @@ def test_a_config_argument_that_does_not_exist(name):
             {"eval.correct": "format"},
             "'format', which is no reward of this config; use one of exact_answer",
         ),
-        ({"mesh.data": 0}, "data=0.*sizes are positive"),
+        ({"mesh.data": 0}, "data=0.*sizes must be positive"),
         ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3'"),
         ({"routing.replay": "r2"}, "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'"),
         (

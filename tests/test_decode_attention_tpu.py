@@ -36,13 +36,13 @@ def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
     monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
     assert decode_attention_tpu._columns(C, column) == block
     zero, lowest = jnp.zeros((B, KV, G, 1)), jnp.full((B, KV, G, 1), attention._MASKED / 10)
-    none = attention._Softmax(jnp.zeros((B, KV, G, H)), lowest, zero)
-    loop = jax.jit(partial(attention._own, none, q, k, v, jnp.asarray(1)))
+    none = attention._PartialSoftmax(jnp.zeros((B, KV, G, H)), lowest, zero)
+    loop = jax.jit(partial(attention._attend_own_tokens, none, q, k, v, jnp.asarray(1)))
     rng = np.random.default_rng(1)
     for step in (0, 3, C, RING - 1, RING + 3, 5 * RING + 17):
         oldest = min(step + 1, RING)
         for ages in (rng.integers(1, oldest + 1, B), np.array([0, 1, oldest, oldest]), np.full(B, oldest)):
-            ours = attention._Softmax(*kernel(q, k, v, jnp.asarray(step), jnp.asarray(ages), block))
+            ours = attention._PartialSoftmax(*kernel(q, k, v, jnp.asarray(step), jnp.asarray(ages), block))
             theirs = loop(jnp.asarray(step), jnp.asarray(ages))
             for a, b in zip(ours, theirs, strict=True):
                 assert np.isfinite(a).all()

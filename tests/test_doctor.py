@@ -72,7 +72,7 @@ def test_versions_out_of_bounds_and_missing(monkeypatch):
     found = {finding.check: finding for finding in doctor.versions()}
     assert found["jax"].state == found["orbax-checkpoint"].state == found["libtpu"].state == "ok"
     assert found["flax"].state == "failed" and found["flax"].found == "0.13.1, not <0.13,>=0.12.4"
-    assert found["flax"].remedy == "Install a version that is supported: pip install 'flax<0.13,>=0.12.4'."
+    assert found["flax"].remedy == "Install a supported version: pip install 'flax<0.13,>=0.12.4'."
     assert (found["grain"].state, found["grain"].found) == ("failed", "not installed")
 
 

@@ -122,7 +122,7 @@ def test_columns_are_shared_by_two_cores():
     assert columns(768, lambda n: n < 384) == 128
     assert columns(384, lambda n: True) == 128
     assert columns(64, lambda n: True) == 64
-    with pytest.raises(UserError, match="no block of 768 columns fits the 14680064 bytes of a kernel; use bfloat16"):
+    with pytest.raises(UserError, match="no block of 768 columns fits a kernel's 14680064 bytes of VMEM; use bfloat16"):
         columns(768, lambda n: False)
 
 

@@ -52,7 +52,9 @@ def test_rewards_are_the_advantages_of_the_objective():
 
 def test_ppo_takes_advantages_from_a_critic_and_never_rewards_alone():
     batch = {"old_logprobs": OLD, "mask": MASK}
-    with pytest.raises(UserError, match=r"ppo makes no advantages from rewards \[B\], .* pass advantages=gae"):
+    with pytest.raises(
+        UserError, match=r"ppo takes its advantages from a critic, not from rewards \[B\]; pass advantages=gae"
+    ):
         objectives.loss(objectives.ppo(), NEW, **batch, rewards=jnp.ones(4), group_size=2)
     for advantages in (jnp.ones(4), jnp.ones((4, 3))):
         loss, _ = objectives.loss(objectives.ppo(), NEW, **batch, advantages=advantages)
@@ -63,9 +65,9 @@ def test_the_router_shift_is_asked_for_where_it_is_needed_and_nowhere_else():
     batch = {"old_logprobs": OLD, "mask": MASK, "advantages": jnp.ones(4)}
     with pytest.raises(UserError, match=r"rspo damps tokens .* pass router_shift \[B, T\]"):
         objectives.loss(objectives.rspo(), NEW, **batch)
-    with pytest.raises(ValueError, match="gmpo has no use for router_shift; leave it out"):
+    with pytest.raises(ValueError, match="gmpo does not use router_shift; leave it out"):
         objectives.loss(objectives.gmpo(), NEW, **batch, router_shift=jnp.ones((4, 3)))
-    with pytest.raises(ValueError, match=r"the shape of router_shift is \[4\]; it must be \[B, T\] = \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"router_shift has shape \[4\]; it must be \[B, T\] = \[4, 3\]"):
         objectives.loss(objectives.rspo(), NEW, **batch, router_shift=jnp.ones(4))
     with pytest.raises(AssertionError, match=r"rspo needs Batch.router_shift"):
         objectives.rspo().surrogate(Batch(NEW, OLD, MASK, jnp.ones((4, 3))))
@@ -149,30 +151,30 @@ NAN = float("nan")
         ("rloo", {"low": 1.0}, "rloo has no hyper-parameter 'low'; it has none"),
         ("gspo", {"low": -0.1}, "low=-0.1 lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8"),
         ("grpo", {"low": 1.2}, "low=1.2 lies outside [0, 1]; it is an offset from 1"),
-        ("gspo_token", {"high": -1e-9}, "high=-1e-09 lies below 0; it is an offset from 1, so high=0.2 clips at 1.2"),
-        ("dapo", {"high": NAN}, "high=nan lies below 0"),
+        ("gspo_token", {"high": -1e-9}, "high=-1e-09 is below 0; it is an offset from 1, so high=0.2 clips at 1.2"),
+        ("dapo", {"high": NAN}, "high=nan is below 0"),
         (
             "grpo",
             {"dual_clip": 1.0},
-            "dual_clip=1.0 is not above 1; it caps the ratio where Â < 0, 3 is usual, None",
+            "dual_clip=1.0 is not above 1; it caps the ratio where Â < 0, use 3 or None for off",
         ),
         ("gspo", {"dual_clip": 0.5}, "dual_clip=0.5 is not above 1"),
         ("gspo_token", {"dual_clip": NAN}, "dual_clip=nan is not above 1"),
         ("dr_grpo", {"length": 0}, "length=0 is not a positive number; it divides every response alike"),
         ("cispo", {"low": 1.5}, "low=1.5 lies outside [0, 1]"),
         ("cispo", {"mask": "pop"}, "no mask 'pop'; did you mean 'ppo'? there are ppo"),
-        ("gmpo", {"log_clip": 0.0}, "log_clip=0.0 is not a positive number; it bounds log r, so 0.4 clips at 0.67 and"),
+        ("gmpo", {"log_clip": 0.0}, "log_clip=0.0 is not a positive number; it bounds log r, so 0.4 clips r at 0.67"),
         ("gmpo", {"log_clip": float("inf")}, "log_clip=inf is not a positive number"),
         ("rspo", {"log_clip": -1.0}, "log_clip=-1.0 is not a positive number"),
-        ("rspo", {"gamma_min": 0.0}, "gamma_min=0.0 lies outside (0, 1]; it is the least that a token is damped to"),
-        ("rspo", {"gamma_min": 1.1}, "gamma_min=1.1 lies outside (0, 1]; it is the least that a token is damped to"),
+        ("rspo", {"gamma_min": 0.0}, "gamma_min=0.0 lies outside (0, 1]; it is the smallest damping factor of a token"),
+        ("rspo", {"gamma_min": 1.1}, "gamma_min=1.1 lies outside (0, 1]; it is the smallest damping factor of a token"),
         ("rspo", {"apply": "befor"}, "no apply 'befor'; did you mean 'before'? there are after, before"),
-        ("sapo", {"tau_pos": 0.0}, "tau_pos=0.0 is not a positive number; it is how steep the gate is"),
+        ("sapo", {"tau_pos": 0.0}, "tau_pos=0.0 is not a positive number; it is the steepness of the gate"),
         ("sapo", {"tau_neg": -1.0}, "tau_neg=-1.0 is not a positive number"),
-        ("ppo", {"gamma": 1.1}, "gamma=1.1 lies outside [0, 1]; 1 discounts nothing"),
-        ("ppo", {"lam": -0.1}, "lam=-0.1 lies outside [0, 1]; 1 discounts nothing"),
-        ("ppo", {"value_clip": 0.0}, "value_clip=0.0 is not a positive number; it is how far a value may move"),
-        ("ppo", {"value_weight": -1.0}, "value_weight=-1.0 lies below 0; it is the weight of the critic's loss"),
+        ("ppo", {"gamma": 1.1}, "gamma=1.1 lies outside [0, 1]; 1 means no discount"),
+        ("ppo", {"lam": -0.1}, "lam=-0.1 lies outside [0, 1]; 1 means no discount"),
+        ("ppo", {"value_clip": 0.0}, "value_clip=0.0 is not a positive number; it bounds how far a value may move"),
+        ("ppo", {"value_weight": -1.0}, "value_weight=-1.0 is below 0; it is the weight of the critic's loss"),
         ("ppo", {"low": 2.0}, "low=2.0 lies outside [0, 1]"),
     ],
 )
@@ -197,7 +199,7 @@ def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
     allowed = {"gspo_token", "grpo", "ppo", "dapo", "cispo", "sapo"}
     assert {name for name in catalogue.__all__ if objectives.make(name).token_advantages} == allowed
     for name in set(catalogue.__all__) - allowed:
-        says = rf"{name} has one advantage for each row, \[B\], but got \[4, 3\]; .* gspo_token"
+        says = rf"{name} takes one advantage per response, \[B\], but got \[4, 3\]; .* gspo_token"
         with pytest.raises(UserError, match=says):
             objectives.loss(objectives.make(name), NEW, old_logprobs=OLD, mask=MASK, advantages=jnp.ones((4, 3)))
 
@@ -211,11 +213,11 @@ def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
         ),
         ({"mask": MASK[:3]}, "mask [3, 3]; all must be the same [B, T]"),
         ({"mask": MASK.astype(jnp.float32)}, "mask is float32, not bool; use mask != 0"),
-        ({"advantages": jnp.ones(3)}, "advantages are [3]; they must be [B] or [B, T], here [B, T] = [4, 3]"),
-        ({"advantages": jnp.ones((4, 1))}, "advantages are [4, 1]; they must be"),
-        ({"advantages": jnp.ones(())}, "advantages are []; they must be"),
-        ({"weights": jnp.ones(4)}, "the shape of weights is [4]; it must be [B, T] = [4, 3]"),
-        ({"weights": jnp.ones((4, 1))}, "the shape of weights is [4, 1]; it must be [B, T] = [4, 3]"),
+        ({"advantages": jnp.ones(3)}, "advantages have shape [3]; it must be [B] or [B, T], here [B, T] = [4, 3]"),
+        ({"advantages": jnp.ones((4, 1))}, "advantages have shape [4, 1]; it must be"),
+        ({"advantages": jnp.ones(())}, "advantages have shape []; it must be"),
+        ({"weights": jnp.ones(4)}, "weights has shape [4]; it must be [B, T] = [4, 3]"),
+        ({"weights": jnp.ones((4, 1))}, "weights has shape [4, 1]; it must be [B, T] = [4, 3]"),
         ({"advantages": None}, "either rewards with group_size, or advantages"),
         ({"rewards": jnp.ones(4)}, "either rewards with group_size, or advantages"),
         ({"group_size": 2}, "either rewards with group_size, or advantages"),
@@ -223,7 +225,7 @@ def test_an_advantage_for_each_token_is_for_those_whose_definition_allows_it():
         ({"rewards": jnp.ones(4), "advantages": None}, "either rewards with group_size, or advantages"),
         ({"group_size": 2, "advantages": None}, "either rewards with group_size, or advantages"),
         ({"rewards": jnp.ones(4), "advantages": None, "group_size": 3}, "4 rewards do not split into groups of 3"),
-        ({"rewards": jnp.ones(2), "advantages": None, "group_size": 2}, "advantages are [2]; they must be"),
+        ({"rewards": jnp.ones(2), "advantages": None, "group_size": 2}, "advantages have shape [2]; it must be"),
     ],
 )
 def test_what_a_caller_can_get_wrong(change, message):

@@ -66,13 +66,13 @@ def test_rewards_of_other_types_are_widened(advantage):
 @ALL
 @pytest.mark.parametrize("group_size", [3, 0, -2, 16])
 def test_rewards_that_do_not_split_into_groups(advantage, group_size):
-    with pytest.raises(ValueError, match=f"8 rewards do not split into groups of {group_size}; give a positive"):
+    with pytest.raises(ValueError, match=f"8 rewards do not split into groups of {group_size}; use a positive"):
         advantage(jnp.zeros(8), group_size=group_size)
 
 
 @ALL
 def test_rewards_of_the_wrong_rank(advantage):
-    with pytest.raises(ValueError, match=r"rewards are \[2, 4\]; they must be \[B\]"):
+    with pytest.raises(ValueError, match=r"rewards have shape \[2, 4\]; it must be \[B\]"):
         advantage(jnp.zeros((2, 4)), group_size=4)
 
 
@@ -194,7 +194,7 @@ def test_gae_of_a_mask_that_is_not_boolean():
 @pytest.mark.parametrize("name", ["gamma", "lam"])
 @pytest.mark.parametrize("factor", [-0.1, 1.01, float("nan")])
 def test_gae_of_a_factor_outside_its_range(name, factor):
-    with pytest.raises(UserError, match=rf"{name}={factor} lies outside \[0, 1\]; 1 discounts nothing"):
+    with pytest.raises(UserError, match=rf"{name}={factor} lies outside \[0, 1\]; 1 means no discount"):
         gae(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3), bool), **{name: factor})
 
 
@@ -254,5 +254,5 @@ def test_group_steps_of_what_does_not_fit():
         group_steps(jnp.zeros((2, 3)), jnp.ones((2, 4), bool), group_size=2)
     with pytest.raises(ValueError, match="steps is int32, not bool; use steps != 0"):
         group_steps(jnp.zeros((2, 3)), jnp.ones((2, 3), jnp.int32), group_size=2)
-    with pytest.raises(ValueError, match="4 rewards do not split into groups of 3; give a positive"):
+    with pytest.raises(ValueError, match="4 rewards do not split into groups of 3; use a positive"):
         group_steps(jnp.zeros((4, 3)), jnp.ones((4, 3), bool), group_size=3)

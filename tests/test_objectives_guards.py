@@ -38,10 +38,10 @@ def test_a_bound_of_the_wrong_size_is_named(name, fine, odd):
 
 def test_the_sentence():
     assert clip_range_warning(objectives.gspo(low=0.2, high=0.27)) == (
-        "gspo bounds the ratio of a whole response by low=0.2 and high=0.27: that mean over tokens hardly ever moves "
-        "so far and next to nothing will be clipped; the GSPO paper uses low=3e-4 and high=4e-4"
+        "gspo bounds the ratio of a whole response by low=0.2 and high=0.27: a mean over its tokens almost never "
+        "moves that far, so next to nothing will be clipped; the GSPO paper uses low=3e-4 and high=4e-4"
     )
     assert clip_range_warning(objectives.grpo(low=3e-4, high=0.2)) == (
-        "grpo bounds the ratio of every token by low=0.0003: many tokens leave such a range in the first updates "
-        "and will be cut there; papers with a ratio for each token use 0.2 and more"
+        "grpo bounds the ratio of every token by low=0.0003: many tokens leave such a narrow range within "
+        "the first updates and will be clipped; papers with per-token ratios use 0.2 and more"
     )

@@ -100,10 +100,10 @@ def test_the_factor_is_at_least_float32(name):
     [
         ("tsi", {}, "no mismatch correction 'tsi'; did you mean 'tis'. there are icepop, sequence_mask, tis"),
         ("tis", {"low": 1.0}, "tis has no hyper-parameter 'low'; there are cap"),
-        ("tis", {"cap": 0.0}, "cap=0.0 is not a positive number; it is the largest weight of a token, 2 is usual"),
-        ("icepop", {"low": 1.1}, "low=1.1 and high=5.0 do not enclose 1, where sampler and trainer agree"),
-        ("icepop", {"high": 0.9}, "low=0.5 and high=0.9 do not enclose 1"),
-        ("sequence_mask", {"low": -0.1}, "low=-0.1 and high=1.01 do not enclose 1"),
+        ("tis", {"cap": 0.0}, "cap=0.0 is not a positive number; it is the largest weight of a token, usually 2"),
+        ("icepop", {"low": 1.1}, "low=1.1 and high=5.0 do not enclose the ratio 1, where sampler and trainer agree"),
+        ("icepop", {"high": 0.9}, "low=0.5 and high=0.9 do not enclose the ratio 1"),
+        ("sequence_mask", {"low": -0.1}, "low=-0.1 and high=1.01 do not enclose the ratio 1"),
     ],
 )
 def test_what_a_config_can_get_wrong(name, hyper, says):

@@ -179,7 +179,9 @@ def test_value_loss_subtracts_in_float32():
 
 def test_value_loss_of_what_does_not_fit():
     one = jnp.zeros((1, 1))
-    with pytest.raises(UserError, match=r"clip=0.0 is not a positive number; it is how far a value may move, 0.2 is"):
+    with pytest.raises(
+        UserError, match=r"clip=0.0 is not a positive number; it bounds how far a value may move, usually 0.2"
+    ):
         value_loss(one, one, one, jnp.ones((1, 1), bool), clip=0.0)
     with pytest.raises(ValueError, match=r"values \[1, 1\], old_values \[1, 1\], returns \[1, 2\], mask \[1, 1\]; all"):
         value_loss(one, one, jnp.zeros((1, 2)), jnp.ones((1, 1), bool), clip=0.2)

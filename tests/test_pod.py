@@ -137,7 +137,7 @@ def test_when_a_process_is_killed_the_others_end(victim, whole, data, tmp_path):
         said, _ = other.communicate(timeout=60)
         assert time.monotonic() - killed < HEARTBEAT_S + LATE_S
     assert other.returncode == processes.LOST, said
-    assert re.search(r"error: .*lost.*start the run again with the same command: it goes on.*\n\Z", said), said
+    assert re.search(r"error: .*lost.*start the run again with the same command: it resumes.*\n\Z", said), said
 
 
 FAILS = """
@@ -155,7 +155,7 @@ def test_when_a_process_fails_the_others_do_not_wait_for_it():
     with Pod(2, "-c", FAILS) as pod:
         first, second = pod.finish()
     assert [process.returncode for process in pod.processes] == [processes.LOST, 1]
-    assert "RuntimeError: only here" in second and "error: a process of several has failed" in second
+    assert "RuntimeError: only here" in second and "error: one of several processes failed" in second
     assert "RuntimeError" not in first and "start the run again" in first
 
 
@@ -175,7 +175,7 @@ def test_who_is_left_alone_at_the_start_ends():
     _, said = process.communicate(timeout=60)
     assert ALONE_S - 1 < time.monotonic() - connected < ALONE_S + LATE_S
     assert process.returncode == processes.LOST
-    assert f"error: the other processes of the run are not there after {ALONE_S} s; start the run again" in said
+    assert f"error: the other processes of the run have not joined after {ALONE_S} s; start the run again" in said
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def alone(monkeypatch) -> pytest.MonkeyPatch:
 
 def test_one_process_is_on_its_own(alone):
     assert processes.find() == {}
-    for name, value in zip(processes.GIVEN, ("localhost:1", "1", "0"), strict=True):
+    for name, value in zip(processes.VARIABLES, ("localhost:1", "1", "0"), strict=True):
         alone.setenv(name, value)
     assert processes.find() == {}
 
@@ -197,14 +197,14 @@ def test_one_process_is_on_its_own(alone):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("localhost:1", "", "0"), "JAX_NUM_PROCESSES is not set, and others of .* are; set all of them, or none"),
-        (("localhost", "2", "0"), "are localhost, 2, 0; give host:port, how many"),
-        (("localhost:1", "2", "2"), "are localhost:1, 2, 2; give host:port, how many"),
-        (("localhost:1", "two", "1"), "are localhost:1, two, 1; give host:port, how many"),
+        (("localhost:1", "", "0"), "JAX_NUM_PROCESSES is not set, but others of .* are; set all of them or none"),
+        (("localhost", "2", "0"), "are localhost, 2, 0; give host:port, the number of processes"),
+        (("localhost:1", "2", "2"), "are localhost:1, 2, 2; give host:port, the number of processes"),
+        (("localhost:1", "two", "1"), "are localhost:1, two, 1; give host:port, the number of processes"),
     ],
 )
 def test_half_of_what_is_needed_is_refused(given, says, alone):
-    for name, value in zip(processes.GIVEN, given, strict=True):
+    for name, value in zip(processes.VARIABLES, given, strict=True):
         alone.setenv(name, value)
     with pytest.raises(UserError, match=says):
         processes.find()

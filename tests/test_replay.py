@@ -175,7 +175,7 @@ def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, forei
 
 
 def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
-    with pytest.raises(ValueError, match="r2 replays the routes of the old policy, and there is no record"):
+    with pytest.raises(ValueError, match="r2 replays the routes of the old policy, but none were recorded"):
         replayed("r2", rollout.routes, None)
     assert replayed("none", rollout.routes, None) is None
     found = replayed("r3", rollout.routes, None)

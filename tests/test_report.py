@@ -131,7 +131,7 @@ def test_the_command_writes_picture_page_and_json(tmp_path):
 
 def test_many_runs_need_a_place_and_are_compared_there(tmp_path):
     folders = [_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name) for name in ("gspo", "grpo") for seed in (0, 1)]
-    with pytest.raises(UserError, match=r"4 runs and no place.*--out=DIR"):
+    with pytest.raises(UserError, match=r"report of 4 runs needs a folder.*--out=DIR"):
         report.report(folders)
     made = report.report([*folders, folders[0]], out=tmp_path / "both")  # the same folder twice counts once
     assert [len(group["runs"]) for group in made["groups"]] == [2, 2]

@@ -67,10 +67,13 @@ def test_what_is_no_plan(files, tmp_path, capsys):
     del failed["programs"]["update"]["flops"]
     (tmp_path / "failed.json").write_text(json.dumps(failed))
     for arguments, says in (
-        ([str(tmp_path / "none.json")], "none.json is no plan"),
-        ([str(tmp_path / "run.json")], "run.json is no plan ('programs'); make one: python -m gspo_jax.plan --json="),
-        ([str(tmp_path / "failed.json")], "update did not compile, it needs 3.0 GB more than a chip has; leave this"),
-        ([*files, "--program=score"], "has no program 'score', it has update; plan it"),
+        ([str(tmp_path / "none.json")], "none.json is not a plan"),
+        (
+            [str(tmp_path / "run.json")],
+            "run.json is not a plan ('programs'); make one: python -m gspo_jax.plan --json=",
+        ),
+        ([str(tmp_path / "failed.json")], "update did not compile: it needs 3.0 GB more than a chip has; leave this"),
+        ([*files, "--program=score"], "has no program 'score', only update; plan it"),
         ([*files, "--programs=score"], "did you mean --program?"),
         ([*files, f"--out={files[0]}"], "choose another --out"),
     ):

@@ -111,8 +111,8 @@ def test_the_tpu_compiler_takes_the_layer(dispatch):
     ("name", "message"),
     [
         ("v5q:4x4x4", "unknown TPU generation 'v5q'; did you mean"),
-        ("v5p:4x4", "topology 'v5p:4x4' does not give 3 sides; write it as v5p:4x4x4"),
-        ("v6e:16x0", "topology 'v6e:16x0' does not give 2 sides; write it as v6e:4x4"),
+        ("v5p:4x4", "topology 'v5p:4x4' does not have 3 positive sides; write it as v5p:4x4x4"),
+        ("v6e:16x0", "topology 'v6e:16x0' does not have 2 positive sides; write it as v6e:4x4"),
     ],
 )
 def test_an_unknown_slice_says_what_there_is(name, message):

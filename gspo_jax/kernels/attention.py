@@ -1,7 +1,7 @@
-"""Softmax attention with grouped key/value heads (GQA); scores are float32.
+"""Softmax attention with grouped key/value heads (GQA) and float32 scores.
 
-On TPU training and prefill have kernels (attention_tpu.py), and so has a decoding slot's look at its own tokens
-(decode_attention_tpu.py). All else is plain XLA.
+On TPU, training and prefill use the kernels of attention_tpu.py, and decode attention over a slot's own tokens uses
+decode_attention_tpu.py. Everything else is plain XLA.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from gspo_jax.kernels.backend import platform
 from gspo_jax.parallel.hlo import at_most
 
 _MASKED = -1e30
-"""Finite, so that a row with no visible key (padding) softmaxes to something finite instead of NaN."""
+"""Masked score; finite, so that the softmax of a row without a visible key (padding) is finite instead of NaN."""
 
 
-_CHUNK, _CHUNKS = 64, 8
-"""Queries whose scores exist at once: at least so many, and at most so many chunks of them, as each is code of its own.
-An eighth of the [T, N] scores is therefore what long rows take."""
+_MIN_CHUNK, _MAX_CHUNKS = 64, 8
+"""Minimum queries per chunk, and maximum number of chunks: scores exist for one chunk at a time, and each chunk is
+unrolled into its own code. Long rows therefore hold one eighth of the [T, N] scores at a time."""
 
 
 def causal_attention(
@@ -32,46 +32,46 @@ def causal_attention(
     v: Float[Array, "B N Kv h"],
     valid: Bool[Array, "B N"],
 ) -> Float[Array, "B T H h"]:
-    """softmax(q k^T / sqrt(h)) v over the valid keys at or before each query; the queries are the last T of N tokens.
+    """Causal attention softmax(q k^T / sqrt(h)) v over the valid keys; the queries are the last T of the N tokens.
 
     Query head i reads key/value head i // (H / Kv). The output has q's dtype. A query that sees no key gets 0, on TPU
-    something finite. Off the TPU a chunk of queries at a time meets the keys up to its end, and the backward pass
-    computes the scores again: of the [T, N] scores nothing is kept.
+    an unspecified finite value. Off TPU, one chunk of queries at a time attends to the keys up to its end, and the
+    backward pass recomputes the scores, so none of the [T, N] scores are stored.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid)
     B, T, H, h = q.shape
     Kv, heads = k.shape[2], H // k.shape[2]
-    # Each key head with all queries that read it is one matrix.
+    # All query heads that read one key head are folded into one matmul.
     q = jnp.moveaxis(q.reshape(B, T, Kv, heads, h), 1, 3)
     out = _attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), valid)
     return jnp.moveaxis(out, 3, 1).reshape(B, T, H, h)
 
 
 def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
-    """Queries of each chunk, and how many of the keys they may see."""
-    size = max(_CHUNK, -(-T // _CHUNKS))
+    """Yields the queries of each chunk and the number of keys that they may see."""
+    size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
     for start in range(0, T, size):
         end = min(start + size, T)
         yield slice(start, end), N - T + end
 
 
 def _scores(q: Array, k: Array, valid: Array) -> Array:
-    """[B, Kv, heads, t, n] float32: queries are the last t of the n keys, what they may not see is masked."""
+    """Returns masked float32 scores [B, Kv, heads, t, n] of queries that are the last t of the n tokens."""
     B, Kv, heads, t, h = q.shape
     n = k.shape[2]
-    scores = _float32(_rows(q), jnp.swapaxes(k, 2, 3))
+    scores = _matmul_float32(_rows(q), jnp.swapaxes(k, 2, 3))
     seen = jnp.arange(n)[None] <= n - t + jnp.arange(t)[:, None]
     seen = (seen[None] & valid[:, None]).reshape(B, 1, 1, t, n)
     return jnp.where(seen, scores.reshape(B, Kv, heads, t, n) * h**-0.5, _MASKED)
 
 
 def _rows(x: Array) -> Array:
-    """[B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
+    """Merges heads and tokens: [B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _float32(a: Array, b: Array) -> Array:
+def _matmul_float32(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
@@ -89,31 +89,31 @@ def _attend_forward(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, 
     outs, log_sums = [], []
     for rows, n in _chunks(q.shape[3], k.shape[2]):
         scores = _scores(q[:, :, :, rows], k[:, :, :n], valid[:, :n])
-        # A row that sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
+        # For a row with only masked scores this floor makes all probabilities underflow to exactly 0.
         highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
         probs = jnp.exp(scores - highest)
         total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
-        out = _float32(_rows(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
+        out = _matmul_float32(_rows(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
         outs.append((out / total).astype(q.dtype))
         log_sums.append(highest + jnp.log(total))
     out, log_sum = (checkpoint_name(jnp.concatenate(x, axis=3), "dot") for x in (outs, log_sums))
     return out, (q, k, v, valid, out, log_sum)
 
 
-def _attend_backward(kept: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, valid, out, log_sum = kept
+def _attend_backward(residuals: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, valid, out, log_sum = residuals
     delta = (grads.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dq = []
     for rows, n in _chunks(q.shape[3], k.shape[2]):
         own, do = q[:, :, :, rows], grads[:, :, :, rows]
         probs = jnp.exp(_scores(own, k[:, :, :n], valid[:, :n]) - log_sum[:, :, :, rows])
-        dp = _float32(_rows(do), jnp.swapaxes(v[:, :, :n], 2, 3)).reshape(probs.shape)
+        dp = _matmul_float32(_rows(do), jnp.swapaxes(v[:, :, :n], 2, 3)).reshape(probs.shape)
         ds = _rows((probs * (dp - delta[:, :, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype))
         probs = _rows(probs.astype(q.dtype))
-        dq.append(_float32(ds, k[:, :, :n]).reshape(own.shape))
-        dk = dk.at[:, :, :n].add(_float32(jnp.swapaxes(ds, 2, 3), _rows(own)))
-        dv = dv.at[:, :, :n].add(_float32(jnp.swapaxes(probs, 2, 3), _rows(do)))
+        dq.append(_matmul_float32(ds, k[:, :, :n]).reshape(own.shape))
+        dk = dk.at[:, :, :n].add(_matmul_float32(jnp.swapaxes(ds, 2, 3), _rows(own)))
+        dv = dv.at[:, :, :n].add(_matmul_float32(jnp.swapaxes(probs, 2, 3), _rows(do)))
     return jnp.concatenate(dq, axis=3).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -128,9 +128,10 @@ def segment_attention(
     prompt: int,
     responses: int,
 ) -> Float[Array, "B N H h"]:
-    """Causal attention over rows of a prompt (`prompt` tokens) and `responses` responses to it, of equal lengths.
+    """Causal attention over rows that hold a prompt (`prompt` tokens) and `responses` responses of equal length.
 
-    Every response sees the valid tokens of the prompt and its own; one response goes on as one text, plain causal.
+    Each response attends to the valid tokens of the prompt and to its own; with a single response this is plain causal
+    attention.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid, prompt=prompt, responses=responses)
@@ -139,59 +140,64 @@ def segment_attention(
     if G == 1:
         return causal_attention(q, k, v, valid)
 
-    def joined(x: Array) -> Array:
-        """[B G, S + T, ...]: each response after its prompt."""
+    def after_prompt(x: Array) -> Array:
+        """Returns [B G, S + T, ...], each response preceded by its prompt."""
         return jnp.concatenate([jnp.repeat(x[:, :S], G, axis=0), x[:, S:].reshape(B * G, T, *x.shape[2:])], axis=1)
 
-    of_prompt = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
-    own = causal_attention(q[:, S:].reshape(B * G, T, *q.shape[2:]), joined(k), joined(v), joined(valid))
-    return jnp.concatenate([of_prompt, own.reshape(B, G * T, *q.shape[2:])], axis=1)
+    prompt_out = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
+    own = causal_attention(
+        q[:, S:].reshape(B * G, T, *q.shape[2:]), after_prompt(k), after_prompt(v), after_prompt(valid)
+    )
+    return jnp.concatenate([prompt_out, own.reshape(B, G * T, *q.shape[2:])], axis=1)
 
 
-class _Softmax(NamedTuple):
-    """A softmax over some of the keys, to be joined with those over others: all float32."""
+class _PartialSoftmax(NamedTuple):
+    """Unnormalised softmax over some of the keys, which can be merged with those over other keys; all float32."""
 
     out: Float[Array, "*b h"]
     """Σ exp(score − highest) · value."""
     highest: Float[Array, "*b 1"]
+    """Maximum score."""
     total: Float[Array, "*b 1"]
     """Σ exp(score − highest)."""
 
-    def joined(self, other: "_Softmax") -> "_Softmax":
-        """The softmax over the keys of both."""
+    def merge(self, other: "_PartialSoftmax") -> "_PartialSoftmax":
+        """Returns the softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
-        return _Softmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
+        return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
 
 
-def _softmax(q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array) -> _Softmax:
-    """Of queries over the keys that they see; `seen` broadcasts to the scores, [*b, T, N]."""
-    scores = jnp.where(seen, _float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
-    # Who sees nothing has only masked scores: below this its probabilities are all 0, and stay so.
+def _partial_softmax(
+    q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array
+) -> _PartialSoftmax:
+    """Softmax of queries over the keys that they see; `seen` broadcasts to the scores' shape [*b, T, N]."""
+    scores = jnp.where(seen, _matmul_float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
+    # For a query with only masked scores this floor makes all probabilities underflow to exactly 0.
     highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
     probs = jnp.exp(scores - highest)
-    return _Softmax(_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
+    return _PartialSoftmax(_matmul_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
 
 
 @struct.dataclass
 class Rows:
-    """Where the queries of slots stand among the P·G responses, and which prompts they need: the same for all layers.
+    """Mapping between slots and the P·G responses, and the prompts that the slots need; the same for all layers.
 
-    Prompts are read in blocks, so many at a time as there are slots for their groups.
+    Prompts are read in blocks, sized so that the slots could hold the whole groups of a block's prompts.
     """
 
     responses: Int[Array, " B"]
-    """The response in each slot."""
+    """Response in each slot; P·G for an inactive slot."""
     slots: Int[Array, " n"]
-    """The slot of each response; anything for one that is in none."""
+    """Slot of each response; meaningless for a response that is in no slot."""
     blocks: Int[Array, " m"]
-    """Blocks of prompts, those with a slot first."""
+    """Ids of the prompt blocks, those needed by a slot first."""
     needed: Int[Array, ""]
-    """How many of them have one."""
+    """Number of blocks needed by a slot."""
 
     @classmethod
     def of(cls, responses: Int[Array, " B"], active: Bool[Array, " B"], prompts: int, group_size: int) -> "Rows":
-        """Of slots that hold these responses where they are active."""
+        """Builds the mapping for slots that hold these responses where they are active."""
         B, n = responses.shape[0], prompts * group_size
         count = n // (_prompts_per_block(B, prompts, group_size) * group_size)
         responses = jnp.where(active, responses, n)
@@ -218,88 +224,96 @@ def decode_attention(
     ages: Int[Array, " B"],
     rows: Rows | None,
 ) -> Float[Array, "B H h"]:
-    """One query per slot over two segments with one softmax: its prompt's keys, stored once per group, and its own.
+    """Decode attention: one query per slot and one softmax over the keys of its prompt and of its own tokens.
 
-    Own keys lie in a ring of N·C columns, this step's at `step` modulo their number; a slot sees its newest `ages`.
-    The ring may have room for more slots than there are queries.
-    Only what some slot sees is read: blocks of prompts, and segments of the ring. A slot of age 0 gets anything.
+    A prompt's keys are stored once for its group. A slot's own keys lie in a ring of N segments of C columns; this
+    step's column is `step` modulo N·C, and a slot sees its newest `ages` columns. The ring may have room for more slots
+    than there are queries. Only the prompt blocks and ring segments that some slot sees are read. The output of a slot
+    of age 0 is undefined.
 
     Args:
-      q: the queries.
+      q: queries.
       prompt_k: keys of the prompts in all layers, of which `layer` is read.
-      prompt_v: values.
-      prompt_lengths: how many of the S are there.
+      prompt_v: values of the prompts.
+      prompt_lengths: number of valid tokens of each prompt, of the S that fit.
       k: keys of the slots' own tokens.
-      v: values.
-      layer: which layer this is.
-      step: columns written before this step's.
-      ages: own tokens of each slot, this step's included.
-      rows: whose prompts are whose; None where slot b holds response b of all P·G.
+      v: values of the slots' own tokens.
+      layer: index of the current layer.
+      step: number of columns written before this step.
+      ages: number of own tokens of each slot, this step's included.
+      rows: mapping between slots and responses; None if slot b holds response b, for all P·G responses.
     """
     B, H, h = q.shape
     Kv = prompt_k.shape[2]
     q = q.reshape(B, Kv, H // Kv, h)
     if rows is None:
-        prompt = _whole_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
+        prompt = _attend_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
     else:
-        prompt = _prompts_in_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
+        prompt = _attend_prompt_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
     if platform() == "tpu":
-        out = prompt.joined(_Softmax(*decode_attention_tpu.ring_softmax(q, k, v, layer=layer, step=step, ages=ages)))
+        out = prompt.merge(
+            _PartialSoftmax(*decode_attention_tpu.ring_softmax(q, k, v, layer=layer, step=step, ages=ages))
+        )
     else:
-        out = _own(prompt, q, k, v, layer, step, ages)
+        out = _attend_own_tokens(prompt, q, k, v, layer, step, ages)
     return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
 
 
-def _whole_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _Softmax:
-    """Queries of all responses to some prompts, in order: those of a group, and of one key head, are one matrix."""
+def _attend_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _PartialSoftmax:
+    """Attends from the queries of all responses to some prompts, in order, to these prompts.
+
+    The queries of a group that share a key head form one matrix.
+    """
     P, Kv, S, h = k.shape
     n, _, g, _ = q.shape
     grid = jnp.swapaxes(q.reshape(P, n // P, Kv, g, h), 1, 2).reshape(P, Kv, -1, h)
-    found = _softmax(grid, k, v, jnp.arange(S)[None, None, None] < lengths[:, None, None, None])
+    found = _partial_softmax(grid, k, v, jnp.arange(S)[None, None, None] < lengths[:, None, None, None])
     return jax.tree.map(
         lambda x: jnp.swapaxes(x.reshape(P, Kv, n // P, g, x.shape[-1]), 1, 2).reshape(n, Kv, g, x.shape[-1]), found
     )
 
 
-def _prompts_in_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Array, rows: Rows) -> _Softmax:
+def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Array, rows: Rows) -> _PartialSoftmax:
     B, Kv, g, h = q.shape
     _, P, _, S, _ = k.shape
     n, m = rows.slots.shape[0], rows.blocks.shape[0]
     prompts, responses = P // m, n // m
 
-    def visit(i: Array | int, found: _Softmax) -> _Softmax:
+    def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         block = rows.blocks[i]
         own_k, own_v = (
             jax.lax.dynamic_slice(x, (layer, block * prompts, 0, 0, 0), (1, prompts, Kv, S, h))[0] for x in (k, v)
         )
         first = block * responses
         slots = jax.lax.dynamic_slice_in_dim(rows.slots, first, responses)
-        here = _whole_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
+        here = _attend_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
         at = rows.responses - first
-        mine = ((at >= 0) & (at < responses))[:, None, None, None]
-        return jax.tree.map(lambda x, new: jnp.where(mine, new.at[at].get(mode="clip"), x), found, here)
+        in_block = ((at >= 0) & (at < responses))[:, None, None, None]
+        return jax.tree.map(lambda x, new: jnp.where(in_block, new.at[at].get(mode="clip"), x), found, here)
 
     none = jnp.full((B, Kv, g, 1), _MASKED / 10)
-    found = _Softmax(jnp.zeros((B, Kv, g, h)), none, jnp.zeros_like(none))
+    found = _PartialSoftmax(jnp.zeros((B, Kv, g, h)), none, jnp.zeros_like(none))
     with jax.named_scope(at_most(m)):
         return visit(0, found) if m == 1 else jax.lax.fori_loop(0, rows.needed, visit, found)
 
 
-def _own(found: _Softmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array) -> _Softmax:
-    """Joins the softmax over each slot's own tokens, segment by segment of the ring."""
+def _attend_own_tokens(
+    found: _PartialSoftmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array
+) -> _PartialSoftmax:
+    """Merges the softmax over each slot's own tokens into `found`, one ring segment at a time."""
     _, N, _, Kv, C, h = k.shape
     B = q.shape[0]
     first = jnp.maximum(step + 1 - ages.max(), 0) // C
     count = jnp.minimum(step // C - first + 1, N)
 
-    def visit(i: Array | int, found: _Softmax) -> _Softmax:
+    def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         segment = (first + i) % N
         own_k, own_v = (
             jax.lax.dynamic_slice(x, (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h))[0, 0] for x in (k, v)
         )
         age = (step - segment * C - jnp.arange(C)) % (N * C)
         seen = age[None, None, None] < ages[:, None, None, None]
-        return found.joined(_softmax(q, own_k, own_v, seen))
+        return found.merge(_partial_softmax(q, own_k, own_v, seen))
 
     with jax.named_scope(at_most(N)):
         return visit(0, found) if N == 1 else jax.lax.fori_loop(0, count, visit, found)

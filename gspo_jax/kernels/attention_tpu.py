@@ -1,8 +1,8 @@
-"""Attention on TPU: JAX's splash kernels, forward and backward, over rows of a prompt and the responses to it.
+"""Attention on TPU: JAX's splash kernels, forward and backward, over rows that hold a prompt and the responses to it.
 
-Keys are read where they lie: neither are they repeated for the queries' heads, nor a prompt's for its responses. Blocks
-of the mask in which no query sees a key are not visited, and of scores and mask no more exists than a block. In a mesh
-the kernels want their own part of the rows and heads (`jax.shard_map`): the compiler cannot cut them.
+Keys are read in place: they are repeated neither for the query heads nor, for a prompt's keys, for its responses. Fully
+masked blocks are skipped, and scores and mask never exist beyond one block. The compiler cannot partition the kernels,
+so under a mesh they must be called on each shard's rows and heads (`jax.shard_map`).
 """
 
 import dataclasses
@@ -16,69 +16,70 @@ from jaxtyping import Array, Bool, Float
 
 _LANES = 128
 _BLOCKS = (1024, 512, 256)
-"""Queries and keys of a block, where a row fills it; else 128. Longer blocks cost fewer cycles per score, as scheduled
-by the compiler for v5p (forward and backward, per 2^20 scores: 21300 at 512, 16300 at 1024), but leave less to skip."""
-_COMPUTE = 512
-"""Keys whose scores exist at a time: all 1024 would be no faster, and take twice the VMEM."""
-_PARTIALS = 8
-"""A backward pass in one kernel writes dq once for every block of keys, to be added up: at most so many, for each is as
-large as q. With more blocks dq has a kernel of its own, which computes the scores again (a quarter more cycles)."""
+"""Candidate block lengths in queries and keys; 128 where none of them fits. Longer blocks cost fewer cycles per score,
+as scheduled by the compiler for v5p (forward and backward, per 2^20 scores: 21300 at 512, 16300 at 1024), but fewer of
+them can be skipped."""
+_COMPUTE_KEYS = 512
+"""Keys whose scores exist at a time; all 1024 of a block would be no faster and take twice the VMEM."""
+_MAX_DQ_PARTIALS = 8
+"""Maximum key blocks of a fused backward pass, which writes one partial dq, as large as q, per key block and adds them
+up. With more blocks, dq is computed by a kernel of its own, which recomputes the scores (a quarter more cycles)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mask(splash_attention_mask.Mask):
-    """A query sees what is before it of the prompt and of its own response, and itself.
+    """Mask by which a query sees itself and the earlier tokens of the prompt and of its own response.
 
-    Never an array as a whole: the kernel computes its block from the places of queries and keys.
+    It is never materialised: the kernel computes each block of it from query and key positions.
     """
 
     queries: int
     keys: int
     prompt: int
-    """Tokens of the prompt."""
+    """Prompt length in tokens."""
     length: int
-    """Tokens of a response."""
+    """Response length in tokens."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """Number of queries and keys."""
         return self.queries, self.keys
 
     @property
     def q_sequence(self) -> np.ndarray:
-        """The queries' places."""
+        """Positions of the queries."""
         return np.arange(self.queries, dtype=np.int32)
 
     def mask_function(self, query: Any, key: Any) -> Any:
-        """Whether queries see keys, by their places: NumPy's arrays, or a kernel's.
+        """Returns True where a query sees a key, from their positions, as NumPy arrays or inside a kernel.
 
-        Only the two comparisons are made for every score. What depends on the query or the key alone is not.
+        Written so that only two comparisons are evaluated per score; the rest depends on the query or the key alone.
         """
         own = query - (query - self.prompt) % self.length  # where the response begins
         return (key <= query) & (key + (key < self.prompt) * self.keys >= own)
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        """A block of it, to see whether all or nothing is seen there."""
+        """Returns a block of the mask, from which splash decides whether the block is full, partial or empty."""
         queries, keys = block
         return self.mask_function(self.q_sequence[queries, None], np.arange(keys.start, keys.stop)[None])
 
 
 def _block(tokens: int, longest: int) -> int:
-    """Tokens per block: the most that are no more than `longest` and lengthen a row by an eighth at most."""
+    """Tokens per block: the longest candidate up to `longest` whose padding lengthens a row by at most an eighth."""
     return next((b for b in _BLOCKS if b <= longest and -tokens % b <= tokens // 8), _LANES)
 
 
 def _block_sizes(queries: int, keys: int, longest: int) -> splash_attention_kernel.BlockSizes:
-    """Of rows with so many queries and keys, of which `longest` follow each other."""
+    """Block sizes for rows with the given queries and keys, whose longest contiguous segment has `longest` tokens."""
     block_q, block_k = _block(queries, longest), _block(keys, longest)
-    fused = -(-keys // block_k) <= _PARTIALS
+    fused = -(-keys // block_k) <= _MAX_DQ_PARTIALS
     return splash_attention_kernel.BlockSizes(
         block_q=block_q,
         block_kv=block_k,
-        block_kv_compute=min(block_k, _COMPUTE),
+        block_kv_compute=min(block_k, _COMPUTE_KEYS),
         block_q_dkv=block_q,
         block_kv_dkv=block_k,
-        block_kv_dkv_compute=min(block_k, _COMPUTE),
+        block_kv_dkv_compute=min(block_k, _COMPUTE_KEYS),
         block_q_dq=None if fused else block_q,
         block_kv_dq=None if fused else block_k,
         use_fused_bwd_kernel=fused,
@@ -95,21 +96,21 @@ def attention(
     responses: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """softmax(q k^T / sqrt(h)) v over the valid keys of the prompt and of the own response, at or before each query.
+    """Causal attention softmax(q k^T / sqrt(h)) v over the valid keys of the prompt and of the query's own response.
 
     Query head i reads key/value head i // (H / Kv). Scores are float32, the output has q's dtype. A query that sees no
-    key gets something finite: to make it 0 costs three passes over all outputs, and nobody learns from it. The output
-    and its log-sum of exponentials are named "dot" for `jax.checkpoint`.
+    key gets an unspecified finite value: zeroing it would cost three passes over all outputs, and such outputs are
+    never learned from. The output and its log-sum-exp are named "dot" for `jax.checkpoint`.
 
     Args:
-      q: queries, scaled and rounded again to their dtype; the last T of N tokens, all of them if there are more
-        responses than one.
+      q: queries (scaled here and rounded back to their dtype): the last T of the N tokens, or all of them if there is
+        more than one response.
       k: keys.
       v: values.
       valid: False for keys that no query sees.
-      prompt: tokens of the prompt.
-      responses: segments of equal length after it.
-      interpret: runs the kernels on any backend, slowly, for tests.
+      prompt: prompt length in tokens.
+      responses: number of equally long responses after the prompt.
+      interpret: run the kernels on any backend, slowly, for tests.
     """
     B, T, H, h = q.shape
     N, Kv = k.shape[1:3]
@@ -128,19 +129,19 @@ def attention(
         residual_checkpoint_name="dot",
         interpret=interpret,
     )
-    # A key is seen by queries of the same number: a hole, and what fills up the last block, by none.
+    # Queries see only keys with their own segment id, 1; invalid keys and the padding of the last block have id 0.
     ones, numbers = jnp.ones(queries, jnp.int32), jnp.pad(valid, ((0, 0), (0, keys - N))).astype(jnp.int32)
 
-    def of_key_head(q: Array, k: Array, v: Array, numbers: Array) -> Any:
+    def one_key_head(q: Array, k: Array, v: Array, numbers: Array) -> Any:
         return kernel(q, k, v, splash_attention_kernel.SegmentIds(ones, numbers))
 
-    # Rows and key heads are grid dimensions without an order, which the two cores of a chip can share.
-    of_row = jax.vmap(of_key_head, (0, 0, 0, None))
+    # vmap makes rows and key heads unordered grid dimensions, which the two cores of a chip can share.
+    one_row = jax.vmap(one_key_head, (0, 0, 0, None))
     grouped = _padded(q * h**-0.5, queries).reshape(B, Kv, H // Kv, queries, -1)
-    out = jax.vmap(of_row)(grouped, _padded(k, keys), _padded(v, keys), numbers)
+    out = jax.vmap(one_row)(grouped, _padded(k, keys), _padded(v, keys), numbers)
     return jnp.swapaxes(out.reshape(B, H, queries, -1)[:, :, :T, :h], 1, 2)
 
 
 def _padded(x: Float[Array, "B n H h"], tokens: int) -> Float[Array, "B H m w"]:
-    """Heads first, with zeros up to `tokens` and up to whole lanes of a head."""
+    """Moves heads before tokens and zero-pads to `tokens` tokens and to whole lanes of the head dimension."""
     return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, tokens - x.shape[1]), (0, -x.shape[3] % _LANES)))

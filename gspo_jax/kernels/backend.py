@@ -1,23 +1,24 @@
-"""Which backend a kernel is chosen for."""
+"""Detection of the backend that the current trace targets, and its compiler options."""
 
 import jax
 
 
 def platform() -> str:
-    """The platform that what is traced now will run on: that of the mesh in scope, else of jax's default devices.
+    """Returns the platform that the traced code will run on: that of the mesh in scope, else jax's default backend.
 
-    Known while tracing, unlike by `jax.lax.platform_dependent`, which would trace every backend's implementation.
+    It is known at trace time, so only one implementation is traced; `jax.lax.platform_dependent` would trace them all.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def compiler_options() -> dict[str, str] | None:
-    """What the compiler is asked for beyond its defaults, by `jax.jit(compiler_options=…)`, for that platform.
+    """Returns the non-default `jax.jit(compiler_options=…)` for the current platform; None for the defaults.
 
-    On TPU a reduce-scatter over a whole slice stays one: by default it becomes an all-reduce, twice the bytes. And the
-    sparse cores, where a chip has them (v5p, v6e), do gathers and reduce-scatters while the others compute. So no
-    product has to be taken apart to be computed as its matrices arrive, which costs memory traffic.
+    On TPU, a reduce-scatter over a whole slice stays a reduce-scatter; by default it becomes an all-reduce, with twice
+    the bytes. Chips with sparse cores (v5p, v6e) run all-gathers and reduce-scatters on them while the other cores
+    compute. Matmuls therefore need not be decomposed to overlap with the arrival of their operands (windowed einsum),
+    which would cost memory traffic.
     """
     if platform() != "tpu":
         return None

@@ -1,7 +1,7 @@
-"""Attention of decoding slots over their own tokens on TPU: a kernel that reads the ring of keys and values in place.
+"""Decode attention of slots over their own tokens on TPU: a kernel that reads the ring KV cache in place.
 
-A loop over segments would write the scores of each, and begin anew with every trip. Here one block of columns is on its
-way from memory while the one before is at work, and nothing but the result is written.
+A loop over segments would write out the scores of each one and could not prefetch across iterations. The kernel fetches
+one block of columns while it computes on the previous one, and writes nothing but the result.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int
 _MASKED = -1e30
 _LANES = 128
 _BLOCK_BYTES = 2**20
-"""Of keys, and as much of values, that are fetched at a time: enough to hide what a step of the grid costs."""
+"""Bytes of keys, and again of values, fetched per grid step: enough to hide the overhead of a step."""
 
 
 def _columns(size: int, column_bytes: int) -> int:
-    """Columns of a segment of `size` in a block: the most that divide it, in whole tiles, and take `_BLOCK_BYTES`."""
+    """Columns per block: the largest divisor of the segment length `size` in whole tiles that fits `_BLOCK_BYTES`."""
     tiled = (c for c in range(size, 0, -16) if size % c == 0)
     return next((c for c in tiled if c * column_bytes <= _BLOCK_BYTES), size)
 
@@ -37,8 +37,8 @@ def _kernel(
     highest_ref: Any,
     total_ref: Any,
 ) -> None:
-    """Joins one block of one slot's columns to the slot's softmax, which stays in the outputs."""
-    del layer_ref, begins_ref  # for the index of blocks
+    """Merges one block of a slot's columns into the slot's running softmax, which is kept in the outputs."""
+    del layer_ref, begins_ref  # used by the block index map only
     heads, columns = k_ref.shape[:2]
     age, i = ages_ref[pl.program_id(0)], pl.program_id(1)
 
@@ -48,7 +48,7 @@ def _kernel(
         highest_ref[...] = jnp.full_like(highest_ref, _MASKED / 10)
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    start = step_ref[0] - (first_ref[0] + i) * columns  # how many steps ago the block was begun
+    start = step_ref[0] - (first_ref[0] + i) * columns  # age of the block's first column, in steps
 
     @pl.when(start - (columns - 1) < age)
     def _() -> None:
@@ -60,11 +60,11 @@ def _kernel(
             scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
             before = highest_ref[head][:, :1]
             highest = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            probs, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
+            probs, scale = jnp.exp(scores - highest), jnp.exp(before - highest)
             new = jnp.dot(probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
-            out_ref[head] = out_ref[head] * kept + new
+            out_ref[head] = out_ref[head] * scale + new
             highest_ref[head] = jnp.broadcast_to(highest, highest_ref.shape[1:])
-            total_ref[head] = total_ref[head] * kept + probs.sum(axis=1, keepdims=True)
+            total_ref[head] = total_ref[head] * scale + probs.sum(axis=1, keepdims=True)
 
 
 def ring_softmax(
@@ -77,16 +77,17 @@ def ring_softmax(
     ages: Int[Array, " B"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Kv g h"], Float[Array, "B Kv g 1"], Float[Array, "B Kv g 1"]]:
-    """Of one layer's queries over the newest `ages` columns of a ring, of which `step` is the newest, modulo N·C.
+    """Softmax of one layer's queries over each slot's newest `ages` columns of a ring, the newest at `step` modulo N·C.
 
-    Returns Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Of a slot's
-    blocks only those are read that it sees. The ring may have room for more slots than there are queries. `interpret`
-    runs the kernel on any backend, slowly, for tests.
+    Returns Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Only the blocks
+    that a slot sees are read. The ring may have room for more slots than there are queries. `interpret` runs the kernel
+    on any backend, slowly, for tests.
     """
     (B, Kv, g, h), (N, C) = q.shape, (k.shape[1], k.shape[4])
     columns = _columns(C, Kv * h * k.dtype.itemsize)
     per_segment = C // columns
-    # Blocks are numbered on and on, as steps are: one that is begun again comes twice, with other columns seen.
+    # Block numbers keep counting up like steps: a block that is being overwritten is visited twice, under its old and
+    # its new number, with different columns visible.
     newest = step // columns
     begins = jnp.minimum(jnp.maximum(step + 1 - ages, 0) // columns, newest)
     first = begins.min()
@@ -95,13 +96,13 @@ def ring_softmax(
         return b, 0, 0, 0
 
     def block(b: Any, i: Any, layer: Any, step: Any, first: Any, begins: Any, ages: Any) -> tuple[Any, ...]:
-        # Instead of what lies before a slot's first block it fetches that one: once, and ahead.
+        # Grid steps before a slot's first block map to that block, so that it is prefetched, and fetched only once.
         at = jnp.maximum(first[0] + i, begins[b]) % (N * per_segment)
         return layer[0], at // per_segment, b, 0, at % per_segment, 0
 
-    of_ring = pl.BlockSpec((None, None, None, Kv, columns, h), block)
-    of_slot = pl.BlockSpec((None, Kv, g, h), slot)
-    of_sums = pl.BlockSpec((None, Kv, g, _LANES), slot)
+    ring_spec = pl.BlockSpec((None, None, None, Kv, columns, h), block)
+    slot_spec = pl.BlockSpec((None, Kv, g, h), slot)
+    sums_spec = pl.BlockSpec((None, Kv, g, _LANES), slot)
     sums = jax.ShapeDtypeStruct((B, Kv, g, _LANES), jnp.float32)
     scalars = (x.astype(jnp.int32).reshape(-1) for x in (layer, step, first, begins, ages))
     out, highest, total = pl.pallas_call(
@@ -109,8 +110,8 @@ def ring_softmax(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(B, newest - first + 1),
-            in_specs=[of_slot, of_ring, of_ring],
-            out_specs=[of_slot, of_sums, of_sums],
+            in_specs=[slot_spec, ring_spec, ring_spec],
+            out_specs=[slot_spec, sums_spec, sums_spec],
         ),
         out_shape=[jax.ShapeDtypeStruct((B, Kv, g, h), jnp.float32), sums, sums],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),

@@ -1,7 +1,7 @@
-"""Rows times the weights of their expert: one function, the best implementation per backend behind it.
+"""Grouped matmul, rows times the weights of their expert: one function with the best implementation per backend.
 
-CPU: loops over blocks of each expert's rows, so that the cost follows the rows and not the experts. TPU: kernels in
-Pallas. Elsewhere: `jax.lax.ragged_dot`.
+CPU: loops over blocks of each expert's rows, so that the cost scales with the rows, not with the experts. TPU: Pallas
+kernels. Elsewhere: `jax.lax.ragged_dot`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from gspo_jax.kernels import grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform
 
 _BLOCK, _STEP = 64, 16
-"""Rows of a block on CPU, and the steps in which the last block of a group may be smaller: large enough for the matmul
-to run at speed, small enough that the rows it computes for nothing cost little."""
+"""Rows per block on CPU, and the granularity of a group's smaller last block: large enough for the matmul to run at
+full speed, small enough that the padding rows cost little."""
 
 
 def _varying_like(x: Array, *others: Array) -> Array:
-    """Marks x as varying over the manual mesh axes that the others vary over, as a loop's carry must be."""
+    """Marks x as varying over the manual mesh axes that the others vary over, as required of a loop carry."""
     axes = (
         frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
         - jax.typeof(x).manual_axis_type.varying
@@ -30,7 +30,7 @@ def _varying_like(x: Array, *others: Array) -> Array:
 
 
 class _Group(NamedTuple):
-    """The rows [first, end) of one expert: `full` whole blocks, then a remainder that begins at `rest`."""
+    """The rows [first, end) of one expert: `full` whole blocks, then a remainder starting at row `rest`."""
 
     first: Array
     end: Array
@@ -38,17 +38,17 @@ class _Group(NamedTuple):
     rest: Array
 
     def remainder(self, branches: Sequence[Callable[..., Array]], *operands: Array) -> Array:
-        """Of the functions for 0, 1, 2, ... steps of rows, what the one says that the remainder needs."""
+        """Calls the branch for the remainder's size; branch i handles up to i · `_STEP` rows."""
         return jax.lax.switch((self.end - self.rest + _STEP - 1) // _STEP, branches, *operands)
 
-    def inside(self, start: Array, rows: int) -> Array:
-        """Which of `rows` rows from `start` are the remainder's, [rows, 1]."""
+    def in_remainder(self, start: Array, rows: int) -> Array:
+        """Returns [rows, 1], True for those of the `rows` rows from `start` that belong to the remainder."""
         at = start + jnp.arange(rows)
         return ((at >= self.rest) & (at < self.end))[:, None]
 
 
 def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[Array, _Group, Array], Array], out: Array) -> Array:
-    """Folds out = one(expert, group, out) over the experts that have rows; the others cost nothing."""
+    """Folds out = one(expert, group, out) over the experts that have rows; empty experts cost nothing."""
     ends = jnp.cumsum(group_sizes)
 
     def visit(e: Array, out: Array) -> Array:
@@ -61,14 +61,14 @@ def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[Array, _Group, Arr
 
 
 def _block_sizes(n: int) -> list[int]:
-    """How many rows the last block of a group may have, of `n` rows in all."""
+    """Possible row counts of a group's last block, given `n` rows in total."""
     return [min(rows, n) for rows in range(_STEP, _BLOCK + _STEP, _STEP)]
 
 
 def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool, first: Array | int = 0) -> Array:
-    """out[n] = rows[n] @ weights[e(n)] (or its transpose), block by block; rows beyond the last group come out zero.
+    """Computes out[n] = rows[n] @ weights[e(n)] (or its transpose) block by block; rows past the last group are zero.
 
-    The matrix of the first group is number `first` of the weights.
+    The first group's matrix is weights[first].
     """
     n = rows.shape[0]
     product = partial(jnp.einsum, "nf,df->nd" if transposed else "nd,df->nf")
@@ -78,12 +78,14 @@ def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: boo
 
         def whole(i: Array, out: Array) -> Array:
             start = group.first + i * _BLOCK
-            return _put(out, product(_take(rows, start, _BLOCK), w), start)
+            return _write(out, product(_take(rows, start, _BLOCK), w), start)
 
         def part(block: int, out: Array) -> Array:
             start = jnp.minimum(group.rest, n - block)
-            y = jnp.where(group.inside(start, block), product(_take(rows, start, block), w), _take(out, start, block))
-            return _put(out, y, start)
+            y = jnp.where(
+                group.in_remainder(start, block), product(_take(rows, start, block), w), _take(out, start, block)
+            )
+            return _write(out, y, start)
 
         if n >= _BLOCK:
             out = jax.lax.fori_loop(0, group.full, whole, out)
@@ -94,7 +96,7 @@ def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: boo
 
 
 def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
-    """dW[e] = sum over the rows n of e of rows[n] grads[n]^T, block by block, accumulated in float32."""
+    """Computes dW[e] = Σ rows[n] grads[n]^T over the rows n of expert e, block by block, accumulated in float32."""
     n = rows.shape[0]
     product = partial(jnp.einsum, "nd,nf->df", preferred_element_type=jnp.float32)
 
@@ -105,11 +107,11 @@ def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
 
         def part(block: int) -> Array:
             start = jnp.minimum(group.rest, n - block)
-            inside = group.inside(start, block)
+            inside = group.in_remainder(start, block)
             return product(*(jnp.where(inside, _take(a, start, block), 0) for a in (rows, grads)))
 
-        none = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
-        sum_ = group.remainder([lambda: none, *(partial(part, block) for block in _block_sizes(n))])
+        zero = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
+        sum_ = group.remainder([lambda: zero, *(partial(part, block) for block in _block_sizes(n))])
         if n >= _BLOCK:
             sum_ = jax.lax.fori_loop(0, group.full, whole, sum_)
         return jax.lax.dynamic_update_index_in_dim(out, sum_, e, 0)
@@ -122,7 +124,7 @@ def _take(x: Array, start: Array, rows: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, rows)
 
 
-def _put(x: Array, rows: Array, start: Array) -> Array:
+def _write(x: Array, rows: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
 
@@ -160,16 +162,17 @@ def grouped_matmuls(
     tail: bool = True,
     likely: int | None = None,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Multiplies each row with its group's matrices: out_i[n] = rows[n] @ weights_i[e(n)].
+    """Multiplies each row by the matrices of its group: out_i[n] = rows[n] @ weights_i[e(n)].
 
-    Together they cost less than one by one: rows are read once, and so is the sum of their gradients written.
+    Several weights in one call cost less than separate calls: rows are read once, and the sum of their gradients is
+    written once.
 
     Args:
       rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
-      weights: each with one [D, F] matrix per group, of the rows' dtype.
-      group_sizes: int32, summing to at most N. Rows beyond the sum come out zero and get no gradient.
-      tail: False where nobody looks at the rows beyond the sum: they, and their gradients, may then hold anything.
-      likely: how many rows the groups are likely to have, of the N that there is room for; None is all. For speed.
+      weights: one [D, F] matrix per group each, in the rows' dtype.
+      group_sizes: int32, summing to at most N. Rows past the sum come out zero and get no gradient.
+      tail: False if the rows past the sum are never read; they and their gradients are then undefined.
+      likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
     """
     return _products(rows, weights, group_sizes, tail, likely)
 
@@ -208,9 +211,10 @@ def stacked_matmuls(
     layer: Int[Array, ""],
     likely: int | None = None,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """grouped_matmuls of each weights[layer] and tail=False, but the layer's weights are read where they lie.
+    """Like `grouped_matmuls` of each weights[layer] with tail=False, but reads the layer's weights in place.
 
-    For a loop over layers, such as a decoder's, in which a copy would cost as much as the product. Without a gradient.
+    Meant for a loop over layers, such as a decoder's, in which copying the weights out would cost as much as the
+    matmul. Not differentiable.
     """
     L, E = weights[0].shape[:2]
     whole = tuple(w.reshape(L * E, *w.shape[2:]) for w in weights)
@@ -218,5 +222,5 @@ def stacked_matmuls(
         return grouped_matmul_tpu.matmuls(rows, whole, group_sizes, layer=layer, likely=likely)
     if platform() == "cpu":
         return tuple(_blocked(rows, w, group_sizes, transposed=False, first=layer * E) for w in whole)
-    ours = (jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
-    return tuple(_ragged(rows, w, group_sizes, transposed=False) for w in ours)
+    own = (jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
+    return tuple(_ragged(rows, w, group_sizes, transposed=False) for w in own)

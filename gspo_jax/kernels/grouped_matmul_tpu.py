@@ -1,8 +1,8 @@
-"""The grouped matmul on TPU, in Pallas: what forward and backward need, and no more rows or weights than have work.
+"""Grouped matmul on TPU: the Pallas kernels of the forward and backward passes, which skip unused rows and weights.
 
-Rows lie in tiles. A tile is visited once for each group that has rows in it, and no tile beyond the last group is: the
-work follows the rows in the groups, not the rows of the buffer and not the experts. Blocks of the weights span what is
-summed over, and stay in place from one tile of a group to the next: they are read once.
+Rows are split into tiles. A tile is visited once for each group that has rows in it, and tiles past the last group are
+never visited, so the work scales with the rows in the groups, not with the buffer or the number of experts. Weight
+blocks span the whole contraction dimension and stay in VMEM from one tile of a group to the next, so each is read once.
 """
 
 import functools
@@ -21,27 +21,27 @@ from gspo_jax.types import UserError
 
 _LANES = 128
 _VMEM = 14 * 2**20
-"""Bytes that a kernel's blocks may take of the 16 MiB that the compiler grants it; measured: more can fail."""
+"""Byte budget of a kernel's blocks out of the 16 MiB of VMEM that the compiler grants; measured: more can fail."""
 
 
 class _Visits(NamedTuple):
-    """Which group meets which tile of rows, in order: tiles with rows, group by group, then groups without rows.
+    """Schedule of (group, tile) pairs: the tiles of each group in order, then one visit for each group without rows.
 
-    There is room for one visit of each tile, and one more for each group that begins inside of one.
+    Its length V allows for one visit per tile plus one for each group that begins inside a tile.
     """
 
     group: Int[Array, " V"]
     tile: Int[Array, " V"]
     first: Int[Array, " V"]
-    """The group's first row in the tile, counted from the tile's."""
+    """Offset in the tile of the group's first row."""
     end: Int[Array, " V"]
-    """Behind its last row there."""
+    """Offset in the tile just past the group's last row."""
 
 
 def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
-    """Runs a kernel whose outputs do not say over which manual mesh axes they vary, and says it for them.
+    """Runs a kernel whose output types do not declare the manual mesh axes they vary over, and adds the declaration.
 
-    Inside `jax.shard_map` the types are checked, and these kernels would be refused.
+    `jax.shard_map` checks these types and would reject the kernel otherwise.
     """
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
     if not axes:
@@ -52,7 +52,7 @@ def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
 
 
 def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
-    """Writes the visits of each group in turn, then those of groups without rows; `rows` is the length of a tile."""
+    """Writes the visits of each group in turn, then those of the empty groups; a tile has `rows` rows."""
     E = sizes.shape[0]
 
     def write(v: Array, *visit: Array | int) -> Array:
@@ -67,7 +67,7 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
         def one(t: Array, v: Array) -> Array:
             return write(v, e, t, jnp.maximum(start - t * rows, 0), jnp.minimum(stop - t * rows, rows))
 
-        # From the tile of the first row to that of the last: none where there are no rows.
+        # From the tile of the first row to that of the last; no tile for an empty group.
         tiles = jnp.where(sizes[e] > 0, (stop - 1) // rows + 1, 0)
         return stop, jax.lax.fori_loop(start // rows, tiles, one, v)
 
@@ -82,10 +82,11 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
 def _visits(
     group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
 ) -> tuple[_Visits, Int[Array, " 2"]]:
-    """The visits, how many of them have rows, and how many there are with those of groups without.
+    """Returns the visits and two counts: the visits with rows, and all visits including those of empty groups.
 
-    Its scalar loops take the chip less time than the many small operations that arrays would need. Jitted, it is traced
-    once: the compiler sees the same kernel wherever the groups are the same, forward and backward, and runs it once.
+    Scalar loops in a kernel take less time than the many small array operations of a plain-XLA version. Because it is
+    jitted it is traced once, so the compiler sees identical kernels wherever the groups are the same, in forward and
+    backward, and runs them once.
     """
     E = group_sizes.shape[0]
     room = pl.cdiv(rows, tile) + E - 1
@@ -104,11 +105,11 @@ def _visits(
 
 
 def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
-    """Rows per tile: the longest of 512, 256 and 128 that an average group fills; fewer of very wide or few rows.
+    """Rows per tile: the largest of 512, 256 and 128 that an average group fills; fewer if rows are very wide or few.
 
-    A group's first and last tile are computed whole and masked, so long tiles waste work on short groups; short ones
-    keep the matrix units waiting for weights. Two buffers of a tile, `width` numbers of `size` bytes in a row, take at
-    most a third of the room.
+    A group's first and last tile are computed in full and masked, so long tiles waste work on short groups, while short
+    tiles leave the matrix units waiting for weights. Two buffers of a tile, whose rows have `width` elements of `size`
+    bytes, take at most a third of the VMEM budget.
     """
     tile = next((t for t in (512, 256) if likely // groups >= t), _LANES)
     while tile > 16 and 2 * size * tile * width > _VMEM // 3:
@@ -117,36 +118,39 @@ def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int
 
 
 def _splits(size: int) -> list[int]:
-    """Tile lengths for a dimension: its divisors that fill the lanes, or, if it does not, itself and masked ends."""
+    """Candidate tile lengths for a dimension: its divisors in whole lanes.
+
+    If the dimension is not a multiple of the lanes: the dimension itself, or shorter tiles with a masked last one.
+    """
     if size % _LANES:
         return [size, *(t for t in (1024, 512, 256, 128) if t < size)]
     return [t for t in range(_LANES, size + 1, _LANES) if size % t == 0]
 
 
 def _columns(width: int, fits: Callable[[int], bool]) -> int:
-    """Columns of the output per block: what leaves the busier of two cores the fewest, then as long as can be.
+    """Output columns per block: minimises the columns of the busier of two cores, then prefers long blocks.
 
-    Chips of v4 and v5p are two cores, which share the blocks of columns. Rows are read once per block.
+    Chips of v4 and v5p have two cores, which share the blocks of columns. Rows are read once per block.
     """
     lengths = [t for t in _splits(width) if fits(t)]
     if not lengths:
         raise UserError(
-            f"no block of {width} columns fits the {_VMEM} bytes of a kernel; use bfloat16 or narrower rows"
+            f"no block of {width} columns fits a kernel's {_VMEM} bytes of VMEM; use bfloat16 or narrower rows"
         )
     return min(lengths, key=lambda t: (pl.cdiv(pl.cdiv(width, t), 2) * t, -t))
 
 
 def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[int, int]:
-    """Blocks [d, f] of the output of `outer`, of which the fewest bytes move: N · (D · F / f + F · D / d).
+    """Block shape [d, f] of the output of `outer` that moves the fewest bytes: N · (D · F / f + F · D / d).
 
-    At least two where there can be, for the two cores of a chip.
+    Prefers at least two blocks, one for each of a chip's two cores.
     """
     pairs = [p for p in itertools.product(_splits(down), _splits(across)) if fits(*p)]
     return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
 
 
 def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> None:
-    """Writes the rows [first, end) of a tile, and leaves those of other groups as they are."""
+    """Writes the rows [first, end) of a tile and leaves those of other groups unchanged."""
     whole = (first == 0) & (end == out.shape[0])
 
     @pl.when(whole)
@@ -156,13 +160,13 @@ def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> 
     @pl.when(~whole)
     def _() -> None:
         row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
-        kept = out[...].astype(jnp.float32)
-        out[...] = jnp.where((row >= first) & (row < end), product, kept).astype(out.dtype)
+        before = out[...].astype(jnp.float32)
+        out[...] = jnp.where((row >= first) & (row < end), product, before).astype(out.dtype)
 
 
 def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any) -> None:
-    """out_i = rows @ weights_i, of one visit and one block of columns."""
-    del group, tile, layer  # choose the blocks
+    """Computes out_i = rows @ weights_i for one visit and one block of columns."""
+    del group, tile, layer  # used by the index maps only
     v = pl.program_id(1)
     weights, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
     for w, out in zip(weights, outs, strict=True):
@@ -170,8 +174,8 @@ def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: 
 
 
 def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any) -> None:
-    """out = Σ_i rows_i @ weights_i^T, of one visit and one block of columns."""
-    del group, tile, layer  # choose the blocks
+    """Computes out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
+    del group, tile, layer  # used by the index maps only
     v = pl.program_id(1)
     *pairs, out = refs
     rows, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
@@ -192,12 +196,15 @@ def _products(
     likely: int | None,
     interpret: bool,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Of one array of rows its product with each of the weights; transposed, of as many arrays the sum of products."""
+    """Returns the products of one array of rows with each of the weights.
+
+    If `transposed`, takes one array of rows per weight and returns the sum of their products instead.
+    """
     (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
     width, outs = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
     tile = _row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
-    def fits(columns: int) -> bool:  # two buffers each of rows, weights and outputs, and the products in float32
+    def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, plus the float32 products
         blocks = len(rows) * tile * inner + len(weights) * inner * columns + outs * tile * columns
         return 2 * size * blocks + 4 * outs * tile * columns <= _VMEM
 
@@ -224,7 +231,7 @@ def _products(
                 grid=(blocks, count),
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-            # Of all rows of the buffer, for how many there will be is not known.
+            # For all rows of the buffer, since the number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
                 flops=2 * N * inner * width * len(weights),
                 bytes_accessed=size
@@ -247,21 +254,21 @@ def matmuls(
     likely: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """out_i[n] = rows[n] @ weights_i[layer · E + e(n)], for each of the weights; the rows are read once for all.
+    """Computes out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once for all.
 
-    Products are accumulated in float32 and rounded once to the rows' dtype. Rows beyond the last group may hold
-    anything, before and after.
+    Products are accumulated in float32 and rounded once to the rows' dtype. Rows past the last group are undefined, in
+    the input as in the output.
 
     Args:
       rows: sorted by group.
-      weights: of one shape, and of the rows' dtype.
+      weights: all of one shape, in the rows' dtype.
       group_sizes: summing to at most N.
-      layer: which E of the matrices the groups belong to.
-      likely: how many rows there will be, of the N that there is room for; None is all.
-      interpret: runs the kernel on any backend, slowly, for tests, and not inside `jax.shard_map`.
+      layer: index of the layer whose E matrices the groups use.
+      likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
+      interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
 
     Raises:
-      UserError: no block of the weights fits the chip's fast memory.
+      UserError: no block of the weights fits VMEM.
     """
     return _products(
         (rows,),
@@ -282,9 +289,9 @@ def matmuls_transposed(
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
-    """Σ_i grads_i[n] @ weights_i[e(n)]^T: what `matmuls` hands back to its rows, added up in float32 and rounded once.
+    """Computes Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` with respect to its rows.
 
-    Arguments and errors are those of `matmuls`.
+    The sum is accumulated in float32 and rounded once. Arguments and errors are those of `matmuls`.
     """
     (out,) = _products(
         grads,
@@ -299,8 +306,8 @@ def matmuls_transposed(
 
 
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:
-    """out = Σ rows^T grads over the visits of a group, of one block of the output."""
-    del tile  # chooses the blocks
+    """Computes out = Σ rows^T grads over the visits of a group, for one block of the output."""
+    del tile  # used by the index maps only
     v, last = pl.program_id(1), pl.num_programs(1) - 1
     begins = (v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v])
     ends = (v == last) | (group[jnp.minimum(v + 1, last)] != group[v])
@@ -313,7 +320,7 @@ def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads:
     def add(x: Array, g: Array) -> None:
         total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-    def own(x: Array) -> Array:  # of both factors, for what other rows hold may be no number
+    def own(x: Array) -> Array:  # masks both factors, because the other rows may hold NaN
         row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
         return jnp.where((row >= first[v]) & (row < end[v]), x.astype(jnp.float32), 0).astype(x.dtype)
 
@@ -338,13 +345,13 @@ def outer(
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "E D F"]:
-    """dW[e] = Σ_n rows[n] grads[n]^T over the rows n of e, accumulated in float32, rounded once to the rows' dtype.
+    """Computes dW[e] = Σ_n rows[n] grads[n]^T over the rows n of expert e, the gradient of `matmuls` for its weights.
 
-    Arguments are those of `matmuls`.
+    Accumulated in float32 and rounded once to the rows' dtype. Arguments are those of `matmuls`.
     """
     (N, D), F, E, size = rows.shape, grads.shape[1], group_sizes.shape[0], rows.dtype.itemsize
     tile = _row_tile(N, E, N if likely is None else likely, max(D, F), size)
-    # Two buffers each of rows, gradients and output, the accumulator, and both inputs masked in float32.
+    # Double buffers of rows, gradients and output, plus the accumulator and both inputs masked in float32.
     down, across = _tiles(
         D, F, lambda d, f: 2 * size * (tile * (d + f) + d * f) + 4 * d * f + 4 * tile * (d + f) <= _VMEM
     )
@@ -375,5 +382,5 @@ def outer(
             name="grouped_outer",
         )(*args)
 
-    # Groups without rows are visited too: their gradient is zero, and has to be written.
+    # Groups without rows are visited too: their gradient is zero and must be written.
     return _unchecked(run, counts[1], *visits, rows, grads)

@@ -1,9 +1,10 @@
-"""Objectives for group-based RL, arrays in and arrays out: useful without the rest of the package.
+"""Objectives for group-based RL as functions from arrays to arrays, usable without the rest of the package.
 
     loss, info = objectives.loss(objectives.gspo(low=3e-4, high=4e-4), logprobs,
         old_logprobs=old, mask=mask, rewards=rewards, group_size=8)
 
-Holds no model, mesh or config. B rows are P prompts × G responses, the rows of a group adjacent; T response tokens.
+No model, mesh or config enters here. The B rows are P prompts × G responses, with the rows of a group adjacent; each
+row has T response tokens.
 """
 
 from typing import NamedTuple
@@ -24,14 +25,14 @@ __all__ += catalogue.__all__
 
 
 class Info(NamedTuple):
-    """What stood behind a loss, token by token; constants, none carries a gradient."""
+    """Per-token diagnostics of a loss; all constants, none carries a gradient."""
 
     ratio: Float[Array, "B T"]
-    """Importance ratio of the objective (one number along a row for `gspo`); 1 outside the mask."""
+    """Importance ratio of the objective (constant along a row for `gspo`); 1 outside the mask."""
     gated_low: Bool[Array, "B T"]
-    """True where the lower bound cut the gradient to zero, as in `Surrogate`; False outside the mask."""
+    """True where the lower bound set the gradient to zero, as in `Surrogate`; False outside the mask."""
     gated_high: Bool[Array, "B T"]
-    """True where the upper bound did; False outside the mask."""
+    """True where the upper bound set the gradient to zero; False outside the mask."""
     advantages: Float[Array, "B T"]
     """Advantages as used; 0 outside the mask."""
     weights: Float[Array, "B T"]
@@ -39,12 +40,12 @@ class Info(NamedTuple):
 
     @property
     def gated(self) -> Bool[Array, "B T"]:
-        """True where either bound did."""
+        """True where either bound set the gradient to zero."""
         return self.gated_low | self.gated_high
 
 
 class ClipSums(NamedTuple):
-    """The sums behind the clip fractions: those of micro-batches add up to those of the mini-batch."""
+    """Sums behind the clip fractions; the sums of the micro-batches add up to those of the mini-batch."""
 
     tokens: Float[Array, ""]
     """Tokens in the mask."""
@@ -61,9 +62,9 @@ class ClipSums(NamedTuple):
 
 
 def make(name: str, **hyper_parameters: float | str | None) -> Objective:
-    """The objective called `name` in the catalogue, as from a config.
+    """Builds the catalogue's objective `name` with the given hyper-parameters, for use from a config.
 
-    Raises UserError for a name or a hyper-parameter that does not exist, listing those that do.
+    Raises UserError for an unknown name or hyper-parameter, listing the known ones.
     """
     return build("objective", {each: getattr(catalogue, each) for each in catalogue.__all__}, name, hyper_parameters)
 
@@ -80,30 +81,30 @@ def loss(
     weights: Float[Array, "B T"] | None = None,
     router_shift: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Info]:
-    """Loss of a batch, to be minimised, and what stood behind it: loss = −Σ w·gain.
+    """Returns the loss of a batch, to be minimised, and its per-token diagnostics: loss = −Σ w·gain.
 
-    `mask` is True on the tokens that the policy sampled, EOS included; what stands elsewhere changes nothing, NaN
-    included. Give `rewards` with `group_size`, or `advantages`. `weights` are `objective.weights(mask)` unless given:
-    compute them for a whole mini-batch and cut them up with it, and the losses of its micro-batches add up to its loss.
-    `router_shift` is for the objectives that need it, such as `rspo`.
+    `mask` is True on the tokens that the policy sampled, EOS included; values outside it have no effect, NaN included.
+    Pass either `rewards` with `group_size`, or `advantages`. `weights` default to `objective.weights(mask)`; if they
+    are computed once for a whole mini-batch and split along with it, the losses of its micro-batches add up to its
+    loss. `router_shift` is only for objectives that need it, such as `rspo`.
 
-    Raises ValueError for shapes that do not fit, UserError for what the objective's definition does not allow.
+    Raises ValueError for mismatched shapes, UserError for arguments that the objective's definition rules out.
     """
     check_tokens(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     if advantages is None:
-        advantages = _from_rewards(objective, rewards, group_size)
+        advantages = _group_advantages(objective, rewards, group_size)
     elif rewards is not None or group_size is not None:
-        raise ValueError(_EITHER)
-    advantages = _per_token(objective, advantages, mask)
-    weights = _inside("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
+        raise ValueError(_REWARDS_OR_ADVANTAGES)
+    advantages = _token_advantages(objective, advantages, mask)
+    weights = _fill_outside_mask("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
     shift = _router_shift(objective, router_shift, mask)
-    said = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
-    info = Info(jnp.where(mask, said.ratio, 1.0), said.gated_low, said.gated_high, advantages, weights)
-    return -jnp.sum(weights * said.gain), info
+    surrogate = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
+    info = Info(jnp.where(mask, surrogate.ratio, 1.0), surrogate.gated_low, surrogate.gated_high, advantages, weights)
+    return -jnp.sum(weights * surrogate.gain), info
 
 
 def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
-    """The sums behind the clip fractions of one micro-batch; add those of all, then call `clip_fractions`."""
+    """Returns a micro-batch's sums behind the clip fractions; add up all micro-batches, then call `clip_fractions`."""
     lengths = jnp.sum(mask, axis=1)
     low, high = jnp.sum(info.gated_low, axis=1), jnp.sum(info.gated_high, axis=1)
     per_row = jnp.maximum(lengths, 1)
@@ -118,9 +119,10 @@ def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
 
 
 def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
-    """Fraction of tokens whose gradient the gate cut to zero, by metric name, each also by bound.
+    """Returns the fractions of tokens whose gradient was gated to zero, in total and per bound, keyed by metric name.
 
-    `clip_fraction/token` weighs tokens equally, `clip_fraction/sequence` rows with a token equally; without any, 0.
+    `clip_fraction/token` weights all tokens equally, `clip_fraction/sequence` all rows with at least one token. Both
+    are 0 for an empty mask.
     """
     tokens, rows = jnp.maximum(sums.tokens, 1), jnp.maximum(sums.rows, 1)
     return {
@@ -133,53 +135,56 @@ def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
     }
 
 
-_EITHER = "loss needs either rewards with group_size, or advantages, and not both"
+_REWARDS_OR_ADVANTAGES = "loss takes either rewards with group_size, or advantages, but not both"
 
 
-def _from_rewards(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:
-    """The objective's own advantages."""
+def _group_advantages(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:
+    """Advantages that the objective computes from the rewards of each group."""
     if rewards is None or group_size is None:
-        raise ValueError(_EITHER)
+        raise ValueError(_REWARDS_OR_ADVANTAGES)
     if objective.advantage is None:
         raise UserError(
-            f"{objective.name} makes no advantages from rewards [B], they come from a critic; pass "
-            "advantages=gae(rewards, values, mask) with its rewards and values [B, T]"
+            f"{objective.name} takes its advantages from a critic, not from rewards [B]; pass "
+            "advantages=gae(rewards, values, mask) with per-token rewards and values [B, T]"
         )
     return objective.advantage(rewards, group_size=group_size)
 
 
 def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "B T"]) -> Float[Array, "B T"] | None:
-    """The router shift of every token, a constant, 1 outside the mask; None where the objective has no use for it."""
+    """Router shift per token as a constant, 1 outside the mask; None if the objective does not use it."""
     if shift is None:
         if objective.router_shift:
             raise UserError(
-                f"{objective.name} damps tokens by how far their routing moved; pass router_shift [B, T], "
-                "exp(−mean |log ρ_θ − log ρ_old|) over layers and the old experts, 1 everywhere for a dense model"
+                f"{objective.name} damps tokens whose routing has moved; pass router_shift [B, T], "
+                "exp(−mean |log ρ_θ − log ρ_old|) over layers and the old experts, or all ones for a dense model"
             )
         return None
     if not objective.router_shift:
-        raise ValueError(f"{objective.name} has no use for router_shift; leave it out")
-    return jax.lax.stop_gradient(_inside("router_shift", widen(shift), mask, 1.0))
+        raise ValueError(f"{objective.name} does not use router_shift; leave it out")
+    return jax.lax.stop_gradient(_fill_outside_mask("router_shift", widen(shift), mask, 1.0))
 
 
-def _inside(name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float) -> Float[Array, "B T"]:
-    """x, and `outside` outside the mask."""
+def _fill_outside_mask(
+    name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float
+) -> Float[Array, "B T"]:
+    """Returns x with `outside` in place of the values outside the mask."""
     if x.shape != mask.shape:
-        raise ValueError(f"the shape of {name} is {list(x.shape)}; it must be [B, T] = {list(mask.shape)}")
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, T] = {list(mask.shape)}")
     return jnp.where(mask, x, outside)
 
 
-def _per_token(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """The advantage of every token, a constant, 0 outside the mask."""
+def _token_advantages(objective: Objective, advantages: Array, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Advantage per token as a constant, 0 outside the mask."""
     advantages = jax.lax.stop_gradient(widen(advantages))
     if advantages.shape not in (mask.shape, mask.shape[:1]):
         raise ValueError(
-            f"advantages are {list(advantages.shape)}; they must be [B] or [B, T], here [B, T] = {list(mask.shape)}"
+            f"advantages have shape {list(advantages.shape)}; it must be [B] or [B, T], "
+            f"here [B, T] = {list(mask.shape)}"
         )
     if advantages.ndim == 2 and not objective.token_advantages:
         raise UserError(
-            f"{objective.name} has one advantage for each row, [B], but got {list(advantages.shape)}; "
-            "for an advantage for each token, [B, T], use an objective that allows it, such as gspo_token"
+            f"{objective.name} takes one advantage per response, [B], but got {list(advantages.shape)}; "
+            "for per-token advantages [B, T] use an objective that allows them, such as gspo_token"
         )
     per_token = advantages if advantages.ndim == 2 else advantages[:, None]
     return jnp.where(mask, per_token, 0.0)

@@ -1,7 +1,8 @@
-"""Advantages, from the rewards of a group or from a critic: arrays in, arrays out. Sampling and losses are elsewhere.
+"""Advantage estimators, from the rewards of a group or from a critic: arrays in, arrays out, no sampling and no losses.
 
-In a group every row counts, also one whose response was masked out. From numbers that may all be equal one is
-subtracted before the mean is taken: the float32 mean of eight 0.1 is not 0.1, but that of eight differences of 0 is 0.
+Every row of a group counts, even one whose response was masked out. Values that may all be equal have one of them
+subtracted before the mean is taken: in float32 the mean of eight 0.1s is not 0.1, but the mean of eight zero
+differences is exactly 0.
 """
 
 from typing import NamedTuple
@@ -15,11 +16,11 @@ from gspo_jax.objectives.surrogates import widen
 
 
 def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
-    """Rewards in units of their group's spread, as in GRPO.
+    """Group-normalised rewards, as in GRPO.
 
-    Â = (R − mean_G R) / (std_G R + 1e-6), std the sample deviation (G − 1). https://arxiv.org/abs/2402.03300
+    Â = (R − mean_G R) / (std_G R + 1e-6), std the sample standard deviation (G − 1). https://arxiv.org/abs/2402.03300
 
-    Exactly 0 in a group of one or of equal rewards. Raises ValueError where B is not a multiple of `group_size`.
+    Exactly 0 for a group of one or of equal rewards. Raises ValueError if B is not a multiple of `group_size`.
     """
     centered = _centered(rewards, group_size)
     variance = jnp.sum(centered**2, axis=1, keepdims=True) / max(group_size - 1, 1)
@@ -27,27 +28,27 @@ def group_zscore(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Arra
 
 
 def group_centered(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
-    """Rewards less their group's mean, as in Dr. GRPO.
+    """Rewards minus the mean of their group, as in Dr. GRPO.
 
     Â = R − mean_G R. https://arxiv.org/abs/2503.20783
 
-    Exactly 0 in a group of one or of equal rewards. Raises ValueError where B is not a multiple of `group_size`.
+    Exactly 0 for a group of one or of equal rewards. Raises ValueError if B is not a multiple of `group_size`.
     """
     return _centered(rewards, group_size).reshape(-1)
 
 
 def leave_one_out(rewards: Shaped[Array, " B"], *, group_size: int) -> Float[Array, " B"]:
-    """Rewards less the mean of the others in their group, as in RLOO.
+    """Rewards minus the mean of the other rewards in their group, as in RLOO.
 
     Â = R − mean of the other G − 1 = G/(G − 1) · (R − mean_G R). https://arxiv.org/abs/2402.14740
 
-    Exactly 0 in a group of one or of equal rewards. Raises ValueError where B is not a multiple of `group_size`.
+    Exactly 0 for a group of one or of equal rewards. Raises ValueError if B is not a multiple of `group_size`.
     """
     return (_centered(rewards, group_size) * (group_size / max(group_size - 1, 1))).reshape(-1)
 
 
-class _Following(NamedTuple):
-    """What a token looks ahead to: the next sampled one of its row, 0 where there is none."""
+class _NextToken(NamedTuple):
+    """Advantage and value of the next sampled token of each row; 0 after the last one."""
 
     advantage: Float[Array, " B"]
     value: Float[Array, " B"]
@@ -64,39 +65,43 @@ def gae(
 ) -> Float[Array, "B T"]:
     """Generalized advantage estimation over the tokens of a response, as in PPO.
 
-    Â_t = δ_t + γλ·Â_{t+1}, δ_t = R_t + γ·V_{t+1} − V_t, both 0 behind the last token. https://arxiv.org/abs/1506.02438
+    Â_t = δ_t + γλ·Â_{t+1}, δ_t = R_t + γ·V_{t+1} − V_t, with Â and V 0 after the last token.
+    https://arxiv.org/abs/1506.02438
 
-    `rewards` are those of each token, `values` the critic's before it. `mask` is True on the tokens that the policy
-    sampled, and t + 1 is the next of them: what stands elsewhere changes nothing, NaN included, and gets 0. With
-    `whiten`, the result has mean 0 and sample deviation 1 (std + 1e-6) over all sampled tokens: give a whole
-    mini-batch, not its parts.
+    `rewards` holds the reward of each token, `values` the critic's estimate just before it. `mask` is True on the
+    tokens that the policy sampled, and t + 1 is the next sampled token: values outside the mask have no effect, NaN
+    included, and the result is 0 there. With `whiten` the result has mean 0 and sample standard deviation 1 (std +
+    1e-6) over all sampled tokens, so pass a whole mini-batch, not its micro-batches.
 
-    Raises ValueError for shapes that do not fit, UserError for `gamma` or `lam` outside [0, 1].
+    Raises ValueError for mismatched shapes, UserError for `gamma` or `lam` outside [0, 1].
     """
     check_tokens(rewards=rewards, values=values, mask=mask)
-    check_fraction("1 discounts nothing, 0 looks one token ahead", gamma=gamma, lam=lam)
-    values = widen(values)  # which widens all that is added to them
+    check_fraction("1 means no discount, 0 looks one token ahead", gamma=gamma, lam=lam)
+    values = widen(values)  # everything added to them is promoted along
 
-    def step_back(after: _Following, column: tuple[Array, Array, Array]) -> tuple[_Following, Array]:
+    def step_back(following: _NextToken, column: tuple[Array, Array, Array]) -> tuple[_NextToken, Array]:
         reward, value, sampled = column
-        advantage = reward + gamma * after.value - value + gamma * lam * after.advantage
-        here = _Following(jnp.where(sampled, advantage, after.advantage), jnp.where(sampled, value, after.value))
+        advantage = reward + gamma * following.value - value + gamma * lam * following.advantage
+        here = _NextToken(
+            jnp.where(sampled, advantage, following.advantage), jnp.where(sampled, value, following.value)
+        )
         return here, jnp.where(sampled, advantage, 0.0)
 
     rows = mask.shape[:1]
-    end = _Following(jax.lax.full(rows, 0, jnp.result_type(rewards, values)), jax.lax.full(rows, 0, values.dtype))
+    end = _NextToken(jax.lax.full(rows, 0, jnp.result_type(rewards, values)), jax.lax.full(rows, 0, values.dtype))
     _, columns = jax.lax.scan(step_back, end, (rewards.T, values.T, mask.T), reverse=True)
     return whitened(columns.T, mask) if whiten else columns.T
 
 
 def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, group_size: int) -> Float[Array, "B T"]:
-    """Process supervision of GRPO: a token's advantage is what the steps from it onwards brought.
+    """Process-supervision advantages of GRPO: each token gets the sum of the normalised step rewards from it onwards.
 
     Â_t = Σ_{u ≥ t, u a step} z_u, z = (R − mean R) / (std R + 1e-6) over all steps of all responses of the group, std
-    the sample deviation. https://arxiv.org/abs/2402.03300 (4.1.3)
+    the sample standard deviation. https://arxiv.org/abs/2402.03300 (4.1.3)
 
-    `steps` is True on the token that ends a step, `rewards` its reward; what stands elsewhere changes nothing. Exactly
-    0 in a group without a step, with one, or with equal rewards. Raises ValueError for shapes that do not fit.
+    `steps` is True on the last token of each step, where `rewards` holds the step's reward; other rewards have no
+    effect. Exactly 0 for a group with no step, a single step, or equal step rewards. Raises ValueError for mismatched
+    shapes.
     """
     check_tokens(rewards=rewards, steps=steps)
     _check_groups(steps.shape[0], group_size)
@@ -106,7 +111,10 @@ def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, gro
 
 
 def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """(x − mean) / (std + 1e-6) over the mask, std the sample deviation; exactly 0 for one token or equal ones."""
+    """Returns (x − mean) / (std + 1e-6) over the mask, 0 outside; std is the sample standard deviation.
+
+    Exactly 0 if the mask holds a single value or equal ones.
+    """
     count = jnp.sum(mask)
     x = jnp.where(mask, x - jnp.min(x, initial=jnp.inf, where=mask), 0.0)
     x = jnp.where(mask, x - jnp.sum(x) / count, 0.0)
@@ -114,19 +122,19 @@ def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "
 
 
 def _check_groups(rows: int, group_size: int) -> None:
-    """The rows split into groups."""
+    """Raises ValueError unless the rows split evenly into groups."""
     if group_size < 1 or rows % group_size:
         raise ValueError(
             f"{rows} rewards do not split into groups of {group_size}; "
-            "give a positive group_size that divides their number"
+            "use a positive group_size that divides the number of rewards"
         )
 
 
 def _centered(rewards: Shaped[Array, " B"], group_size: int) -> Float[Array, "P G"]:
-    """R − mean_G R, at least float32, one group a line."""
+    """Returns R − mean_G R in at least float32, one group per row."""
     rewards = widen(rewards)
     if rewards.ndim != 1:
-        raise ValueError(f"rewards are {list(rewards.shape)}; they must be [B], one number for each response")
+        raise ValueError(f"rewards have shape {list(rewards.shape)}; it must be [B], one reward per response")
     _check_groups(rewards.shape[0], group_size)
     groups = rewards.reshape(-1, group_size)
     groups = groups - groups[:, :1]

@@ -1,7 +1,7 @@
 """One short factory per paper, each a composition of primitives, so that two papers can be compared line by line.
 
-A new objective is a function here and its name in `__all__`: that is all a config or `objectives.make` needs.
-Â is [B], one for each response, or where a docstring says so [B, T], one for each token. m is the mask.
+To add an objective, write a function here and list its name in `__all__`; configs and `objectives.make` find it there.
+The advantage Â is per response, [B], or per token, [B, T], where the docstring allows it. m is the mask.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import (
     Batch,
     Surrogate,
+    clip_log_ratio,
     clipped,
     constant_length,
     geometric,
-    held_in_log,
     log_ratio,
     policy_gradient,
     row_mean,
@@ -47,11 +47,11 @@ __all__ = [
 
 
 def reinforce() -> Objective:
-    """REINFORCE with the others of the group as a baseline, every token counting the same.
+    """REINFORCE with the rest of the group as baseline and all tokens weighted equally.
 
     gain[i,t] = Â·log π_θ. https://arxiv.org/abs/2402.14740
 
-    Â [B], from rewards the `leave_one_out`; the ratio is reported and never bounded. Weights: token mean.
+    Â [B], from rewards by `leave_one_out`; the ratio is reported and never bounded. Weights: token mean.
     """
     return Objective(
         name="reinforce",
@@ -65,12 +65,12 @@ def reinforce() -> Objective:
 
 
 def rloo() -> Objective:
-    """REINFORCE leave-one-out: the response is one action, its log-prob the sum over its tokens.
+    """REINFORCE leave-one-out: the whole response is one action, whose log-prob is the sum over its tokens.
 
     gain[i,t] = Â·log π_θ. https://arxiv.org/abs/2402.14740
 
-    Â [B], from rewards the `leave_one_out`; the ratio is reported and never bounded. Weights: m / N_rows, which adds up
-    the log-probs of a row and takes the mean over rows.
+    Â [B], from rewards by `leave_one_out`; the ratio is reported and never bounded. Weights: m / N_rows, which sums
+    the log-probs of a row and averages over rows.
     """
     return Objective(
         name="rloo",
@@ -94,17 +94,17 @@ def ppo(
     value_clip: float = 0.2,
     value_weight: float = 0.5,
 ) -> Objective:
-    """Proximal Policy Optimization: the clip on every token, advantages from a critic.
+    """Proximal Policy Optimization: per-token clipping, with advantages from a critic.
 
     gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/1707.06347
 
     Â [B] or [B, T], from `gae` with `gamma`, `lam` and `whiten`, never from rewards alone; `value_clip` and
-    `value_weight` are for `value_loss`. `low` and `high` are offsets from 1, `dual_clip` is that of `clipped`. Weights:
+    `value_weight` apply to `value_loss`. `low` and `high` are offsets from 1, `dual_clip` as in `clipped`. Weights:
     token mean. Raises UserError for hyper-parameters out of range.
     """
-    check_fraction("1 discounts nothing, 0 looks one token ahead", gamma=gamma, lam=lam)
-    check_positive("it is how far a value may move, 0.2 is usual", value_clip=value_clip)
-    check_not_negative("it is the weight of the critic's loss, 0.5 is usual", value_weight=value_weight)
+    check_fraction("1 means no discount, 0 looks one token ahead", gamma=gamma, lam=lam)
+    check_positive("it bounds how far a value may move, usually 0.2", value_clip=value_clip)
+    check_not_negative("it is the weight of the critic's loss, usually 0.5", value_weight=value_weight)
     return Objective(
         name="ppo",
         surrogate=_clip_tokens(low, high, dual_clip),
@@ -118,11 +118,11 @@ def ppo(
 
 
 def grpo(*, low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) -> Objective:
-    """Group Relative Policy Optimization: the clip of PPO on every token, without a critic.
+    """Group Relative Policy Optimization: PPO's per-token clipping without a critic.
 
     gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/2402.03300
 
-    Â [B] or [B, T], from rewards the `group_zscore`; `low` and `high` are offsets from 1 (the tuned baseline in the
+    Â [B] or [B, T], from rewards by `group_zscore`; `low` and `high` are offsets from 1 (the tuned baseline in the
     GSPO paper: 0.2 and 0.27), `dual_clip` is that of `clipped`. Weights: sequence mean. Raises UserError for `low`
     outside [0, 1], `high` below 0, `dual_clip` not above 1.
     """
@@ -140,16 +140,16 @@ def grpo(*, low: float = 0.2, high: float = 0.2, dual_clip: float | None = None)
 def dr_grpo(
     *, low: float = 0.2, high: float = 0.2, dual_clip: float | None = None, length: float | None = None
 ) -> Objective:
-    """Dr. GRPO: GRPO without its two biases, the division by the spread and the one by the length.
+    """Dr. GRPO: GRPO without its two biases, the divisions by the group's standard deviation and by response length.
 
     gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/2503.20783
 
-    Â [B], from rewards the `group_centered`; `low`, `high` and `dual_clip` as in `grpo`. Weights: m / (N_rows ·
+    Â [B], from rewards by `group_centered`; `low`, `high` and `dual_clip` as in `grpo`. Weights: m / (N_rows ·
     `length`), the same for every response; `length` None is the width T of the batch. Raises UserError for `low`
     outside [0, 1], `high` below 0, `dual_clip` not above 1, `length` not above 0.
     """
     if length is not None:
-        check_positive("it divides every response alike, so give the longest one's tokens", length=length)
+        check_positive("it divides every response alike, so use the maximum response length in tokens", length=length)
     return Objective(
         name="dr_grpo",
         surrogate=_clip_tokens(low, high, dual_clip),
@@ -162,12 +162,12 @@ def dr_grpo(
 
 
 def dapo(*, low: float = 0.2, high: float = 0.28, dual_clip: float | None = None) -> Objective:
-    """Decoupled clip of DAPO: GRPO with more room above than below, every token counting the same.
+    """DAPO's decoupled clip: GRPO with a wider upper than lower bound and all tokens weighted equally.
 
     gain[i,t] = min(r·Â, clip(r, 1 − low, 1 + high)·Â), r = exp(log π_θ − log π_old). https://arxiv.org/abs/2503.14476
 
-    Â [B] or [B, T], from rewards the `group_zscore`; `low`, `high` and `dual_clip` as in `grpo`. Weights: token mean.
-    Dynamic sampling and overlong shaping are the loop's. Raises UserError as `grpo` does.
+    Â [B] or [B, T], from rewards by `group_zscore`; `low`, `high` and `dual_clip` as in `grpo`. Weights: token mean.
+    Dynamic sampling and overlong reward shaping belong to the training loop. Raises UserError as `grpo` does.
     """
     return Objective(
         name="dapo",
@@ -181,12 +181,12 @@ def dapo(*, low: float = 0.2, high: float = 0.28, dual_clip: float | None = None
 
 
 def gspo(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None = None) -> Objective:
-    """Group Sequence Policy Optimization: one ratio for a response, clipped as a whole.
+    """Group Sequence Policy Optimization: one importance ratio per response, which is clipped as a whole.
 
     gain[i,t] = min(s_i·Â, clip(s_i, 1 − low, 1 + high)·Â), s_i = exp((1/n_i) Σ_t m·(log π_θ − log π_old)), gradient
     through s_i. https://arxiv.org/abs/2507.18071
 
-    Â [B], from rewards the `group_zscore`; `low` and `high` are offsets from 1, `dual_clip` is that of `clipped`.
+    Â [B], from rewards by `group_zscore`; `low` and `high` are offsets from 1, `dual_clip` as in `clipped`.
     Weights: sequence mean. Raises UserError for `low` outside [0, 1], `high` below 0, `dual_clip` not above 1.
     """
     check_offsets(low, high, dual_clip)
@@ -208,12 +208,12 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None = Non
 
 
 def gspo_token(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None = None) -> Objective:
-    """GSPO with an advantage for each token: the value of the sequence ratio, the gradient of the token's own.
+    """GSPO with per-token advantages: the value of the sequence ratio with the gradient of the token's own log-prob.
 
-    gain[i,t] = min(s·Â, clip(s, 1 − low, 1 + high)·Â), s[i,t] = sg[s_i]·π_θ / sg[π_θ], s_i as in `gspo`; with Â
-    constant in a row it is `gspo` in value, clip and gradient. https://arxiv.org/abs/2507.18071
+    gain[i,t] = min(s·Â, clip(s, 1 − low, 1 + high)·Â), s[i,t] = sg[s_i]·π_θ / sg[π_θ], s_i as in `gspo`; for Â
+    constant along a row it equals `gspo` in value, clipping and gradient. https://arxiv.org/abs/2507.18071
 
-    Â [B] or [B, T], from rewards the `group_zscore`; `low`, `high` and `dual_clip` as in `gspo`. Weights: sequence
+    Â [B] or [B, T], from rewards by `group_zscore`; `low`, `high` and `dual_clip` as in `gspo`. Weights: sequence
     mean. Raises UserError as `gspo` does.
     """
     check_offsets(low, high, dual_clip)
@@ -221,7 +221,7 @@ def gspo_token(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None
     def surrogate(b: Batch) -> Surrogate:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
         log_s = jax.lax.stop_gradient(row_mean(d, b.mask))
-        # d − sg[d] is 0 in value and log π_θ in gradient.
+        # d − sg[d] has value 0 and the gradient of log π_θ.
         log_s = log_s[:, None] + (d - jax.lax.stop_gradient(d))
         return clipped(log_s, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
@@ -237,15 +237,16 @@ def gspo_token(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None
 
 
 def cispo(*, low: float = 1.0, high: float = 4.0, mask: Literal["ppo"] | None = None) -> Objective:
-    """Clipped importance sampling (MiniMax-M1): the weight of a token is capped, its gradient never cut.
+    """CISPO (MiniMax-M1): a token's importance weight is clipped; without `mask` no gradient is gated.
 
-    gain[i,t] = sg[clip(r, 1 − low, 1 + high)]·Â·log π_θ, r = exp(log π_θ − log π_old); with `mask` "ppo" times the
-    unified mask M, 0 where PPO would cut: Â > 0 and r > 1 + high, or Â < 0 and r < 1 − low.
+    gain[i,t] = sg[clip(r, 1 − low, 1 + high)]·Â·log π_θ, r = exp(log π_θ − log π_old); with `mask` "ppo" this is
+    multiplied by the unified mask M, 0 where PPO would clip: Â > 0 and r > 1 + high, or Â < 0 and r < 1 − low.
     https://arxiv.org/abs/2506.13585
 
-    Â [B] or [B, T], from rewards the `group_zscore`; `low` and `high` are offsets from 1, so the defaults cap at 5 and
-    have no floor: a system with an absolute cap of 5 says 5 for our 4. A token whose weight was capped is reported as
-    gated. Weights: token mean. Raises UserError for `low` outside [0, 1], `high` below 0, an unknown `mask`.
+    Â [B] or [B, T], from rewards by `group_zscore`; `low` and `high` are offsets from 1, so the defaults cap the weight
+    at 5 with no floor (an implementation with absolute bounds writes 5 for our 4). Tokens whose weight was clipped are
+    reported as gated. Weights: token mean. Raises UserError for `low` outside [0, 1], `high` below 0, an unknown
+    `mask`.
     """
     check_offsets(low, high)
     if mask is not None:
@@ -276,14 +277,14 @@ def gmpo(*, log_clip: float = 0.4) -> Objective:
     gain[i,t] = Â·exp((1/n_i) Σ_t m·l), l = σ·min(σ·d, σ·clip(d, −c, c)), d = log π_θ − log π_old, c = `log_clip`,
     σ = sgn Â. https://arxiv.org/abs/2507.20673
 
-    Â [B], from rewards the `group_zscore`; the bound is on log r, so 0.4 clips at 0.67 and 1.49. Weights: sequence
-    mean, so every response counts the same. Raises UserError for `log_clip` not above 0.
+    Â [B], from rewards by `group_zscore`; the bound is on log r, so 0.4 clips r at 0.67 and 1.49. Weights:
+    sequence mean, so all responses count equally. Raises UserError for `log_clip` not above 0.
     """
     check_positive(_LOG_CLIP, log_clip=log_clip)
 
     def surrogate(b: Batch) -> Surrogate:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
-        return geometric(b, held_in_log(d, b.advantages, log_clip=log_clip))
+        return geometric(b, clip_log_ratio(d, b.advantages, log_clip=log_clip))
 
     return Objective(
         name="gmpo",
@@ -297,18 +298,18 @@ def gmpo(*, log_clip: float = 0.4) -> Objective:
 
 
 def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after", "before"] = "after") -> Objective:
-    """Router-Shift Policy Optimization: GMPO, with every token damped by how far its routing has moved.
+    """Router-Shift Policy Optimization: GMPO with each token damped according to how far its routing has shifted.
 
     gain[i,t] = Â·exp((1/n_i) Σ_t m·(l + log γ')), γ' = sg[max(gamma_min, γ)], l as in `gmpo`; with `apply` "before",
     the paper's later version, log γ' is added to d before the clip instead. https://arxiv.org/abs/2510.23027
 
-    Â [B], from rewards the `group_zscore`; γ [B, T] is the caller's `router_shift`, exp(−mean over layers and the old
+    Â [B], from rewards by `group_zscore`; γ [B, T] is the caller's `router_shift`, exp(−mean over layers and the old
     experts of |log ρ_θ − log ρ_old|), ρ the router's probabilities. Weights: sequence mean. Raises UserError for
     `log_clip` not above 0, `gamma_min` outside (0, 1], an unknown `apply`.
     """
     check_positive(_LOG_CLIP, log_clip=log_clip)
     if not 0 < gamma_min <= 1:
-        raise UserError(f"gamma_min={gamma_min} lies outside (0, 1]; it is the least that a token is damped to")
+        raise UserError(f"gamma_min={gamma_min} lies outside (0, 1]; it is the smallest damping factor of a token")
     check_choice(("after", "before"), apply=apply)
 
     def surrogate(b: Batch) -> Surrogate:
@@ -316,9 +317,9 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after
         damping = jnp.log(jnp.maximum(gamma_min, b.router_shift))
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
         if apply == "before":
-            return geometric(b, held_in_log(d + damping, b.advantages, log_clip=log_clip))
-        held = held_in_log(d, b.advantages, log_clip=log_clip)
-        return geometric(b, held._replace(log_ratios=held.log_ratios + damping))
+            return geometric(b, clip_log_ratio(d + damping, b.advantages, log_clip=log_clip))
+        bounded = clip_log_ratio(d, b.advantages, log_clip=log_clip)
+        return geometric(b, bounded._replace(log_ratios=bounded.log_ratios + damping))
 
     return Objective(
         name="rspo",
@@ -333,15 +334,15 @@ def rspo(*, log_clip: float = 0.4, gamma_min: float = 0.8, apply: Literal["after
 
 
 def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
-    """Soft Adaptive Policy Optimization: a smooth gate instead of a clip, steeper for what is to be unlearned.
+    """Soft Adaptive Policy Optimization: a smooth gate instead of a hard clip, steeper for negative advantages.
 
     gain[i,t] = (4/τ)·σ(τ(r − 1))·Â, τ = `tau_pos` if Â > 0 else `tau_neg`, r = exp(log π_θ − log π_old); at r = 1 the
     gradient is Â·∇log π_θ. https://arxiv.org/abs/2511.20347
 
-    Â [B] or [B, T], from rewards the `group_zscore`; a token whose gate is under 1/2 is reported as gated. Weights:
+    Â [B] or [B, T], from rewards by `group_zscore`; tokens whose gate is below 1/2 are reported as gated. Weights:
     sequence mean. Raises UserError for a temperature not above 0.
     """
-    check_positive("it is how steep the gate is, about 1", tau_pos=tau_pos, tau_neg=tau_neg)
+    check_positive("it is the steepness of the gate, usually about 1", tau_pos=tau_pos, tau_neg=tau_neg)
 
     def surrogate(b: Batch) -> Surrogate:
         d = log_ratio(b.logprobs, b.old_logprobs, b.mask)
@@ -358,11 +359,11 @@ def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
     )
 
 
-_LOG_CLIP = "it bounds log r, so 0.4 clips at 0.67 and 1.49"
+_LOG_CLIP = "it bounds log r, so 0.4 clips r at 0.67 and 1.49"
 
 
 def _clip_tokens(low: float, high: float, dual_clip: float | None) -> Callable[[Batch], Surrogate]:
-    """The surrogate of PPO, which its descendants share: the clip of every token's own ratio."""
+    """PPO's surrogate, shared by its descendants: clips each token's own importance ratio."""
     check_offsets(low, high, dual_clip)
 
     def surrogate(b: Batch) -> Surrogate:

@@ -1,4 +1,4 @@
-"""What hyper-parameters and shapes may be, and the lookup of a factory by name: the errors that a caller can cause."""
+"""Validation of hyper-parameters and shapes, and lookup of factories by name."""
 
 import inspect
 import math
@@ -9,13 +9,13 @@ from jaxtyping import Array
 
 from gspo_jax.types import UserError, choices
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
 
 def build(
-    kind: str, factories: Mapping[str, Callable[..., Made]], name: str, hyper: Mapping[str, float | str | None]
-) -> Made:
-    """`factories[name](**hyper)`; raises UserError for a name or hyper-parameter that does not exist, listing all."""
+    kind: str, factories: Mapping[str, Callable[..., Built]], name: str, hyper: Mapping[str, float | str | None]
+) -> Built:
+    """Calls `factories[name](**hyper)`; raises UserError for an unknown name or hyper-parameter, listing the known."""
     if name not in factories:
         raise UserError(f"no {kind} {name!r}; {choices(name, factories)}")
     known = list(inspect.signature(factories[name]).parameters)
@@ -27,44 +27,44 @@ def build(
 
 
 def check_offsets(low: float, high: float, dual_clip: float | None = None) -> None:
-    """The bounds are offsets, `low=0.2` clips at 0.8; `dual_clip` is a ratio above 1, None for off."""
+    """Raises UserError unless `low`, `high` are valid offsets from 1 (`low=0.2` clips at 0.8) and `dual_clip` > 1."""
     if not 0 <= low <= 1:
         raise UserError(f"low={low} lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8")
     check_not_negative("it is an offset from 1, so high=0.2 clips at 1.2", high=high)
     if dual_clip is not None and not dual_clip > 1:
-        raise UserError(f"dual_clip={dual_clip} is not above 1; it caps the ratio where Â < 0, 3 is usual, None is off")
+        raise UserError(f"dual_clip={dual_clip} is not above 1; it caps the ratio where Â < 0, use 3 or None for off")
 
 
 def check_not_negative(remedy: str, **given: float) -> None:
-    """The given numbers are 0 or above."""
+    """Raises UserError if a given number is negative."""
     for name, value in given.items():
         if not value >= 0:
-            raise UserError(f"{name}={value} lies below 0; {remedy}")
+            raise UserError(f"{name}={value} is below 0; {remedy}")
 
 
 def check_positive(remedy: str, **given: float) -> None:
-    """The given numbers are above 0 and finite."""
+    """Raises UserError unless all given numbers are positive and finite."""
     for name, value in given.items():
         if not 0 < value < math.inf:
             raise UserError(f"{name}={value} is not a positive number; {remedy}")
 
 
 def check_fraction(remedy: str, **given: float) -> None:
-    """The given numbers lie in [0, 1]."""
+    """Raises UserError unless all given numbers lie in [0, 1]."""
     for name, value in given.items():
         if not 0 <= value <= 1:
             raise UserError(f"{name}={value} lies outside [0, 1]; {remedy}")
 
 
 def check_choice(known: tuple[str, ...], **given: str) -> None:
-    """The given words are among `known`."""
+    """Raises UserError unless all given strings are among `known`."""
     for name, value in given.items():
         if value not in known:
             raise UserError(f"no {name} {value!r}; {choices(value, known)}")
 
 
 def check_tokens(**given: Array) -> None:
-    """The given arrays are [B, T] alike, and the last of them, a mask, is boolean."""
+    """Raises ValueError unless all given arrays share one shape [B, T] and the last, a mask, is boolean."""
     name, mask = list(given.items())[-1]
     if mask.ndim != 2 or any(x.shape != mask.shape for x in given.values()):
         shapes = ", ".join(f"{each} {list(x.shape)}" for each, x in given.items())

@@ -1,8 +1,8 @@
-"""Corrections of the mismatch between sampler and trainer: a factor for every token's weight, by their two log-probs.
+"""Corrections for the sampler/trainer mismatch: a factor on each token's weight, computed from their two log-probs.
 
-ρ = π_train,old / π_sampler. A correction is called with (old_logprobs, sampler_logprobs, mask), all [B, T], and gives
-the factor [B, T]: a constant, at least float32, 0 outside the mask whatever stands there. A new one is a function here
-and its name in `__all__`.
+ρ = π_train,old / π_sampler. A correction is called with (old_logprobs, sampler_logprobs, mask), all [B, T], and returns
+the factor [B, T]: a constant, at least float32, 0 outside the mask whatever the log-probs are there. To add one, write
+a function here and list its name in `__all__`.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ Correction: TypeAlias = Callable[
 
 
 def make_correction(name: str, **hyper_parameters: float) -> Correction:
-    """The correction called `name`, as from a config; raises UserError for a name or hyper-parameter unknown."""
+    """Builds the correction `name`, for use from a config; raises UserError for an unknown name or hyper-parameter."""
     return build("mismatch correction", {each: globals()[each] for each in __all__}, name, hyper_parameters)
 
 
 def tis(*, cap: float = 2.0) -> Correction:
-    """Truncated importance sampling: every token weighs by its own ratio, up to a cap.
+    """Truncated importance sampling: each token is weighted by its own ratio, up to a cap.
 
     factor[i,t] = min(ρ, cap). https://fengyao.notion.site/off-policy-rl
 
     Raises UserError for `cap` not above 0.
     """
-    check_positive("it is the largest weight of a token, 2 is usual", cap=cap)
+    check_positive("it is the largest weight of a token, usually 2", cap=cap)
 
     def correction(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
         return jnp.where(mask, jnp.minimum(jnp.exp(_log_rho(old, sampler, mask)), cap), 0.0)
@@ -45,7 +45,7 @@ def tis(*, cap: float = 2.0) -> Correction:
 
 
 def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
-    """IcePop: every token weighs by its own ratio where that is credible, and not at all elsewhere.
+    """IcePop: each token is weighted by its own ratio inside the interval [low, high] and dropped outside it.
 
     factor[i,t] = ρ if low ≤ ρ ≤ high else 0. https://arxiv.org/abs/2510.18855
 
@@ -61,7 +61,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
 
 
 def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
-    """Sequence mask: a response whose ratio, a geometric mean, is not credible is dropped; the others count in full.
+    """Sequence mask: drops responses whose geometric-mean ratio leaves [low, high]; the others count in full.
 
     factor[i,t] = 1 if low ≤ exp((1/n_i) Σ_t m·log ρ) ≤ high else 0.
 
@@ -78,12 +78,12 @@ def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
 
 
 def _log_rho(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """log ρ, a constant, 0 outside the mask."""
+    """Returns log ρ as a constant, 0 outside the mask."""
     check_tokens(old_logprobs=old, sampler_logprobs=sampler, mask=mask)
     return jax.lax.stop_gradient(log_ratio(old, sampler, mask))
 
 
 def _check_interval(low: float, high: float) -> None:
-    """The interval of credible ratios holds 1, where sampler and trainer agree."""
+    """Raises UserError unless the interval of accepted ratios holds 1, where sampler and trainer agree."""
     if not 0 <= low <= 1 <= high:
-        raise UserError(f"low={low} and high={high} do not enclose 1, where sampler and trainer agree")
+        raise UserError(f"low={low} and high={high} do not enclose the ratio 1, where sampler and trainer agree")

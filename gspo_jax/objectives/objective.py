@@ -1,4 +1,4 @@
-"""What an objective is, whoever defines it: the catalogue's factories return one, `objectives.loss` evaluates it."""
+"""The Objective type, which the catalogue's factories return and `objectives.loss` evaluates."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from gspo_jax.objectives.surrogates import Batch, Surrogate
 
 @dataclass(frozen=True, kw_only=True)
 class Critic:
-    """How an objective's critic makes advantages and is trained itself: see `gae` and `value_loss`."""
+    """Settings of an objective's critic: how it estimates advantages (`gae`) and how it is trained (`value_loss`)."""
 
     gamma: float
     """Discount of the rewards, per token."""
     lam: float
-    """λ of GAE: 1 trusts the rewards alone, 0 the critic one token ahead."""
+    """λ of GAE: 1 relies on the rewards alone, 0 on the critic one token ahead."""
     whiten: bool
-    """Whether advantages get mean 0 and deviation 1 over the batch."""
+    """True if advantages are normalised to mean 0 and standard deviation 1 over the batch."""
     value_clip: float
-    """How far a value may move from the old one before its loss is held."""
+    """Clip range of a value around the old value in the critic's loss."""
     value_weight: float
-    """Weight of the critic's loss beside the policy's."""
+    """Weight of the critic's loss relative to the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,18 @@ class Objective:
     name: str
     """Name of the factory in `__all__`."""
     surrogate: Callable[[Batch], Surrogate]
-    """What the objective says of every token."""
+    """Function from a batch to per-token gains, ratios and gates."""
     weights: Callable[[Bool[Array, "B T"]], Float[Array, "B T"]]
-    """mask -> w[B, T], 0 outside it. Computed once for a whole mini-batch, then cut up with it."""
+    """mask -> w[B, T], 0 outside the mask. Computed once for a whole mini-batch, then split along with it."""
     advantage: Callable[..., Float[Array, " B"]] | None
-    """(rewards [B], group_size=G) -> Â [B], used where the caller brings rewards; None: they are a critic's."""
+    """(rewards [B], group_size=G) -> Â [B], used if the caller passes rewards; None: Â comes from a critic."""
     token_advantages: bool
-    """Whether the definition allows an advantage for each token, [B, T], besides one for each row."""
+    """True if the definition allows per-token advantages [B, T] besides per-response ones [B]."""
     level: Literal["token", "sequence"]
-    """Whose ratio is bounded."""
+    """Level of the importance ratio that is bounded."""
     bounds: Mapping[str, float] = field(hash=False)  # a dict has no hash, and an objective may be a static argument
-    """The bounds of that ratio, by name of the hyper-parameter; empty where nothing is clipped."""
+    """Bounds of that ratio, keyed by hyper-parameter name; empty if nothing is clipped."""
     critic: Critic | None = None
-    """How the critic is used, where there is one."""
+    """Settings of the critic; None if the objective has none."""
     router_shift: bool = False
-    """Whether the surrogate needs `Batch.router_shift`."""
+    """True if the surrogate needs `Batch.router_shift`."""

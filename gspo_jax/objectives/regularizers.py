@@ -1,6 +1,6 @@
-"""What is added to an objective, token by token: the KL to a reference policy, and the loss of a critic.
+"""Per-token terms added to an objective: the KL to a reference policy and the loss of a critic.
 
-Arrays in, arrays out; the caller weighs and sums them. What stands outside the mask changes nothing, NaN included.
+Arrays in, arrays out; the caller weights and sums them. Values outside the mask have no effect, NaN included.
 """
 
 from typing import Literal
@@ -20,12 +20,12 @@ def kl(
     *,
     estimator: Literal["k1", "k2", "k3"],
 ) -> Float[Array, "B T"]:
-    """An estimate of KL(π_θ ‖ π_ref) from every token, 0 outside the mask; the gradient goes to `logprobs` alone.
+    """Returns a per-token estimate of KL(π_θ ‖ π_ref), 0 outside the mask; only `logprobs` receives a gradient.
 
     x = log π_ref − log π_θ: k1 = −x, unbiased; k2 = x²/2, whose gradient is unbiased; k3 = e^x − x − 1, unbiased and
     never negative, x clamped to ±20. http://joschu.net/blog/kl-approx.html
 
-    Raises UserError for another `estimator`, ValueError for shapes that do not fit.
+    Raises UserError for an unknown `estimator`, ValueError for mismatched shapes.
     """
     check_choice(("k1", "k2", "k3"), estimator=estimator)
     check_tokens(logprobs=logprobs, reference_logprobs=reference_logprobs, mask=mask)
@@ -35,7 +35,7 @@ def kl(
     if estimator == "k2":
         return x**2 / 2
     x = jnp.clip(x, -20.0, 20.0)
-    return jnp.expm1(x) - x  # not exp(x) − 1: for a small x that cancels
+    return jnp.expm1(x) - x  # not exp(x) − 1, which cancels for small x
 
 
 def value_loss(
@@ -46,19 +46,19 @@ def value_loss(
     *,
     clip: float,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """The critic's clipped loss at every token, 0 outside the mask, and where the clip cut its gradient.
+    """Returns the critic's clipped loss per token, 0 outside the mask, and a mask of where the clip gated its gradient.
 
-    loss = ½·max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²), c = `clip`, as the PPO paper's code has it.
+    loss = ½·max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²), c = `clip`, as in the PPO paper's code.
     https://arxiv.org/abs/1707.06347
 
     R = Â + V_old are the returns; they and `old_values` are constants. Raises UserError for `clip` not above 0,
-    ValueError for shapes that do not fit.
+    ValueError for mismatched shapes.
     """
-    check_positive("it is how far a value may move, 0.2 is usual", clip=clip)
+    check_positive("it bounds how far a value may move, usually 0.2", clip=clip)
     check_tokens(values=values, old_values=old_values, returns=returns, mask=mask)
     error = jnp.where(mask, widen(values) - jax.lax.stop_gradient(returns), 0.0)
-    moved = jnp.where(mask, widen(values) - old_values, 0.0)
-    # Not from old_values: within the clip nothing is added, so that rounding cuts no gradient there.
-    held = jax.lax.stop_gradient(error + (jnp.clip(moved, -clip, clip) - moved))
-    cut = jnp.abs(held) > jnp.abs(error)
-    return jnp.where(cut, held, error) ** 2 / 2, cut
+    change = jnp.where(mask, widen(values) - old_values, 0.0)
+    # Not computed from old_values: inside the clip range exactly 0 is added, so rounding cannot gate a gradient there.
+    clipped_error = jax.lax.stop_gradient(error + (jnp.clip(change, -clip, clip) - change))
+    cut = jnp.abs(clipped_error) > jnp.abs(error)
+    return jnp.where(cut, clipped_error, error) ** 2 / 2, cut

@@ -1,4 +1,4 @@
-"""Compiles a program for a machine that is not there, and keeps what came of it: its text, and the memory it takes."""
+"""Ahead-of-time compilation for hardware that is not attached, with a cache of HLO texts and memory use."""
 
 import dataclasses
 import gzip
@@ -16,38 +16,40 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Memory that is in use when most of it is."""
+    """Buffer that is live at peak memory."""
 
     name: str
-    """Of the operation that makes it."""
+    """Name of the operation that produces it."""
     element: int | None
-    """Which of its results; None where there is one."""
+    """Index into the operation's tuple of results; None if it has a single result."""
     bytes: int
+    """Size in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program on one device."""
+    """Result of compiling a program, for one device."""
 
     text: str
-    """The optimized module; where it does not fit, as far as the compiler came with it."""
+    """Optimized HLO; if the program does not fit, as dumped before buffer assignment."""
     peak_bytes: int
-    """The most memory at any time, or, where that does not fit, all that is needed."""
+    """Peak memory in bytes; if the program does not fit, the bytes that it needs."""
     host_bytes: int
-    """Of the host's memory."""
+    """Host memory in bytes."""
     fits: bool
+    """True if the program fits the device's memory."""
     live: tuple[Buffer, ...]
-    """What is in memory at the peak, the largest first; empty where the compiler does not tell."""
+    """Buffers live at the peak, largest first; empty if the compiler does not report them."""
     complaint: str
-    """Of a compiler that the program did not fit; else empty."""
+    """Compiler's out-of-memory message; empty if the program fits."""
     seconds: float
-    """That compiling took, when it was done."""
+    """Seconds that the original compilation took."""
 
 
 def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Compiled:
-    """Compiles, or finds in the cache what was compiled before.
+    """Compiles a program, or returns the cached result of compiling it before.
 
-    Kept under a digest of the program's text and of `key`, which says for what and by whom it is compiled.
+    Cache entries are named by a digest of the lowered text and of `key`, which identifies target and compiler.
     """
     digest = hashlib.sha256(f"{key}\n{lowered.as_text()}".encode()).hexdigest()[:32]
     facts, text = cache / f"{digest}.json", cache / f"{digest}.hlo.gz"
@@ -55,19 +57,19 @@ def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Comp
         found = json.loads(facts.read_text())
         live = tuple(Buffer(*buffer) for buffer in found.pop("live"))
         return Compiled(text=gzip.decompress(text.read_bytes()).decode(), live=live, **found)
-    made = _compile(lowered)
+    compiled = _compile(lowered)
     cache.mkdir(parents=True, exist_ok=True)
-    text.write_bytes(gzip.compress(made.text.encode()))
-    known = dataclasses.asdict(made) | {"live": [dataclasses.astuple(buffer) for buffer in made.live]}
+    text.write_bytes(gzip.compress(compiled.text.encode()))
+    known = dataclasses.asdict(compiled) | {"live": [dataclasses.astuple(buffer) for buffer in compiled.live]}
     del known["text"]
     part = facts.with_suffix(".part")
     part.write_text(json.dumps(known))
     part.rename(facts)
-    return made
+    return compiled
 
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options: Mapping[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         complaint, compiled = "", None
@@ -77,25 +79,25 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
             complaint = str(error)
             if "RESOURCE_EXHAUSTED" not in complaint:
                 raise
-        seconds = time.perf_counter() - begun
-        live = _live(_largest(folder, "*live-range.txt"))
-        left = _largest(folder, "*after_optimizations_before_buffer_assignment.txt")
+        seconds = time.perf_counter() - started
+        live = _live_buffers(_largest_dump(folder, "*live-range.txt"))
+        left = _largest_dump(folder, "*after_optimizations_before_buffer_assignment.txt")
     if compiled is None:
-        return Compiled(left, _needed(complaint, live), 0, False, live, complaint, seconds)
+        return Compiled(left, _required_bytes(complaint, live), 0, False, live, complaint, seconds)
     memory = compiled.memory_analysis()
     assert memory is not None
     host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
     return Compiled(compiled.as_text() or "", memory.peak_memory_in_bytes, host, True, live, "", seconds)
 
 
-def _largest(folder: str, pattern: str) -> str:
-    """The text of the largest such file: that of the program itself, and not of some small part; empty without any."""
+def _largest_dump(folder: str, pattern: str) -> str:
+    """Text of the largest matching file, which is the program's own and not a helper's; empty without a match."""
     files = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
     return files[-1].read_text() if files else ""
 
 
-def _live(report: str) -> tuple[Buffer, ...]:
-    """The buffers of a report's peak."""
+def _live_buffers(report: str) -> tuple[Buffer, ...]:
+    """Parses the buffers at the peak from the compiler's live-range report, largest first."""
     _, _, peak = report.partition("(peak):\n")
     found = []
     for line in peak.splitlines():
@@ -106,8 +108,8 @@ def _live(report: str) -> tuple[Buffer, ...]:
     return tuple(sorted(found, key=lambda buffer: -buffer.bytes))
 
 
-def _needed(complaint: str, live: tuple[Buffer, ...]) -> int:
-    """Bytes that a program asked for which did not fit, by the compiler's message or the buffers it tells of."""
+def _required_bytes(complaint: str, live: tuple[Buffer, ...]) -> int:
+    """Bytes needed by a program that did not fit: the larger of the compiler's figure and the sum of live buffers."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    said = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
-    return max(int(float(said[1]) * units[said[2]]) if said else 0, sum(buffer.bytes for buffer in live))
+    match = re.search(r"total memory required[^\d]*([\d.]+)\s*([KMGT])", complaint)
+    return max(int(float(match[1]) * units[match[2]]) if match else 0, sum(buffer.bytes for buffer in live))

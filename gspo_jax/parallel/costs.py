@@ -1,12 +1,12 @@
-"""What one device of a compiled program does: flops, bytes of memory, collectives, each loop as often as it turns.
+"""Per-device costs of a compiled program: flops, memory traffic and collectives, with loop bodies times trip counts.
 
-XLA's own `cost_analysis()` counts the body of a loop once. This walks the compiled text instead, from the entry down,
-through fusions, calls and loops. Nothing is run; what is counted is what the text says:
+XLA's own `cost_analysis()` counts the body of a loop once. This module walks the compiled text from the entry down,
+through fusions, calls and loops, instead. Nothing is run; the counts follow the text:
 
-* flops of matrix products, and of Pallas kernels that estimate their own;
-* bytes between main memory and an operation: all it reads and writes there, of slices the slice alone;
-* bytes that a device sends for collectives, as the usual ring algorithms do;
-* how long it takes in the order of the text, with collectives that go on beside other work (`Program.elapsed`).
+* flops of matmuls and convolutions, and of Pallas kernels that carry a cost estimate;
+* bytes that operations read from and write to main memory; of slices only the slice counts;
+* bytes that a device sends for collectives, assuming the usual ring algorithms;
+* time in the order of the text, with asynchronous collectives overlapping other work (`Program.elapsed`).
 """
 
 import dataclasses
@@ -18,84 +18,90 @@ from typing import NamedTuple
 
 from gspo_jax.parallel.hlo import COLLECTIVES, Array, Module, Operation, Run
 
-_FREE = {
+_NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
     *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"),
     "conditional",
 }
-"""Operations that move nothing themselves."""
+"""Opcodes that cause no memory traffic themselves."""
 
 _CHAIN_START, _CHAIN_END = "async-collective-start", "async-collective-done"
-"""What the names of fusions begin with that begin and end a collective of many steps."""
+"""Name prefixes of the fusions that start and finish a collective done in many steps."""
 
 
 class Traffic(NamedTuple):
-    """One collective."""
+    """Traffic of one collective."""
 
     kind: str
+    """Opcode, such as all-gather."""
     group: int
-    """Devices that take part in it together."""
+    """Number of devices per replica group."""
     bytes: float
-    """That a device sends."""
+    """Bytes that one device sends."""
     scope: str
+    """Scope in the source program (HLO's op_name)."""
 
 
 class Cost(NamedTuple):
-    """What a device does for one operation."""
+    """Per-device cost of one operation."""
 
     times: float
-    """How often it does that."""
+    """Number of executions."""
     flops: float
+    """Flops of one execution."""
     bytes: float
-    """To and from main memory."""
+    """Bytes to and from main memory of one execution."""
     host_bytes: float
+    """Bytes to and from host memory of one execution."""
     operation: str
-    """Its opcode and name."""
+    """Opcode and name."""
     scope: str
+    """Scope in the source program (HLO's op_name)."""
 
 
 class Rates(NamedTuple):
-    """Of a device: what its operations are bound by."""
+    """Throughput limits of a device."""
 
     flops: float
-    """Per second."""
+    """Flops per second."""
     bandwidth: float
-    """Bytes per second to and from main memory."""
+    """Main-memory bytes per second."""
     links: float
-    """Bytes per second that it sends."""
+    """Bytes per second that the device can send."""
     kernel: float = 0.0
-    """Seconds of a run of each Pallas kernel that estimates nothing."""
+    """Seconds charged per run of a Pallas kernel without a cost estimate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of a program, or of one turn of a loop in it."""
+    """Costs of a program, or of one iteration of a loop in it."""
 
     operations: tuple[Cost, ...]
+    """Operations with flops or memory traffic."""
     collectives: tuple[tuple[float, Traffic], ...]
-    """With how often."""
+    """Pairs of execution count and collective."""
     kernels: Mapping[str, float]
-    """Pallas kernels that do not estimate their flops, by name, and how often they run."""
+    """Execution counts of Pallas kernels without a cost estimate, by name."""
     unknown: tuple[str, ...]
-    """Loops whose turns the text does not tell; they are counted as one."""
+    """Loops of unknown trip count, which are counted as one iteration."""
 
     @property
     def flops(self) -> float:
-        """Of matrix products and kernels."""
+        """Flops of matmuls and Pallas kernels."""
         return sum(c.times * c.flops for c in self.operations)
 
     @property
     def bytes(self) -> float:
-        """To and from main memory."""
+        """Bytes to and from main memory."""
         return sum(c.times * c.bytes for c in self.operations)
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends to others."""
+        """Bytes that one device sends in collectives."""
         return sum(times * traffic.bytes for times, traffic in self.collectives)
 
     def by_group(self) -> dict[tuple[str, int], tuple[float, float, str]]:
-        """Of each kind and size of group: how many there are, the bytes that they send, and who sends the most."""
+        """Maps (kind, group size) to count, bytes sent and top sending scope of its collectives; most bytes first."""
         groups: dict[tuple[str, int], list[tuple[float, Traffic]]] = {}
         for times, traffic in self.collectives:
             groups.setdefault((traffic.kind, traffic.group), []).append((times, traffic))
@@ -109,16 +115,16 @@ class Costs:
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def seconds(self, rates: Rates) -> float:
-        """Σ max(flops / peak, bytes / bandwidth) over the operations, one after the other, without what they send."""
+        """Roofline time Σ max(flops / peak, bytes / bandwidth) of the operations in sequence, excluding collectives."""
         bounds = sum(c.times * max(c.flops / rates.flops, c.bytes / rates.bandwidth) for c in self.operations)
         return bounds + rates.kernel * sum(self.kernels.values())
 
 
 class Program(Module):
-    """A compiled program whose operations are costed.
+    """Compiled program with a cost model.
 
-    `filled` says of kernels, by what their names begin with, how much of the rows that they estimate their flops for
-    there are: of buffers that have room for the worst case.
+    `filled` maps name prefixes of kernels to the used fraction of the rows in their cost estimate, for kernels whose
+    buffers are sized for the worst case.
     """
 
     def __init__(self, text: str, *, filled: Mapping[str, float] | None = None):
@@ -126,16 +132,19 @@ class Program(Module):
         self.filled = filled or {}
 
     def costs(self) -> Costs:
-        """Of the program, run once."""
-        return self._of(self.entry, {})
+        """Returns the costs of one run of the program."""
+        return self._costs_of(self.entry, {})
 
     def loop(self) -> Costs | None:
-        """Of one turn of the most expensive loop whose turns the text does not tell; None where all are known."""
-        turns = [self._of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
+        """Returns the costs of one iteration of the most expensive loop of unknown trip count; None if all are known.
+
+        Most expensive means the most memory traffic per iteration.
+        """
+        turns = [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
         return max(turns, key=lambda costs: costs.bytes, default=None)
 
     def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Run]:
-        """The loops whose turns the text does not tell, but for those inside of one."""
+        """Yields the outermost loops of unknown trip count."""
         for operation in self.computations[computation].values():
             for run in self.runs(computation, operation, state):
                 if run.known:
@@ -143,32 +152,33 @@ class Program(Module):
                 else:
                     yield run
 
-    def _of(self, computation: str, state: Mapping[int, int]) -> Costs:
-        found = _Walk(self)
+    def _costs_of(self, computation: str, state: Mapping[int, int]) -> Costs:
+        found = _CostCollector(self)
         found.walk(computation, 1.0, state)
         return found.costs()
 
     def elapsed(self, rates: Rates) -> float:
-        """Seconds of the program at these rates, if what it sends goes over one line while it does what is next.
+        """Returns the seconds that the program takes at these rates if collectives overlap with computation.
 
-        Operations are done in the order of the text, which is the compiler's schedule. A collective that begins and
-        ends apart holds nobody up but who asks for its end before it is there, and those behind it on the line.
+        Operations run in the order of the text, which is the compiler's schedule. All collectives share one link, one
+        after the other. An asynchronous collective delays only an operation that waits for its end before it is done,
+        and the collectives queued behind it on the link.
         """
         return self._elapsed(self.entry, {}, rates)
 
     def _elapsed(self, computation: str, state: Mapping[int, int], rates: Rates) -> float:
         now = free = 0.0
-        ends: dict[str, float] = {}  # of what is under way, by the operation or the chain that began it
+        ends: dict[str, float] = {}  # end times of collectives in flight, by the operation or chain that started them
 
-        def send(work: _Walk) -> float:
+        def send(work: _CostCollector) -> float:
             nonlocal free
             free = max(now, free) + sum(times * t.bytes for times, t in work.collectives) / rates.links
             return free
 
         for operation in self.computations[computation].values():
-            opcode, work = operation.opcode, _Walk(self)
+            opcode, work = operation.opcode, _CostCollector(self)
             if opcode in ("call-start", "call-update"):
-                given = operation.operands  # a start may have none, and gets them by an update
+                given = operation.operands  # a call-start may have none and receive them through a call-update
                 begun = self.find(given[0]) if opcode == "call-update" else operation
                 for run in self.runs(computation, begun, {}) if given and begun is not None else ():
                     work.walk(run.computation, run.times, run.state)
@@ -192,7 +202,7 @@ class Program(Module):
         return now
 
     def product_flops(self, computation: str, operation: Operation) -> float:
-        """Of a `dot` or `convolution`, and of those inside a fusion."""
+        """Flops of a `dot` or `convolution`, or of all those inside a fusion or call."""
         if operation.opcode in ("fusion", "call"):
             return sum(
                 self.product_flops(called, o) for called in operation.calls for o in self.computations[called].values()
@@ -207,15 +217,15 @@ class Program(Module):
         return _convolution_flops(operation, left, right, out)
 
     def traffic(self, computation: str, operation: Operation) -> Traffic | None:
-        """What a collective sends; None for any other operation, and for the end of an asynchronous one."""
+        """Traffic of a collective; None for other operations and for the -done half of an asynchronous collective."""
         kind = operation.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             return None
         given = [a for o in operation.operands for a in self.arrays(computation, o)]
         if computation.startswith("all-reduce-scatter") and kind == "all-reduce":
-            kind = "reduce-scatter"  # how the TPU's compiler prints one
+            kind = "reduce-scatter"  # the TPU compiler's notation for one
         size = sum(a.bytes for a in given)
-        if kind == "ragged-all-to-all":  # the most that it can be: the smaller buffer
+        if kind == "ragged-all-to-all":  # upper bound: the smaller buffer
             size = min(a.bytes for a in given[:2])
         group = _group_size(operation)
         others = (group - 1) / max(group, 1)
@@ -228,23 +238,27 @@ class Program(Module):
         return Traffic(kind, group, sent, operation.scope)
 
     def moved(self, computation: str, operation: Operation, space: int = 0) -> float:
-        """Bytes that an operation reads from and writes to a memory."""
+        """Bytes that an operation reads from and writes to a memory space (0: main memory, 5: host memory)."""
 
         def size(arrays: Sequence[Array]) -> float:
             return sum(a.bytes for a in arrays if a.space == space)
 
         opcode, out = operation.opcode, size(operation.arrays)
         given = [size(self.arrays(computation, o)) for o in operation.operands]
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        if opcode in _NO_TRAFFIC or opcode.endswith(("-done", "-update")):
             return 0.0
         if opcode == "copy-start":
             return size(operation.arrays[:2])
-        if opcode in ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start"):  # between memories mostly
+        if opcode in (
+            "slice-start",
+            "dynamic-slice-start",
+            "dynamic-update-slice-start",
+        ):  # mostly between memory spaces
             whole, part = operation.arrays[0], operation.arrays[1 if "update" in opcode else -2]
             return part.bytes * ((whole.space == space) + (part.space == space))
         if opcode == "custom-call" and not _is_kernel(operation):
             return 0.0
-        if opcode.endswith("-start"):  # what it makes is named beside what it reads
+        if opcode.endswith("-start"):  # its result tuple lists inputs and outputs
             return out
         if opcode in ("slice", "dynamic-slice", "gather"):
             return 2 * out
@@ -254,7 +268,9 @@ class Program(Module):
             return 2 * given[-1]
         if opcode == "fusion":
             called = operation.calls[0]
-            if chain := self.chained(operation):  # what it sends and gets goes by in every step, and is counted once
+            if chain := self.chained(
+                operation
+            ):  # the collective's buffers pass through every step and are counted once, in `count`
                 own = {(a.dtype, a.dims) for o in chain[1].operands for a in self.arrays(called, o)}
                 own |= {(a.dtype, a.dims) for a in chain[1].arrays}
                 touched = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
@@ -265,7 +281,7 @@ class Program(Module):
         return out + sum(given)
 
     def _read(self, computation: str, source: Operation) -> float:
-        """Bytes of a value that its users in a fused computation look at."""
+        """Bytes of a value that its users in a fused computation read; infinite if a user may read all of it."""
         total = 0.0
         for user in self.computations[computation].values():
             if source.name not in user.operands:
@@ -285,7 +301,7 @@ class Program(Module):
         return math.inf if source.root else total
 
     def _written(self, computation: str, value: Operation) -> float:
-        """Bytes of a fused computation's result that are new."""
+        """Bytes of a fused computation's result that are newly written rather than updated in place."""
         inside = self.computations[computation]
         if value.opcode == "tuple":
             return sum(self._written(computation, inside[o]) for o in value.operands)
@@ -300,8 +316,8 @@ class Program(Module):
         return sum(a.bytes for a in value.arrays)
 
 
-class _Walk:
-    """Collects costs from a computation down."""
+class _CostCollector:
+    """Accumulator of costs over a computation and everything that it runs."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -311,12 +327,12 @@ class _Walk:
         self.unknown: list[str] = []
 
     def costs(self) -> Costs:
-        """What has been counted."""
+        """Returns the costs collected so far."""
         unknown = tuple(dict.fromkeys(self.unknown))
         return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown)
 
     def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
-        """Counts all that a computation does, `times` times."""
+        """Adds the costs of a computation that runs `times` times."""
         for operation in self.program.computations[computation].values():
             runs = self.program.runs(computation, operation, state)
             for run in runs:
@@ -327,7 +343,7 @@ class _Walk:
                 self.count(computation, operation, times)
 
     def count(self, computation: str, operation: Operation, times: float) -> None:
-        """One operation that is no loop."""
+        """Adds the costs of an operation that runs no other computation."""
         program, chain = self.program, self.program.chained(operation)
         begins = chain is None or operation.name.startswith(_CHAIN_START)
         if traffic := program.traffic(computation, operation):
@@ -348,7 +364,7 @@ class _Walk:
             self.operations.append(Cost(times, flops, moved, host, where, operation.scope))
 
     def kernel(self, operation: Operation, times: float, moved: float) -> tuple[float, float]:
-        """Flops and bytes of a Pallas kernel as it estimates them, else none and those of its arguments."""
+        """Returns flops and bytes from a Pallas kernel's cost estimate; without one, 0 flops and `moved` bytes."""
         flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
         if flops is None or moves is None:
             self.kernels[re.sub(r"[.\d]+$", "", operation.name)] += times  # pyright: ignore[reportArgumentType]
@@ -362,7 +378,7 @@ def _is_kernel(operation: Operation) -> bool:
 
 
 def _group_size(operation: Operation) -> int:
-    """How many devices a collective joins: the text lists groups, or says how a mesh is cut into them."""
+    """Number of devices per replica group; the text gives explicit groups, iota groups or mesh axes."""
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", operation.attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
         axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
@@ -377,9 +393,10 @@ def _group_size(operation: Operation) -> int:
 def _convolution_flops(
     operation: Operation, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]
 ) -> float:
-    """2 × outputs × what each adds up; of a window only the places that lie on the input, not on its padding.
+    """Flops of a convolution: 2 × outputs × contraction size, counting only window positions on the input, not padding.
 
-    The TPU's compiler writes batched products so: with a dimension of heads as a window of which one place counts.
+    The TPU compiler emits batched matmuls as convolutions, with the head dimension as a window of which only one
+    position counts.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
     assert labels, operation.attributes[:200]
@@ -395,13 +412,13 @@ def _convolution_flops(
     for place, digit in enumerate(spatial):
         size, outputs = left[image.index(digit)], out[result.index(digit)]
         low = int(setting("pad", place, "0_0").split("_")[0])
-        stride, spread = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
-        hollow = int(setting("lhs_dilate", place, "1"))
-        taps, reach = right[kernel.index(digit)], (size - 1) * hollow + 1
+        stride, kernel_dilation = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
+        input_dilation = int(setting("lhs_dilate", place, "1"))
+        taps, reach = right[kernel.index(digit)], (size - 1) * input_dilation + 1
         total *= sum(
             1
             for o in range(outputs)
             for w in range(taps)
-            if 0 <= (at := o * stride + w * spread - low) < reach and at % hollow == 0
+            if 0 <= (at := o * stride + w * kernel_dilation - low) < reach and at % input_dilation == 0
         )
     return total

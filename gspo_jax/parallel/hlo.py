@@ -1,6 +1,6 @@
-"""The text of a compiled program (`compiled.as_text()`), taken apart: what runs what, and how often.
+"""Parser for the text of a compiled program (`compiled.as_text()`): its operations, what runs what, and how often.
 
-What a program costs is told by `costs.py` from this.
+`costs.py` derives a program's costs from it.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
-"""Of the types whose names do not end in their number of bits."""
+"""Bits per element of the types whose names do not state them."""
 
 COLLECTIVES = (
     "all-gather",
@@ -23,30 +23,32 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-MOST = r"at_most_(\d+)"
-"""How `at_most` names a scope."""
+AT_MOST = r"at_most_(\d+)"
+"""Pattern of the scope names made by `at_most`."""
 
 
 def at_most(trips: int) -> str:
-    """The name of a scope (`jax.named_scope`) for a loop whose trips depend on data: how many there may be."""
+    """Scope name (`jax.named_scope`) that declares the maximum trip count of a loop whose trips depend on data."""
     return f"at_most_{trips}"
 
 
 RARELY = "rarely"
-"""The name of a scope for a branch that is not counted: there for a case that hardly ever comes."""
+"""Scope name of a branch that is taken so rarely that costs ignore it."""
 
 
 class Array(NamedTuple):
-    """The type of an array in compiled text."""
+    """Array type in compiled text."""
 
     dtype: str
+    """HLO element type, such as bf16."""
     dims: tuple[int, ...]
+    """Dimensions."""
     space: int
-    """Where it lies: 0 is the main memory of the device, 5 that of its host; others are on the chip."""
+    """Memory space: 0 is the device's main memory, 5 the host's; others are on-chip."""
 
     @property
     def bytes(self) -> float:
-        """Without padding."""
+        """Size in bytes, without padding."""
         bits = _BITS.get(self.dtype)
         if bits is None:
             number = re.search(r"\d+", self.dtype)  # as in bf16, f8e4m3fn, s4
@@ -56,20 +58,24 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction."""
+    """HLO instruction."""
 
     name: str
+    """Name, without the leading %."""
     opcode: str
+    """Opcode, such as dot or fusion."""
     type: str
+    """Text of the result type."""
     arguments: str
-    """What stands between its parentheses."""
+    """Text between the parentheses after the opcode."""
     attributes: str
-    """What stands after them."""
+    """Text after these parentheses."""
     root: bool
+    """True if the instruction is its computation's result."""
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What it makes: one, or those of a tuple, flat."""
+        """Types of the results: one, or the flattened elements of a tuple."""
         return tuple(
             Array(dtype, tuple(int(d) for d in dims.split(",") if d), int(space or 0))
             for dtype, dims, space in re.findall(r"([a-z]\w*)\[([\d,]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?", self.type)
@@ -77,22 +83,22 @@ class Operation:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names."""
+        """Names of the operands."""
         return tuple(re.findall(r"%([\w.\-~]+)", self.arguments))
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern that is found in its attributes."""
+        """Returns the first group of a pattern's first match in the attributes; None without a match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
     @property
     def scope(self) -> str:
-        """Where in the program it comes from."""
+        """Scope in the source program (op_name); empty if unknown."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
     def calls(self) -> list[str]:
-        """The computations that it is made of: not a loop's, nor those that say how to reduce two numbers."""
+        """Names of called computations, excluding loop bodies and conditions and the combiners of reductions."""
         names = re.findall(
             r"(?:calls|called_computation|true_computation|false_computation)=%([\w.\-~]+)", self.attributes
         )
@@ -106,18 +112,20 @@ Computation = dict[str, Operation]
 
 
 class Run(NamedTuple):
-    """A computation that an operation runs."""
+    """Computation run by an operation."""
 
     computation: str
+    """Name of the computation."""
     times: float
-    """1 where that is not known."""
+    """Number of runs; 1 if unknown."""
     known: bool
+    """True if the number of runs is known."""
     state: Mapping[int, int]
-    """What is constant in a loop's state, by place."""
+    """Constant elements of a loop's state, by tuple index."""
 
 
 class Module:
-    """A compiled program's text, taken apart."""
+    """Parsed text of a compiled program."""
 
     def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
@@ -132,27 +140,30 @@ class Module:
                 current[operation.name] = operation
 
     def find(self, name: str) -> Operation | None:
-        """The operation of that name, in whatever computation; None if there is none."""
+        """Returns the operation of that name in any computation; None if none has it."""
         return self._by_name.get(name)
 
     @cached_property
     def _by_name(self) -> dict[str, Operation]:
-        # The entry comes last: its parameters have the names that memory is reported by.
+        # The entry comes last, so that its operations win name clashes: the memory report uses its parameters' names.
         entry = self.computations.pop(self.entry, {})
         self.computations[self.entry] = entry
         return {name: operation for inside in self.computations.values() for name, operation in inside.items()}
 
     def root(self, computation: str) -> Operation:
-        """What a computation returns."""
+        """Returns the root operation of a computation."""
         return next(o for o in self.computations[computation].values() if o.root)
 
     def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
-        """The types of a value."""
+        """Returns the types of a value; empty if the computation does not define it."""
         operation = self.computations[computation].get(name)
         return operation.arrays if operation is not None else ()
 
     def chained(self, operation: Operation) -> tuple[str, Operation] | None:
-        """Of a fusion that is a step of a collective done in many, between others' work: which, and the collective."""
+        """Returns chain id and operation of the collective that a fusion does one step of; None for other operations.
+
+        Such a collective is done in many steps, with other work scheduled in between.
+        """
         for called in operation.calls if operation.opcode == "fusion" else ():
             for inner in self.computations[called].values():
                 if inner.opcode in COLLECTIVES and (chain := inner.attribute(r'chain_id="(\d+)"')):
@@ -160,9 +171,10 @@ class Module:
         return None
 
     def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
-        """What a loop, a branch or a call runs, in a computation with that state; nothing for any other operation.
+        """Returns what a loop, conditional or call runs, given the constants of the enclosing loop's state.
 
-        Of branches each runs as often as any other, and those of the scope `RARELY` do not.
+        All branches of a conditional count as equally likely, except those in the scope `RARELY`, which never run.
+        Other operations run nothing.
         """
         if operation.opcode == "while":
             trips, inner = self._trips(computation, operation, state)
@@ -177,15 +189,16 @@ class Module:
         return []
 
     def _rare(self, computation: str) -> bool:
-        """Whether it is a branch of the scope `RARELY`."""
+        """Return whether a computation is a branch in the scope `RARELY`."""
         return any(RARELY in operation.scope.split("/") for operation in self.computations[computation].values())
 
     def _trips(
         self, computation: str, loop: Operation, state: Mapping[int, int]
     ) -> tuple[int | None, Mapping[int, int]]:
-        """How often a loop turns, and what is constant in its state.
+        """Returns a loop's trip count, None if unknown, and the constant elements of its state.
 
-        A loop that counts up to a constant is told by its condition, one whose turns depend on data by its scope.
+        For a loop that counts up to a constant the trip count follows from its condition; for a loop whose trips depend
+        on data it is the maximum declared by its scope (`at_most`).
         """
         body, condition = loop.attribute(r"body=%([\w.\-~]+)"), loop.attribute(r"condition=%([\w.\-~]+)")
         assert body and condition
@@ -206,19 +219,19 @@ class Module:
         bound = self._bound(condition, fixed)
         if bound is not None and bound[0] in constants and steps.get(bound[0], 0) > 0:
             return max(0, -(-(bound[1] - constants[bound[0]]) // steps[bound[0]])), fixed
-        most = re.findall(MOST, loop.scope)
-        return (int(most[-1]) if most else None), fixed
+        trips = re.findall(AT_MOST, loop.scope)
+        return (int(trips[-1]) if trips else None), fixed
 
     def _bound(self, condition: str, fixed: Mapping[int, int]) -> tuple[int, int] | None:
-        """The counter that the condition compares, by its place in the state, and the number it stays below."""
+        """Returns the counter's state index and its exclusive upper bound in a loop's condition; None if unknown."""
 
-        def compared(
+        def compare(
             computation: str, arguments: Sequence[tuple[int | None, int] | None] | None
         ) -> tuple[int, int] | None:
             root = self.root(computation)
             if root.opcode in ("fusion", "call"):
                 given = [self._linear(computation, o, fixed, arguments) for o in root.operands]
-                return compared(root.calls[0], given)
+                return compare(root.calls[0], given)
             if root.opcode != "compare" or root.attribute(r"direction=(\w+)") != "LT":
                 return None
             left, right = (self._linear(computation, o, fixed, arguments) for o in root.operands)
@@ -226,7 +239,7 @@ class Module:
                 return None
             return left[0], right[1] - left[1]
 
-        return compared(condition, None)
+        return compare(condition, None)
 
     def _linear(
         self,
@@ -235,7 +248,7 @@ class Module:
         state: Mapping[int, int],
         arguments: Sequence[tuple[int | None, int] | None] | None = None,
     ) -> tuple[int | None, int] | None:
-        """A value as (i, c), element i of the loop's state plus c, or (None, c), c alone; None if it is neither."""
+        """Returns a value as (i, c), state element i plus c, or as (None, c), the constant c; None if it is neither."""
         operation = self.computations[computation].get(name)
         if operation is None:
             return None
@@ -268,7 +281,7 @@ class Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Instructions and heads of computations, each in one line; long constants come in several."""
+    """Yields instructions and computation headers, one per line; long constants span several lines of the text."""
     begun: list[str] = []
     for line in text.splitlines():
         if re.match(r"\s+(ROOT )?%[\w.\-~]+ = |\}|(ENTRY )?%?[\w.\-~]+ .*->.*\{\s*$|HloModule", line):
@@ -280,7 +293,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _operation(name: str, text: str, root: bool) -> Operation:
-    """Of what stands after the name: TYPE opcode(arguments), attributes."""
+    """Parses the text after an instruction's name: TYPE opcode(arguments), attributes."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     rest = text[end:].lstrip()
     opcode = re.match(r"[\w\-]+", rest)
@@ -290,7 +303,7 @@ def _operation(name: str, text: str, root: bool) -> Operation:
 
 
 def _closing(text: str, start: int) -> int:
-    """Behind the parenthesis that closes the one at `start`."""
+    """Returns the index just past the parenthesis that closes the first one at or after `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1

@@ -1,8 +1,8 @@
-"""Batches between the memory of the processes and the devices of the mesh.
+"""Transfer of batches between the host memory of the processes and the devices of the mesh.
 
-A host array that leads with rows is the whole batch, in the same order on every process; on the devices each row lies
-once (see `mesh.rows_sharding`). So what picks and orders rows is written once, and does the same for any number of
-processes. What takes time for each row on the host, such as its reward, is done by one process: the row's own.
+On hosts, an array with leading dimension rows is the whole batch, in the same order on every process; on devices the
+rows are sharded (see `mesh.rows_sharding`). Code that selects and orders rows is therefore the same for any number of
+processes. Costly per-row host work, such as rewards, is done by one process only: the one that owns the row.
 """
 
 from typing import Any, TypeVar
@@ -18,25 +18,25 @@ from gspo_jax.parallel.mesh import AXES, BATCH_AXES, rows_sharding
 Tree = TypeVar("Tree")
 
 _BLOCK = 2**28
-"""Bytes of an array on its way to all processes that every device holds at a time."""
+"""Maximum bytes of an array that each device holds at a time while the array is all-gathered to the hosts."""
 
 
 def to_rows(mesh: Mesh, tree: Tree) -> Tree:
-    """Spreads the rows of whole host arrays over the batch axes; every process gives its devices theirs."""
+    """Shards the rows of whole host arrays over the batch axes; each process feeds its own devices."""
     place = rows_sharding(mesh)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda rows: x[rows]), tree)
 
 
 def everywhere(tree: Any) -> Any:
-    """Host copies of whole arrays, on every process, in the same tree."""
-    return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_everywhere, tree)
+    """All-gathers device arrays: returns the same tree of whole host arrays on every process."""
+    return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_allgather, tree)
 
 
-def _everywhere(x: jax.Array) -> np.ndarray:
+def _allgather(x: jax.Array) -> np.ndarray:
     blocks = -(-x.nbytes // _BLOCK)
     if x.ndim < 2 or blocks < 2:
         return multihost_utils.process_allgather(x, tiled=True)
-    width = -(-x.shape[1] // blocks)  # the second dimension is whole on every device: cutting it moves nothing
+    width = -(-x.shape[1] // blocks)  # the second dimension is unsharded, so slicing it moves no data
     starts = [min(start, x.shape[1] - width) for start in range(0, x.shape[1], width)]
     found = np.empty(x.shape, x.dtype)
     for start in starts:
@@ -46,9 +46,10 @@ def _everywhere(x: jax.Array) -> np.ndarray:
 
 
 def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
-    """The rows of a batch of `count` that are this process's own, ascending; every row is one process's.
+    """Returns the row indices, ascending, that this process owns in a batch of `count`; each row has one owner.
 
-    They lie on its devices. Of processes that hold the same rows, split over `tensor` alone, the first owns them.
+    A process owns rows that live on its devices. If several processes hold the same rows, because `tensor` spans them,
+    the first of them along `tensor` owns the rows.
     """
     assert AXES[-1] == "tensor"
     rows_of: Any = rows_sharding(mesh).devices_indices_map((count,))
@@ -58,23 +59,23 @@ def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
 
 
 def own(mesh: Mesh, tree: Any) -> Any:
-    """Host copies of this process's own rows of arrays that lead with rows, in the same tree."""
+    """Returns the same tree with host copies of the rows that this process owns; rows are the leading dimension."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
-    return jax.tree.map(lambda x: _own(mesh, x), tree)
+    return jax.tree.map(lambda x: _fetch_own_rows(mesh, x), tree)
 
 
-def _own(mesh: Mesh, x: jax.Array) -> np.ndarray:
-    x = jax.device_put(x, rows_sharding(mesh))  # where it is, unless the compiler has split it over `tensor` too
+def _fetch_own_rows(mesh: Mesh, x: jax.Array) -> np.ndarray:
+    x = jax.device_put(x, rows_sharding(mesh))  # a no-op unless the compiler also split it over `tensor`
     rows_of = x.sharding.devices_indices_map(x.shape)
-    held = np.empty(x.shape, x.dtype)
+    found = np.empty(x.shape, x.dtype)
     for shard in x.addressable_shards:
-        held[rows_of[shard.device]] = shard.data
-    return held[own_rows(mesh, len(x))]
+        found[rows_of[shard.device]] = shard.data
+    return found[own_rows(mesh, len(x))]
 
 
 def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
-    """Whole host arrays of `count` rows, on every process, made of each process's own rows."""
+    """Assembles whole host arrays of `count` rows on every process from the rows that each process owns."""
     if jax.process_count() == 1:
         return tree
     rows, spread = own_rows(mesh, count), NamedSharding(mesh, PartitionSpec("tensor", BATCH_AXES))
@@ -83,7 +84,7 @@ def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
         filled = np.zeros((count, *x.shape[1:]), x.dtype)
         filled[rows] = x
         known = np.broadcast_to(filled, (mesh.shape["tensor"], *filled.shape))
-        # A row that several processes hold is known where it is owned: on the first of the tensor axis.
-        return _everywhere(jax.make_array_from_callback(known.shape, spread, lambda index: known[index])[0])
+        # A row held by several processes is correct only on its owner, the first along the tensor axis.
+        return _allgather(jax.make_array_from_callback(known.shape, spread, lambda index: known[index])[0])
 
     return jax.tree.map(whole, tree)

@@ -1,19 +1,19 @@
-"""Flops of a traced program, before any compiler has seen it: what it asks for, each loop as often as it turns."""
+"""Flops of a traced program before compilation, with loop bodies multiplied by their trip counts."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo_jax.parallel.hlo import MOST, RARELY
+from gspo_jax.parallel.hlo import AT_MOST, RARELY
 
 
 def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] | None = None) -> float:
-    """Of all matrix products, and of Pallas kernels that estimate their own, over all devices together.
+    """Flops of all matmuls, and of Pallas kernels with a cost estimate, summed over all devices.
 
-    Inside `jax.shard_map` a product stands for one on each shard, outside for all of it. `devices` is how many shards
-    one product of this jaxpr stands for. A loop whose turns depend on data counts as often as its scope says
-    (`hlo.at_most`), or once. `filled` is that of `costs.Program`.
+    A matmul inside `jax.shard_map` runs once per shard; outside, it is the whole global product. `devices` is the
+    number of shards that each product of this jaxpr counts for. A loop whose trips depend on data counts the maximum
+    declared by its scope (`hlo.at_most`), or one trip. `filled` as in `costs.Program`.
     """
 
     def inside(jaxpr: Any, devices: int = devices) -> float:
@@ -40,7 +40,7 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
             total += max(inside(branch) for branch in parameters["branches"] if not _rare(branch))
         else:
             times = _trips(name, equation)
-            total += times * sum(map(inside, _inside(parameters)))
+            total += times * sum(map(inside, _inner_jaxprs(parameters)))
     return total
 
 
@@ -52,13 +52,13 @@ def _trips(name: str, equation: Any) -> int:
     if name == "scan":
         return equation.params["length"]
     if name == "while":
-        most = re.findall(MOST, str(equation.source_info.name_stack))
-        return int(most[-1]) if most else 1
+        trips = re.findall(AT_MOST, str(equation.source_info.name_stack))
+        return int(trips[-1]) if trips else 1
     return 1
 
 
-def _inside(parameters: dict[str, Any]) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters."""
+def _inner_jaxprs(parameters: dict[str, Any]) -> Iterator[Any]:
+    """Yields the jaxprs among an equation's parameters."""
     for value in parameters.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if hasattr(one, "eqns") or hasattr(one, "jaxpr"):

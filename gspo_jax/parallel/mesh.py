@@ -1,7 +1,7 @@
-"""The device mesh, and the tables from logical to mesh axes.
+"""The device mesh and the rules that map logical axes to mesh axes.
 
-Model code names what an array's axes mean ("batch", "heads", "expert"); the tables below say where they live. Without a
-mesh in scope (`jax.set_mesh`) every constraint is the identity, so the same code runs on one device.
+Model code names the logical axes of an array ("batch", "heads", "expert"); the rules below map them to mesh axes.
+Without a mesh in scope (`jax.set_mesh`) every sharding constraint is the identity, so the same code runs on one device.
 """
 
 import math
@@ -18,7 +18,7 @@ from gspo_jax.types import UserError
 AXES = ("data", "fsdp", "expert", "tensor")
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Rows are spread over all of these: the dispatch brings tokens to experts over `expert`."""
+"""Mesh axes that rows are sharded over, `expert` included: the dispatch brings tokens to their experts over it."""
 
 Tree = TypeVar("Tree")
 
@@ -36,14 +36,14 @@ TRAINER: Rules = {
     "expert": ("expert",),
     "router": (),
 }
-"""The trainer's layout: weights split over fsdp, expert and tensor."""
+"""Trainer layout: weights sharded over fsdp, expert and tensor."""
 
 SAMPLER: Rules = {**TRAINER, "embed": ()}
-"""The sampler's layout: weights whole on every data and fsdp shard, so that no decode step gathers them."""
+"""Sampler layout: weights replicated over data and fsdp, so that decode steps need no weight all-gathers."""
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Returns all divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -51,14 +51,14 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
     """Resolves axis sizes (-1 once means "the rest") against the number of devices.
 
     Raises:
-      UserError: unknown axis, more than one -1, or a product that is not `num_devices`.
+      UserError: an axis is unknown, more than one size is -1, or the product is not `num_devices`.
     """
     if unknown := set(sizes) - set(AXES):
         raise UserError(f"unknown mesh axis {sorted(unknown)[0]!r}; the axes are {', '.join(AXES)}")
     shape = [int(sizes.get(axis, 1)) for axis in AXES]
     named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
     if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
-        raise UserError(f"mesh {named}: sizes are positive, and -1 (the rest) may stand once")
+        raise UserError(f"mesh {named} is invalid; sizes must be positive, with -1 (the rest) at most once")
     known = math.prod(size for size in shape if size != -1)
     if -1 in shape and num_devices % known == 0:
         shape[shape.index(-1)] = num_devices // known
@@ -71,19 +71,19 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor.
+    """Builds a mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor.
 
-    Of several TPU slices each holds whole parts of `data`, and all other axes stay within a slice: only gradients and
-    weights for the sampler go over the network between them.
+    On several TPU slices, `data` spans the slices and all other axes stay within one, so that only gradients and the
+    sampler's weights cross the data-center network between slices.
 
     Raises:
-      UserError: as `mesh_sizes`, or `data` is no multiple of the number of slices.
+      UserError: as `mesh_sizes`, or `data` is not a multiple of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     shape, axis_types = mesh_sizes(sizes, len(devices)), (AxisType.Auto,) * len(AXES)
-    # Other machines than TPUs call every host a slice, and have no such gap between them.
+    # Backends other than TPU report every host as a slice of its own, without slow links between them.
     slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"})
-    # An axis of 8 on 4x4x4 takes one side and half of another.
+    # Split physical axes are needed: an axis of 8 on 4x4x4 takes one side and half of another.
     if slices < 2:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
@@ -94,17 +94,17 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 
 def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """The devices of a mesh, in their order, along axes of other sizes; see `mesh_sizes`."""
+    """Returns a mesh of the same devices in the same order with other axis sizes; see `mesh_sizes`."""
     return Mesh(mesh.devices.reshape(mesh_sizes(sizes, mesh.size)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
-    """Over how many shards the rows of a batch are spread, for resolved axis sizes (such as `mesh.shape`)."""
+    """Returns the number of shards of a batch's rows, for resolved axis sizes (such as `mesh.shape`)."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def shared_rows(rows: int, group_size: int) -> int:
-    """How many adjacent rows of a group share their prompt: those of it that live on one shard of the mesh in scope."""
+    """Returns how many adjacent rows can share one prompt: rows of one group on one shard of the mesh in scope."""
     shards = batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if has_mesh() else 1
     return math.gcd(group_size, rows // shards)
 
@@ -118,24 +118,24 @@ def check_divides(what: str, size: int, by: str, parts: int) -> None:
 
 
 def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
-    """The PartitionSpec of an array whose dimensions have these logical names (None: replicated)."""
+    """Returns the PartitionSpec of an array whose dimensions have these logical axes (None: replicated)."""
     return PartitionSpec(*(rules[axis] or None if axis is not None else None for axis in axes))
 
 
 def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes that a trainer's experts are split over: `fsdp` too where that leaves each shard whole experts.
+    """Returns the mesh axes that shard the trainer's experts, including `fsdp` if each shard then has whole experts.
 
-    Whole experts are gathered as they lie; a slice of every one would have to be laid out anew in each layer. Where
-    experts are too few their kernels are split over `fsdp` as all other matrices are.
+    Whole experts are all-gathered as they lie in memory, whereas slices of every expert would need a relayout in each
+    layer. With too few experts, their kernels are sharded over `fsdp` like all other matrices.
     """
     whole = num_experts % (sizes["expert"] * sizes["fsdp"]) == 0
     return ("expert", "fsdp") if whole else ("expert",)
 
 
 def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
-    """The PartitionSpec of every parameter, from the logical axes it was declared with, in the same tree.
+    """Returns the same tree with each parameter's PartitionSpec, from the logical axes it was declared with.
 
-    `sizes` are those of the mesh's axes; see `expert_axes`.
+    `sizes` are the sizes of the mesh axes; see `expert_axes`.
     """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
@@ -149,46 +149,46 @@ def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
 
 
 def param_shardings(params: Tree, mesh: Mesh, rules: Rules = TRAINER) -> Tree:
-    """The NamedSharding of every parameter (arrays or shapes), in the same tree: fit for `jit` and `device_put`."""
+    """Returns the same tree (of arrays or shapes) with each parameter's NamedSharding, for `jit` and `device_put`."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules, mesh.shape))
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over the batch axes, all else whole."""
+    """Returns the sharding of rows over the batch axes, with all other dimensions unsharded."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Returns the fully replicated sharding."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def has_mesh() -> bool:
-    """Whether a mesh is in scope (`jax.set_mesh`)."""
+    """Return whether a mesh is in scope (`jax.set_mesh`)."""
     return not jax.sharding.get_abstract_mesh().empty
 
 
 def manual_axes() -> frozenset[str]:
-    """The axes of the mesh in scope over which arrays are cut by hand (`jax.shard_map`)."""
+    """Returns the manual axes (`jax.shard_map`) of the mesh in scope."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """What is left of a spec once arrays are cut over these axes."""
+    """Returns a spec with these mesh axes removed."""
     parts = ((part,) if isinstance(part, str) else part or () for part in spec)
     return PartitionSpec(*(tuple(axis for axis in part if axis not in axes) or None for part in parts))
 
 
 def varying(x: jax.Array, *axes: str) -> jax.Array:
-    """Marks x as different on the shards of manual axes, where it is not marked so."""
+    """Marks x as varying over these manual axes, unless it already is."""
     new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, new, to="varying") if new else x
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins x's layout by logical axes over the axes that are not manual; the identity where no mesh is in scope."""
+    """Constrains x's sharding by logical axes, over the non-manual mesh axes; the identity without a mesh in scope."""
     if not has_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, without_axes(spec(axes, TRAINER), manual_axes()))

@@ -1,6 +1,6 @@
-"""TPU slices described without having them: compile for a slice ahead of time, on any machine that has libtpu.
+"""Descriptions of TPU slices that are not attached, to compile for them ahead of time on any machine with libtpu.
 
-`with jax.set_mesh(topology_mesh("v5p:4x4x4", sizes)): lower(f, *shapes).compile()`. Nothing can run.
+`with jax.set_mesh(topology_mesh("v5p:4x4x4", sizes)): lower(f, *shapes).compile()`. The result cannot be run.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""What libtpu reads when it is loaded: not to look for a TPU's host, to be shared, and to be silent."""
+"""Environment variables read by libtpu when it is loaded: skip host discovery, allow sharing, log errors only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What a chip of a generation can do. Source: the pages of docs.cloud.google.com/tpu on each generation."""
+    """Peak figures of a TPU chip. Source: each generation's page on docs.cloud.google.com/tpu."""
 
     flops: float
-    """Peak per second, in bfloat16."""
+    """Peak bfloat16 flops per second."""
     bandwidth: float
-    """Bytes per second between its main memory and its cores."""
+    """HBM bandwidth in bytes per second."""
     memory: int
-    """Bytes of main memory that the compiler grants a program."""
+    """Bytes of HBM that the compiler grants a program."""
     links: float
-    """Bytes per second that it can send to its neighbours, over all links together."""
+    """Bytes per second sent to neighbours over all ICI links together."""
 
 
 _GIB = 2**30
@@ -49,17 +49,17 @@ CHIPS = {
     "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9),
     "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9),
 }
-"""By generation. The memory is what the compiler names when a program does not fit."""
+"""Chips by generation. `memory` is the limit that the compiler reports when a program does not fit."""
 
 _MEGACORE = {"v4": "v4", "v5p": "v5"}
-"""Generations whose chips are one device of two cores in a 3D torus, with libtpu's name for each."""
+"""Generations whose chips are one device with two cores, in a 3D torus; values are libtpu's names."""
 
 _SINGLE = {"v5e": "v5e", "v6e": "v6e"}
-"""Generations in a 2D torus."""
+"""Generations whose chips form a 2D torus; values are libtpu's names."""
 
 
 def generation(name: str) -> str:
-    """ "v5p" of "v5p:4x4x4"; raises a UserError for one that there is not."""
+    """Returns the generation of a slice, "v5p" for "v5p:4x4x4"; raises a UserError if it is unknown."""
     known = name.partition(":")[0]
     if known not in CHIPS:
         raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
@@ -67,22 +67,22 @@ def generation(name: str) -> str:
 
 
 def describe(name: str, *, slices: int = 1) -> list[Any]:
-    """The devices of a slice such as "v5p:4x4x4" or "v6e:16x16", or of several.
+    """Returns the devices of one or several slices such as "v5p:4x4x4" or "v6e:16x16".
 
-    A side wraps around to a torus where the real slice does: at multiples of 4 in three dimensions, at 16 in two. Left
-    open, a gather over the whole slice would compile as something slower.
+    A side has wraparound links where the real slice does: for multiples of 4 in 3D, for multiples of 16 in 2D. Without
+    them, an all-gather over the whole slice would compile to something slower.
 
     Raises:
-      UserError: the name is none that libtpu knows, or libtpu is not installed.
+      UserError: the topology is unknown or malformed, or libtpu is not installed.
     """
     kind, sides = generation(name), name.partition(":")[2].split("x")
     known = {**_MEGACORE, **_SINGLE}
     rank = 3 if kind in _MEGACORE else 2
     if len(sides) != rank or not all(side.isdigit() and int(side) for side in sides):
         example = "4x4x4" if rank == 3 else "4x4"
-        raise UserError(f"topology {name!r} does not give {rank} sides; write it as {kind}:{example}")
+        raise UserError(f"topology {name!r} does not have {rank} positive sides; write it as {kind}:{example}")
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu, the TPU's compiler, is not installed; pip install 'gspo_jax[tpu]'")
+        raise UserError("libtpu, the TPU compiler, is not installed; install it with pip install 'gspo_jax[tpu]'")
     full = 4 if rank == 3 else 16
     wrap = tuple(int(side) % full == 0 for side in sides) + (False,) * (3 - rank)
     for key, value in ENVIRONMENT.items():
@@ -98,14 +98,14 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:
-    """The mesh that a run would make on a described slice, or several: see `mesh.make_mesh`.
+    """Returns the mesh that a run would build on one or several described slices; see `mesh.make_mesh`.
 
     Raises:
-      UserError: an unknown slice, or sizes that do not make up its number of devices.
+      UserError: the slice is unknown, or the product of the sizes is not its number of devices.
     """
     return make_mesh(sizes, describe(name, slices=slices))
 
 
 def lower(f: Callable[..., Any], *shapes: Any) -> jax.stages.Lowered:
-    """`jax.jit(f)` lowered for TPU from shapes (`jax.ShapeDtypeStruct` with shardings), for the mesh in scope."""
+    """Lowers `jax.jit(f)` for TPU and the mesh in scope, from shapes (`jax.ShapeDtypeStruct` with shardings)."""
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("tpu",))

@@ -1,7 +1,7 @@
-"""Routing drift: how far the experts of the same tokens moved between two policies.
+"""Routing drift: how far the expert choice for the same tokens moves between two policies.
 
-What the router of a later policy chooses is compared with what was recorded of an earlier one. Sums are returned, so
-that micro-batches add; `metrics` turns them into rates.
+The choice of a later policy's router is compared with the recorded choice of an earlier one. `compare` returns sums, so
+that micro-batches can be added up; `metrics` turns them into rates.
 """
 
 import jax
@@ -12,22 +12,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 @struct.dataclass
 class Drift:
-    """Sums over the tokens compared: those in the mask whose old route is known (not -1)."""
+    """Sums over the compared tokens: those in the mask whose old route is known (not -1)."""
 
     tokens: Float[Array, ""]
-    """Tokens compared."""
+    """Number of compared tokens."""
     flips: Float[Array, " L"]
     """Per layer, the sum over tokens of 1 - |E_old & E_new| / K."""
     changed: Float[Array, ""]
-    """Tokens with a different expert set in any layer."""
+    """Tokens whose expert set differs in at least one layer."""
     layers_changed: Float[Array, ""]
     """Sum over tokens of the number of layers whose expert set differs."""
     top1_changed: Float[Array, ""]
-    """Sum over tokens of the share of layers whose most probable expert is another."""
+    """Sum over tokens of the fraction of layers whose most probable expert differs."""
     kl: Float[Array, ""] | None
-    """Sum over tokens of `router_kl`, mean over layers; None without old log-probs, as the next."""
+    """Sum over tokens of `router_kl`, averaged over layers; None without old log-probs."""
     shift: Float[Array, ""] | None
-    """Sum over tokens of `router_shift`."""
+    """Sum over tokens of `router_shift`; None without old log-probs."""
 
 
 def compare(
@@ -38,10 +38,10 @@ def compare(
     old_logprobs: Float[Array, "L B T K"] | None = None,
     new_logprobs: Float[Array, "L B T K"] | None = None,
 ) -> Drift:
-    """Counts the flips of `new` against `old`.
+    """Sums up how the expert choice `new` differs from `old`.
 
     Args:
-      old: the experts that were recorded, most probable first; -1 where that is not known.
+      old: recorded expert ids, most probable first; -1 if unknown.
       new: the later router's own choice for the same tokens, in its order.
       mask: True on the tokens to compare.
       old_logprobs, new_logprobs: log-probs of the two routers at the experts of `old`.
@@ -68,29 +68,29 @@ def compare(
 
 
 def router_shift(old: Float[Array, "L B N K"], new: Float[Array, "L B N K"]) -> Float[Array, "B N"]:
-    """RSPO's γ of every position: exp(−mean over layers and the old experts of |log ρ_new − log ρ_old|).
+    """RSPO's router shift γ per position: exp(−mean over layers and the old experts of |log ρ_new − log ρ_old|).
 
     https://arxiv.org/abs/2510.23027
 
     Args:
       old: log-probs of the old router at the experts that it chose.
-      new: those of a later router at the same experts.
+      new: log-probs of a later router at the same experts.
     """
     return jnp.exp(-jnp.abs(new - old).mean(axis=(0, 3)))
 
 
 def router_kl(old: Float[Array, "L B T K"], new: Float[Array, "L B T K"]) -> Float[Array, "L B T"]:
-    """KL(old ‖ new) of two routers over the K experts that the old one chose and all others as one, in nats.
+    """KL(old ‖ new) of two routers in nats, over the old router's K experts plus all other experts lumped into one.
 
-    A lower bound of the KL over all experts, by the data-processing inequality, that needs K numbers for each token and
-    not E (up to a floor of 1e-7 on the rest). Arguments as for `router_shift`.
+    By the data-processing inequality this is a lower bound on the KL over all experts, and needs only K instead of E
+    numbers per token. The probability of the lumped rest is floored at 1e-7. Arguments as for `router_shift`.
     """
     old_rest, new_rest = (jnp.maximum(1 - jnp.exp(x).sum(axis=-1), 1e-7) for x in (old, new))
     return (jnp.exp(old) * (old - new)).sum(axis=-1) + old_rest * jnp.log(old_rest / new_rest)
 
 
 def metrics(drift: Drift) -> dict[str, jax.Array]:
-    """Means per compared token, by their names in metrics.jsonl."""
+    """Returns means over the compared tokens, keyed by their names in metrics.jsonl."""
     n = jnp.maximum(drift.tokens, 1)
     per_layer = drift.flips / n
     found = {
