@@ -242,7 +242,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
         ({"reference.estimator": "k4"}, "reference.estimator is 'k4'; use 'k1' or 'k2' or 'k3'"),
         ({"reference.place": "reward"}, "needs a critic; gspo has none, use 'loss'"),
         ({"critic.trunk": "both"}, "critic.trunk is 'both'; use 'own' or 'policy'"),
-        ({"overlong.penalty": 1.0}, "the overlong cache 0 is not in 1..32"),
+        ({"overlong.penalty": 1.0}, "overlong.cache is 0; use 1 to 32"),
         ({"mismatch.correction": "tis"}, "set training.old_logprobs to 'recompute'"),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; it must be at least 1"),

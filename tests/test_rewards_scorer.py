@@ -108,7 +108,7 @@ def test_an_empty_batch_is_empty():
         ({"zzz": 1.0}, {}, "there are countdown, exact_answer, format, math_verify"),
         ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # a function, but no reward
         ({"format": math.nan}, {}, "weight nan of reward 'format' is not finite"),
-        ({"format": 1.0}, {"workers": 0}, "workers 0 and timeout_s 2.0 must be above 0"),
+        ({"format": 1.0}, {"workers": 0}, "scoring.workers is 0 and scoring.timeout_s 2.0; both must be above 0"),
         ({"format": 1.0}, {"timeout_s": 0.0}, "must be above 0"),
     ],
 )
@@ -123,7 +123,7 @@ def test_what_is_no_score_is_nan_and_counted(fakes, name, caplog):
         scores = run(scorer, ["", "none", "nan", "inf", "raise", "true"])
     np.testing.assert_array_equal(scores.total, np.asarray([1, math.nan, math.nan, math.nan, math.nan, 2], np.float32))
     assert scores.failures == 4
-    assert f"reward '{name}' failed on 4 of 6 completions, first: returned None" in caplog.text
+    assert f"reward '{name}' failed on 4 of 6 completions; the first error: returned None" in caplog.text
 
 
 def test_a_weight_of_zero_only_records(fakes):
@@ -136,14 +136,12 @@ def test_a_weight_of_zero_only_records(fakes):
 def test_a_function_that_always_raises_ends_the_run(fakes):
     with (
         Scorer({"moody": 1.0, "broken": 1.0}, **fakes) as scorer,
-        pytest.raises(RuntimeError, match=r"(?s)'broken' raised on every one of 3 completions.*fake_here\.py.*Zero"),
+        pytest.raises(RuntimeError, match=r"(?s)'broken' raised on all 3 completions.*fake_here\.py.*Zero"),
     ):
         run(scorer, ["a", "b", "c"])
     with (
         Scorer({"picky": 1.0}, **fakes) as scorer,
-        pytest.raises(
-            RuntimeError, match=r"(?s)'picky' raised on every one of 2.*fake_there\.py.*no mood for prompt 0"
-        ),
+        pytest.raises(RuntimeError, match=r"(?s)'picky' raised on all 2.*fake_there\.py.*no mood for prompt 0"),
     ):
         run(scorer, ["raise", "raise"])
 

@@ -83,16 +83,16 @@ def test_what_is_no_step_leaves_a_completion_without_and_is_counted(caplog):
     assert scores.steps == [[(1, 0.5), (2, 1.5), (4, 1.0)], *[[]] * 7] and scores.failed.sum() == 7
     np.testing.assert_array_equal(scores.by_name["moody"], np.asarray([1, *[NAN] * 7], np.float32))
     assert np.isfinite(scores.by_name["words"]).all()
-    assert "step reward 'moody' failed on 7 of 8 completions, first: returned the reward nan" in caplog.text
+    assert "step reward 'moody' failed on 7 of 8 completions; the first error: returned the reward nan" in caplog.text
     assert len(caplog.records) == 1
     assert run(scorer(moody=1.0), ["far"]).failed.sum() == 1
-    assert "returned a step that ends at 4 of 3 characters" in caplog.text
+    assert "returned a step that ends at character 4 of 3" in caplog.text
 
 
 def test_a_function_that_always_raises_ends_the_run():
-    with pytest.raises(RuntimeError, match=r"(?s)step reward 'broken' raised on every one of 2.*fake_steps\.py.*Zero"):
+    with pytest.raises(RuntimeError, match=r"(?s)step reward 'broken' raised on all 2.*fake_steps\.py.*Zero"):
         run(scorer(words=1.0, broken=1.0), ["a", "b"])
-    with pytest.raises(RuntimeError, match=r"(?s)'moody' raised on every one of 2.*no mood for prompt 0"):
+    with pytest.raises(RuntimeError, match=r"(?s)'moody' raised on all 2.*no mood for prompt 0"):
         run(scorer(moody=1.0), ["raise", "raise"])
 
 
