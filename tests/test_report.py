@@ -218,7 +218,7 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
     tail = ["15.00%", "5.00%", "0.50%", "0.134", "12.00"]
     assert header[-1] == "s per iteration"
     assert rows == [["grpo", "0.605 [0.600, 0.610]", *tail], ["gspo", "0.555 [0.500, 0.610]", *tail]]
-    assert "2 runs to a row, 8 updates to a run." in text
+    assert "2 runs per row, 8 updates per run." in text
     command = text.split("```bash\n")[1].split("\n```")[0].replace("\\\n", "")
     assert command.split() == ["python", "-m", "gspo_jax.report", *arguments]
     assert "python -m gspo_jax.train --config.seed=0 <&>" in text
@@ -227,9 +227,7 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
 def test_a_table_says_where_runs_are_of_different_length(tmp_path):
     folders = [_fake(tmp_path / "a", iterations=2), _fake(tmp_path / "b", seed=1), _fake(tmp_path / "c", name="grpo")]
     found = runs.facts(runs.group_runs([runs.load_run(folder) for folder in folders]))
-    assert "1 to 2 runs to a row, 4 to 8 updates to a run." in pages.family_table(
-        found, panels="training", command=["x"]
-    )
+    assert "1 to 2 runs per row, 4 to 8 updates per run." in pages.family_table(found, panels="training", command=["x"])
 
 
 VARIANTS = {"gspo": "none", "grpo": "none", "grpo, r2": "r2", "grpo, r3": "r3", "rspo": "none", "gmpo": "none"}
@@ -389,12 +387,12 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(tmp_path, count):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["{}/rnu"], r"there is no folder .*did you mean .*run\?"),
+        (["{}/rnu"], r"folder .* does not exist; did you mean .*run\?"),
         (["{}/run", "--jsn=x"], r"did you mean --json\?"),
         (["{}/run", "--tabel=x"], r"did you mean --table\?"),
         (["{}/run", "--panels=router"], r"'router'.*training.*routing"),
         (["{}/run", "--table={}/run/metrics.jsonl/x"], "metrics.jsonl"),
-        (["{}/empty"], "metrics.jsonl has no whole line yet"),
+        (["{}/empty"], "metrics.jsonl has no complete line yet"),
         (["{}"], "metrics.jsonl is missing"),
         (["{}/run", "--out={}/run/metrics.jsonl/x"], "cannot be written to .*choose another --out"),
         (["{}/run", "--json={}/run/metrics.jsonl/x"], "metrics.jsonl"),

@@ -173,7 +173,7 @@ def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, caplog, whe
         monkeypatch.setattr(writers.EventsWriter, "write_event", full_after_three)
     _write(tmp_path, range(50))
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(50))
-    assert caplog.text.count("TensorBoard is off") == 1
+    assert caplog.text.count("TensorBoard output is off") == 1
 
 
 def test_reader_leaves_out_a_half_written_line_and_names_a_broken_one(tmp_path):

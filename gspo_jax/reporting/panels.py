@@ -1,6 +1,6 @@
-"""The panels of a report: which there are on each page, and how each is drawn from the curves of its groups.
+"""The panels of each report page, and the functions that draw them from the curves of groups of runs.
 
-Where they stand on the picture, and its headline, is report.py's.
+Layout and headline of the picture are up to report.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY = 6
-"""More groups than this are drawn without bands and thinner."""
+"""Up to this many groups are drawn with bands; more are drawn without, and with thinner lines."""
 FEW = 3
-"""More groups than this have their names beside their lines, where fewer have the numbers that they end at."""
+"""Up to this many groups have their final values at the ends of their lines; more have their names there."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric, drawn in one way."""
+    """A panel: one metric and the way it is drawn."""
 
     metric: str
     title: str
     unit: str
-    """What its y axis says; a share is written in per cent."""
+    """Label of the y axis; units that start with "share" are formatted in per cent."""
     draw: Callable[["Axes", Sequence[Group], "Panel"], None]
     found: Callable[[Group, str], Any] = curve
-    """What the panel needs of a group; None where its runs have it not."""
+    """Reads the panel's data of a group; None if the runs do not have it."""
     width: int = 1
-    """In columns of the page."""
+    """Width in columns of the page."""
     log: bool = False
-    """A logarithmic y axis, where the lines go through more than a decade."""
+    """True for a logarithmic y axis if the lines span more than a decade."""
 
     @property
     def share(self) -> bool:
-        """Its numbers are shares."""
+        """True if the values are shares, 0 to 1."""
         return self.unit.startswith("share")
 
 
 def draw_accuracy(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draws held-out accuracy: one point per evaluation, from the cold start on, with what training added to it."""
+    """Draw held-out accuracy, one point per evaluation from the initial policy on, and label the gain from training."""
     ends, starts = [], []
     for group in groups:
         found = curve(group, panel.metric)
@@ -71,7 +71,7 @@ def draw_accuracy(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
 
 
 def _accuracy_label(group: Group, found: Curve, *, alone: bool) -> str:
-    """Says where a group ends; for one that is alone also its lift and the range over its seeds."""
+    """Return the label of a group's final accuracy; for a single group also its gain and the range over its seeds."""
     first, last = found.raw[:, 0], found.raw[:, -1]
     if not alone:
         return f"{last.mean():.0%} {group.label}" if len(group.label) <= 12 else f"{last.mean():.0%}"
@@ -84,7 +84,7 @@ def _accuracy_label(group: Group, found: Curve, *, alone: bool) -> str:
 
 
 def draw_curves(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draws a metric: the smoothed line; for one run the raw line behind it, for several the band of their lines."""
+    """Draw a metric's smoothed line; behind it the raw line of a single run, or the band of several runs."""
     ends = []
     for group in groups:
         found = curve(group, panel.metric)
@@ -104,7 +104,7 @@ def draw_curves(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
 
 
 def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draws each mini-batch's own value: over time for one group, the profile of the last tenth for several."""
+    """Draw a metric per mini-batch: over time for a single group, as a profile of the last tenth for several."""
     from matplotlib.ticker import MaxNLocator
 
     ends = []
@@ -114,7 +114,7 @@ def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> Non
         named = set(range(count)) if count <= 6 else {round(i * (count - 1) / 4) for i in range(5)}
         for number in profiles[0]:
             found = curve(groups[0], panel.metric, minibatch=number)
-            assert found is not None  # it has a profile
+            assert found is not None  # the profile has this mini-batch
             mean, color = found.smooth.mean(axis=0), _shade(number, count)
             axes.plot(found.steps, mean, color=color, linewidth=1.8 if count <= 6 else 1.2)
             ends += [(float(mean[-1]), str(number + 1), color)] if number in named else []
@@ -132,13 +132,13 @@ def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> Non
 
 
 def draw_layers(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draws a metric of each layer: a map over time for one group, the profile of the last tenth for several."""
+    """Draw a metric per layer: a heat map over time for a single group, a profile of the last tenth for several."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.ticker import MaxNLocator
 
     if len(groups) == 1:
         found = vectors(groups[0], panel.metric)
-        assert found is not None  # the page asked
+        assert found is not None  # the page draws only panels whose data was found
         steps, values = found
         shades = LinearSegmentedColormap.from_list("shades", ["#f4f8fb", "#7fb2d6", "#0072B2", "#06304d"])
         edges = np.concatenate([[2 * steps[0] - steps[1] if len(steps) > 1 else 0], steps])
@@ -202,7 +202,7 @@ PANELS = {
         Panel("mismatch/kl", "Sampler to trainer KL", "nats per token", draw_curves, log=True),
     ),
 }
-"""Page: its panels, row by row; one without numbers is left out."""
+"""Panels of each page, row by row; a panel without data is left out."""
 
 
 def _finish(
@@ -214,14 +214,14 @@ def _finish(
     from_zero: bool = True,
     x: str = "optimizer updates",
 ) -> None:
-    """Sets titles, limits and ticks, and writes the labels (y, text, colour) beside the ends of their lines."""
+    """Set title, axis labels, limits and ticks, and write the labels (y, text, colour) at the ends of their lines."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(title=panel.title, ylabel=panel.unit, xlabel=x)
     axes.yaxis.set_label_coords(-0.6 * axes.figure.dpi / axes.bbox.width, 0.5)
     low, high = axes.dataLim.intervaly
     for line in axes.lines:
-        line.set_clip_on(False)  # a line at 0 is seen in full
+        line.set_clip_on(False)  # a line at 0 keeps its full width
     points = _drawn(axes)
     if panel.log and points.size and points.max() > 10 * points.min():
         _log_scale(axes, points)
@@ -237,19 +237,19 @@ def _finish(
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     if panel.share:
         axes.yaxis.set_major_formatter(_percent)
-    elif max(abs(low), abs(high)) < 5e-3:  # else many digits stand in the unit's place, or a factor in the title's
+    elif max(abs(low), abs(high)) < 5e-3:  # otherwise ticks get many digits, or a common factor overlaps the title
         axes.yaxis.set_major_formatter(_plain)
     label_ends(axes, ends, size=10.5 if len(ends) <= MANY else 9.5)
 
 
 def _drawn(axes: "Axes") -> np.ndarray:
-    """The positive numbers that the lines go through."""
+    """Return the positive values of all lines."""
     points = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
     return points[np.isfinite(points) & (points > 0)]
 
 
 def _log_scale(axes: "Axes", points: np.ndarray) -> None:
-    """A logarithmic y axis around the points, of six decades at most; a line falls out of it where it is 0."""
+    """Set a logarithmic y axis around the points, of at most six decades; zeros of a line fall outside it."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = max(points.min(), 1e-6 * points.max()) / 1.6, points.max() * 1.6
@@ -264,18 +264,18 @@ def _log_scale(axes: "Axes", points: np.ndarray) -> None:
 
 
 def _band(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
-    """How the band of one of the groups looks."""
+    """Return the style of a group's band."""
     return {"color": group.color, "alpha": 0.18 if len(groups) <= FEW else 0.08, "linewidth": 0}
 
 
 def _line(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
-    """How the line of one of the groups looks."""
+    """Return the style of a group's line."""
     width = 2.2 if len(groups) <= FEW else 1.9 if len(groups) <= MANY else 1.6
     return {"color": group.color, "linewidth": width, "markersize": 2.3 * width}
 
 
 def last_step(groups: Sequence[Group]) -> int:
-    """The last update of any run."""
+    """Return the last update of any run."""
     return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs), 1)
 
 
@@ -290,7 +290,7 @@ def _percent(value: float, _: float) -> str:
 
 
 def _plain(value: float, _: float) -> str:
-    """0.02, 5e-4, 2.5e-12."""
+    """Format a tick without zero padding: 0.02, 5e-4, 2.5e-12."""
     if not value or abs(value) >= 0.01:
         return f"{value:.3g}"
     digits, power = f"{value:.1e}".split("e")
