@@ -144,7 +144,7 @@ def test_a_fresh_start_sets_the_old_lines_aside(tmp_path):
 def test_a_gap_before_the_resumed_step_is_said(tmp_path, caplog):
     _write(tmp_path, range(3))
     MetricsWriter(tmp_path, after_step=6).close()
-    assert "ends at step 2 but the run continues from step 6" in caplog.text
+    assert "ends at step 2, but the run continues from step 6" in caplog.text
 
 
 def test_tensorboard_gets_scalars_and_spread_lists(tmp_path):
