@@ -288,7 +288,7 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
     finally:
         end(process)
     assert process.returncode == 0, said
-    assert "process 1 of 2 has ended with code 137: all start again" in said
+    assert "process 1 of 2 exited with code 137: restarting all" in said
     assert re.search(r"resuming from iteration [234]", said)
     assert (workdir / "report").is_dir() and (workdir / "processes" / "1.log").exists()
     assert_same_metrics(one, workdir)
@@ -326,10 +326,10 @@ def test_the_launcher_asks_for_a_number(words, says, repository):
 @pytest.mark.parametrize(
     ("codes", "says"),
     [
-        ((processes.LOST, 7), "error: process 1 of 2 has ended with code 7"),
-        ((7, processes.LOST), "error: process 0 of 2 has ended with code 7"),
-        ((processes.LOST, processes.LOST), "error: process [01] of 2 has ended with code 3"),
-        ((0, 7), "error: process 1 of 2 has ended with code 7"),
+        ((processes.LOST, 7), "error: process 1 of 2 exited with code 7"),
+        ((7, processes.LOST), "error: process 0 of 2 exited with code 7"),
+        ((processes.LOST, processes.LOST), "error: process [01] of 2 exited with code 3"),
+        ((0, 7), "error: process 1 of 2 exited with code 7"),
     ],
 )
 def test_the_launcher_names_who_was_lost(codes, says, repository, monkeypatch):
