@@ -21,8 +21,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.data.max_prompt_length = 16  # countdown prompts, with a tokenizer trained on arithmetic
     config.sampling.group_size = 4
     config.overlong.update({"penalty": 1.0, "cache": 24})
-    config.rewards = ConfigDict({"format": 1.0})
-    config.eval.correct = "format"
+    config.rewards = ConfigDict({"answer_format": 1.0})
+    config.eval.correct = "answer_format"
     config.eval.every = 1
     config.processes.heartbeat_s = 5
     return config

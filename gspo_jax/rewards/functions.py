@@ -12,7 +12,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-__all__ = ["countdown", "exact_answer", "format"]
+__all__ = ["answer_format", "countdown", "exact_answer"]
 
 Record = dict[str, str]
 
@@ -49,7 +49,7 @@ def exact_answer(prompt: str, completion: str, record: Record) -> float:
     return float(got == wanted)
 
 
-def format(prompt: str, completion: str, record: Record) -> float:
+def answer_format(prompt: str, completion: str, record: Record) -> float:
     r"""Score 1 if the completion has exactly one final answer, else 0, whether or not it is right.
 
     That is either one `####` followed by a number or an arithmetic expression up to the end of the completion, or one

@@ -19,6 +19,8 @@ from gspo_jax.types import UserError, choices
 
 Row = tuple[str, str, dict[str, str]]
 """(prompt, completion, record): the arguments of every reward function."""
+RENAMED = {"format": "answer_format"}
+"""Former names of rewards, for the error of a config that still has one: old -> new."""
 Function = TypeVar("Function")
 Value = TypeVar("Value")
 
@@ -130,8 +132,11 @@ def check_weights(kind: str, functions: Mapping[str, float]) -> None:
 def check_names(kind: str, names: Iterable[str], known: Sequence[str], *, also: Sequence[str] = ()) -> None:
     """Raise UserError for a name that is not in `known`; its message lists `also` and `known`."""
     for name in names:
-        if name not in known:
-            raise UserError(f"no {kind} {name!r}; {choices(name, [*also, *known])}")
+        if name in known:
+            continue
+        if RENAMED.get(name) in (*also, *known):
+            raise UserError(f"{kind} {name!r} is now called {RENAMED[name]!r}; rename it in the config")
+        raise UserError(f"no {kind} {name!r}; {choices(name, [*also, *known])}")
 
 
 def join_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:
