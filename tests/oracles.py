@@ -104,12 +104,12 @@ def sequence_value_token_slope(x: np.ndarray, frozen: np.ndarray, b: Batch, i: i
     return sequence_ratio(frozen, b, i, t) * math.exp(x[i, t]) / math.exp(frozen[i, t])
 
 
-def own(b: Batch, i: int, t: int, u: int) -> float:
+def own_ratio_slope(b: Batch, i: int, t: int, u: int) -> float:
     """∂ log ratio[i,u] / ∂ log π_θ[i,t] for one ratio per token."""
     return 1.0 if t == u else 0.0
 
 
-def shared(b: Batch, i: int, t: int, u: int) -> float:
+def shared_ratio_slope(b: Batch, i: int, t: int, u: int) -> float:
     """∂ log ratio[i,u] / ∂ log π_θ[i,t] for one ratio per row, a geometric mean: 1/n for each token."""
     return 1 / np.count_nonzero(b.mask[i])
 
@@ -162,32 +162,32 @@ def score_family(coefficient: Callable[..., float], gate: Callable, margin: Call
     return Oracle(gain, slope, token_ratio, gate, margin, weights)
 
 
-def one(b: Batch, i: int, t: int, h: Hyper) -> float:
+def unit_coefficient(b: Batch, i: int, t: int, h: Hyper) -> float:
     return 1.0
 
 
-def never(b: Batch, i: int, t: int, h: Hyper) -> int:
+def no_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
     return 0
 
 
-def nowhere(b: Batch, i: int, t: int, h: Hyper) -> float:
+def no_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
     return math.inf
 
 
-def capped_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
+def cispo_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
     """clip(r), but with mask="ppo" 0 where PPO would cut the gradient."""
     r, a = token_ratio(b.logprobs, b, i, t), b.advantages[i, t]
     cut = (a > 0 and r > 1 + h["high"]) or (a < 0 and r < 1 - h["low"])
     return 0.0 if h.get("mask") == "ppo" and cut else max(min(r, 1 + h["high"]), 1 - h["low"])
 
 
-def capped(b: Batch, i: int, t: int, h: Hyper) -> int:
+def cispo_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
     """Side on which the weight is capped, whatever Â."""
     r = token_ratio(b.logprobs, b, i, t)
     return 1 if r > 1 + h["high"] else -1 if r < 1 - h["low"] else 0
 
 
-def from_the_cap(b: Batch, i: int, t: int, h: Hyper) -> float:
+def cispo_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
     r = token_ratio(b.logprobs, b, i, t)
     return min(abs(r - 1 - h["high"]), abs(r - 1 + h["low"]))
 
@@ -195,14 +195,14 @@ def from_the_cap(b: Batch, i: int, t: int, h: Hyper) -> float:
 # --- GMPO and RSPO --------------------------------------------------------------------------------
 
 
-def kept(b: Batch, i: int, t: int, h: Hyper) -> float:
+def log_damping(b: Batch, i: int, t: int, h: Hyper) -> float:
     """log γ', γ' = max(γ_min, γ); 0 for an objective without router shift."""
     return math.log(max(h["gamma_min"], b.router_shift[i, t])) if "gamma_min" in h else 0.0
 
 
-def looked_at(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
-    """The log-ratio that is clipped, which includes log γ' with apply="before"."""
-    return x[i, t] - b.old_logprobs[i, t] + (kept(b, i, t, h) if h.get("apply") == "before" else 0.0)
+def clip_input(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+    """The log-ratio that goes into the clip; includes log γ' with apply="before"."""
+    return x[i, t] - b.old_logprobs[i, t] + (log_damping(b, i, t, h) if h.get("apply") == "before" else 0.0)
 
 
 def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
@@ -210,14 +210,14 @@ def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, 
     sign, c = np.sign(b.advantages[i, t]), h["log_clip"]
     product = 1.0
     for u in tokens(b, i):
-        d = looked_at(x, b, i, u, h)
+        d = clip_input(x, b, i, u, h)
         product *= math.exp(sign * min(sign * d, sign * max(min(d, c), -c)))
-        product *= math.exp(kept(b, i, u, h)) if h.get("apply", "after") == "after" else 1.0
+        product *= math.exp(log_damping(b, i, u, h)) if h.get("apply", "after") == "after" else 1.0
     return b.advantages[i, t] * product ** (1 / len(tokens(b, i)))
 
 
 def geometric_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
-    d, a = looked_at(b.logprobs, b, i, t, h), b.advantages[i, t]
+    d, a = clip_input(b.logprobs, b, i, t, h), b.advantages[i, t]
     return 1 if a > 0 and d > h["log_clip"] else -1 if a < 0 and d < -h["log_clip"] else 0
 
 
@@ -229,7 +229,7 @@ def geometric_slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
 
 
 def geometric_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
-    return abs(abs(looked_at(b.logprobs, b, i, t, h)) - h["log_clip"])
+    return abs(abs(clip_input(b.logprobs, b, i, t, h)) - h["log_clip"])
 
 
 # --- SAPO -----------------------------------------------------------------------------------------
@@ -266,15 +266,15 @@ def soft_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
 
 
 ORACLES = {
-    "reinforce": score_family(one, never, nowhere, token_mean),
-    "rloo": score_family(one, never, nowhere, row_sum),
-    "ppo": clipped_family(token_ratio_of, token_ratio, own, token_mean),
-    "grpo": clipped_family(token_ratio_of, token_ratio, own, sequence_mean),
-    "dr_grpo": clipped_family(token_ratio_of, token_ratio, own, constant_length),
-    "dapo": clipped_family(token_ratio_of, token_ratio, own, token_mean),
-    "gspo": clipped_family(sequence_ratio_of, sequence_ratio, shared, sequence_mean),
-    "gspo_token": clipped_family(sequence_value_token_slope, sequence_ratio, own, sequence_mean),
-    "cispo": score_family(capped_weight, capped, from_the_cap, token_mean),
+    "reinforce": score_family(unit_coefficient, no_gate, no_margin, token_mean),
+    "rloo": score_family(unit_coefficient, no_gate, no_margin, row_sum),
+    "ppo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, token_mean),
+    "grpo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, sequence_mean),
+    "dr_grpo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, constant_length),
+    "dapo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, token_mean),
+    "gspo": clipped_family(sequence_ratio_of, sequence_ratio, shared_ratio_slope, sequence_mean),
+    "gspo_token": clipped_family(sequence_value_token_slope, sequence_ratio, own_ratio_slope, sequence_mean),
+    "cispo": score_family(cispo_weight, cispo_gate, cispo_margin, token_mean),
     "gmpo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
     "rspo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
     "sapo": Oracle(soft_gain, soft_slope, token_ratio, soft_gate, soft_margin, sequence_mean),

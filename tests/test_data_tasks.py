@@ -76,12 +76,12 @@ def test_no_problem_is_in_both_splits(task, level, data_dir):
 
 def test_steps_carry_and_borrow():
     # Worked by hand: 7+8=15 keeps 5 and carries 1; 4+2+1=7. 2<8, so 12-8=4 and 5-1-3=1. 100-1 borrows twice.
-    assert generated._by_digit([47, 28], 1) == ["7+8=15", "4+2+1=7"]
-    assert generated._by_digit([52, 38], -1) == ["12-8=4", "5-3-1=1"]
-    assert generated._by_digit([100, 1], -1) == ["10-1=9", "10-0-1=9", "1-0-1=0"]
-    assert generated._by_digit([0, 0], 1) == ["0+0=0"]
-    assert generated._by_digit([7, 95], 1) == ["7+5=12", "0+9+1=10"]
-    assert generated._by_term([47, 28, 13], [1, 1, -1]) == ["47+28=75", "75-13=62"]
+    assert generated._digit_steps([47, 28], 1) == ["7+8=15", "4+2+1=7"]
+    assert generated._digit_steps([52, 38], -1) == ["12-8=4", "5-3-1=1"]
+    assert generated._digit_steps([100, 1], -1) == ["10-1=9", "10-0-1=9", "1-0-1=0"]
+    assert generated._digit_steps([0, 0], 1) == ["0+0=0"]
+    assert generated._digit_steps([7, 95], 1) == ["7+5=12", "0+9+1=10"]
+    assert generated._partial_sum_steps([47, 28, 13], [1, 1, -1]) == ["47+28=75", "75-13=62"]
 
 
 def test_the_seed_decides_everything(tmp_path):

@@ -256,7 +256,7 @@ def test_workers_are_light_and_end_with_the_parent(tmp_path):
 
 def test_a_hung_worker_ends_without_its_parent():
     """The parent is gone and nobody kills it: its own watchdog does, at 2 timeouts + 10 s, here shortened."""
-    code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_S = 0.2\n" + (
+    code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_MARGIN_S = 0.2\n" + (
         "there = types.ModuleType('there'); there.hang = lambda prompt: 10 ** 10 ** 10\n"
         "sys.modules['there'] = there; sys.argv = ['', 'there', '0.1']; worker.main()"
     )

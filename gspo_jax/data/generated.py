@@ -21,7 +21,7 @@ from google.protobuf import json_format
 from gspo_jax.data.records import Record
 from gspo_jax.types import UserError
 
-_MOST_TRIES = 200
+_MAX_TRIES = 200
 """Consecutive draws without a new problem after which a difficulty counts as exhausted."""
 
 
@@ -73,7 +73,7 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         del dl_manager  # nothing to download
         config = self.options
-        problems = self._distinct()
+        problems = self._distinct_problems()
         return {
             "train": self._generate_examples("train", problems[: config.train_size]),
             "test": self._generate_examples("test", problems[config.train_size :]),
@@ -83,7 +83,7 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         for i, problem in enumerate(problems):
             yield i, {"id": f"{self.name}/{self.options.difficulty}/{split}/{i}"} | problem
 
-    def _distinct(self) -> list[Record]:
+    def _distinct_problems(self) -> list[Record]:
         config = self.options
         wanted = config.train_size + config.test_size
         rng = random.Random(f"{self.name} {config.difficulty} {config.seed}")
@@ -93,7 +93,7 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         while len(problems) < wanted:
             key, problem = self.draw(rng)
             tries = tries + 1 if key in seen else 0
-            if tries > _MOST_TRIES:
+            if tries > _MAX_TRIES:
                 raise UserError(
                     f"{self.name} {config.difficulty} has only about {len(seen)} different problems, fewer than "
                     f"train_size + test_size = {wanted}; lower the sizes or choose a harder difficulty"
@@ -132,7 +132,7 @@ class Arithmetic(_Generated):
             signs.append(sign)
         key = tuple(sorted(s * n for s, n in zip(signs, numbers, strict=True)))
         text = str(numbers[0]) + "".join(f"{_sign(s)}{n}" for s, n in zip(signs[1:], numbers[1:], strict=True))
-        steps = _by_digit(numbers, signs[1]) if len(numbers) == 2 else _by_term(numbers, signs)
+        steps = _digit_steps(numbers, signs[1]) if len(numbers) == 2 else _partial_sum_steps(numbers, signs)
         answer = str(total)
         return key, {"question": f"{text}=?", "answer": answer, "worked": " ".join([*steps, "####", answer])}
 
@@ -213,7 +213,7 @@ def prepare(
 
 
 @contextlib.contextmanager
-def complete(folder: str | None) -> Iterator[None]:
+def report_damage(folder: str | None) -> Iterator[None]:
     """Turn TFDS's error about a damaged dataset_info.json into a UserError that names the folder."""
     try:
         yield
@@ -223,7 +223,7 @@ def complete(folder: str | None) -> Iterator[None]:
 
 
 def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.DatasetBuilder:
-    with complete(data_dir):
+    with report_damage(data_dir):
         return BUILDERS[task](data_dir=data_dir, config=config, file_format="array_record")
 
 
@@ -266,7 +266,7 @@ def _apply(a: int, operator: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[operator]
 
 
-def _by_digit(numbers: list[int], sign: int) -> list[str]:
+def _digit_steps(numbers: list[int], sign: int) -> list[str]:
     """Work a sum or difference by columns: 47+28 -> `7+8=15`, `4+2+1=7`; 52-38 -> `12-8=4`, `5-3-1=1`."""
     mark = _sign(sign)
     steps, carry = [], 0
@@ -281,7 +281,7 @@ def _by_digit(numbers: list[int], sign: int) -> list[str]:
     return steps
 
 
-def _by_term(numbers: list[int], signs: list[int]) -> list[str]:
+def _partial_sum_steps(numbers: list[int], signs: list[int]) -> list[str]:
     """Work a sum by partial sums: 47+28-13 -> `47+28=75`, `75-13=62`."""
     total, steps = numbers[0], []
     for number, sign in zip(numbers[1:], signs[1:], strict=True):

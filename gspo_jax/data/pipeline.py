@@ -21,7 +21,7 @@ from gspo_jax.data.records import CorruptRecord, Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import Prompts, UserError
 
-_SCAN = 1024
+_SCAN_CHUNK = 1024
 """Records tokenised at a time while scanning for usable ones."""
 
 
@@ -66,7 +66,9 @@ class Batches(Generic[_Batch]):
     `usable` is the number of records in use, `skipped` the number left out, and `skipped_by` counts them by reason.
     """
 
-    def __init__(self, dataset: grain.MapDataset[_Batch], usable: "_Usable", fingerprint: dict[str, int]) -> None:
+    def __init__(
+        self, dataset: grain.MapDataset[_Batch], usable: "_UsableRecords", fingerprint: dict[str, int]
+    ) -> None:
         self._iterator = iter(
             dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))  # threads, not processes
         )
@@ -100,7 +102,7 @@ class Batches(Generic[_Batch]):
 class EvalBatches:
     """Batches of every usable prompt once, in order; re-iterable. `usable`, `skipped`, `skipped_by` as in `Batches`."""
 
-    def __init__(self, usable: "_Usable", make: Callable[[list[int]], PromptBatch], *, rows: int) -> None:
+    def __init__(self, usable: "_UsableRecords", make: Callable[[list[int]], PromptBatch], *, rows: int) -> None:
         self._usable, self._make, self._rows = usable, make, rows
         self.usable = len(usable.indices)
         self.skipped_by = usable.skipped
@@ -148,7 +150,7 @@ def prompt_batches(
     def make(indices: list[int]) -> PromptBatch:
         return _prompt_batch(source, indices, tokenizer, max_prompt_length)
 
-    indices = _indices(usable, prompts_per_batch, seed=seed, shuffle=shuffle)
+    indices = _index_batches(usable, prompts_per_batch, seed=seed, shuffle=shuffle)
     return Batches(indices.map(make), usable, {"seed": seed, "shuffle": int(shuffle), "batch size": prompts_per_batch})
 
 
@@ -207,12 +209,12 @@ def worked_batches(
         return WorkedBatch(*_pad(prompts, max_prompt_length, tokenizer.pad_id), tokens, mask)
 
     usable = _scan(source, check, max_corrupt)
-    indices = _indices(usable, batch, seed=seed, shuffle=True)
+    indices = _index_batches(usable, batch, seed=seed, shuffle=True)
     return Batches(indices.map(make), usable, {"seed": seed, "batch size": batch})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Usable:
+class _UsableRecords:
     """Indices of the usable records, and counts of the others by reason."""
 
     indices: Int[np.ndarray, " N"]
@@ -221,7 +223,7 @@ class _Usable:
     """CRC-32 of the usable questions in order; tells a resumed run that its data has changed."""
 
 
-def _indices(usable: _Usable, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
+def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
     """Return an endless stream of batches of `rows` record indices, reshuffled every epoch if `shuffle`."""
     dataset = grain.MapDataset.source(usable.indices.tolist())
     endless = (dataset.shuffle(seed=seed) if shuffle else dataset).repeat(None)
@@ -261,7 +263,7 @@ def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Proble
     return _UNKNOWN if tokenizer.unk_id is not None and tokenizer.unk_id in ids else None
 
 
-def _scan_prompts(source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int) -> _Usable:
+def _scan_prompts(source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int) -> _UsableRecords:
     def check(records: list[Record]) -> list[_Problem | None]:
         prompts = tokenizer.encode_batch([prompt_text(r, tokenizer) for r in records])
         return [_prompt_problem(ids, tokenizer, limit) for ids in prompts]
@@ -272,15 +274,15 @@ def _scan_prompts(source: Sequence[Record], tokenizer: Tokenizer, limit: int, ma
 _Check = Callable[[list[Record]], list[_Problem | None]]
 
 
-def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _Usable:
+def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:
     """Read every record once; keep those for which `check` finds no problem, count and report the others."""
     indices: list[int] = []
     checksum = 0
     skipped: collections.Counter[str] = collections.Counter()
-    mildest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: its remedy asks for least
-    for start in range(0, len(source), _SCAN):
+    shortest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: its remedy asks for least
+    for start in range(0, len(source), _SCAN_CHUNK):
         readable: list[tuple[int, Record]] = []
-        for i in range(start, min(start + _SCAN, len(source))):
+        for i in range(start, min(start + _SCAN_CHUNK, len(source))):
             try:
                 readable.append((i, source[i]))
             except CorruptRecord as error:
@@ -298,16 +300,16 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _Usable:
                 checksum = zlib.crc32(record["question"].encode(), checksum)
             else:
                 skipped[problem.reason] += 1
-                mildest[problem.reason] = min(mildest.get(problem.reason, problem), problem, key=lambda p: p.length)
+                shortest[problem.reason] = min(shortest.get(problem.reason, problem), problem, key=lambda p: p.length)
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     if not indices:
         if not skipped:
             raise UserError(f"{source!r} has no records; give at least one")
-        remedy = mildest[skipped.most_common(1)[0][0]].remedy
+        remedy = shortest[skipped.most_common(1)[0][0]].remedy
         raise UserError(f"none of the {len(source)} records of {source!r} is usable ({reasons}); {remedy}")
     if skipped:
         logging.warning("%d of %d records are left out: %s", sum(skipped.values()), len(source), reasons)
-    return _Usable(np.asarray(indices, np.int64), dict(skipped), checksum)
+    return _UsableRecords(np.asarray(indices, np.int64), dict(skipped), checksum)
 
 
 def _prompt_batch(source: Sequence[Record], indices: list[int], tokenizer: Tokenizer, length: int) -> PromptBatch:

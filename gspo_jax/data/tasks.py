@@ -89,7 +89,9 @@ def _generated(
     except OSError as error:
         where = "TFDS's default folder" if data_dir is None else data_dir
         raise UserError(f"{task} cannot be built in {where}: {error}; set data_dir to a writable folder") from error
-    return _from_tfds(builder, split, limit=limit, convert=lambda _, raw: _texts(raw) | {"instruction": instruction})
+    return _from_tfds(
+        builder, split, limit=limit, convert=lambda _, raw: _decode_texts(raw) | {"instruction": instruction}
+    )
 
 
 def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: str) -> Records:
@@ -98,7 +100,7 @@ def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: st
             "task gsm8k needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS directory"
         )
     if (Path(folder) / "dataset_info.json").is_file():
-        with generated.complete(folder):
+        with generated.report_damage(folder):
             builder = tfds.builder_from_directory(folder)
         features: Any = builder.info.features
         missing = {"question", "answer"} - set(features)
@@ -109,7 +111,7 @@ def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: st
             )
 
         def convert(index: int, raw: dict[str, Any]) -> Record:
-            return _gsm8k_record(f"gsm8k/{split}/{index}", _texts(raw), instruction)
+            return _gsm8k_record(f"gsm8k/{split}/{index}", _decode_texts(raw), instruction)
 
         return _from_tfds(builder, split, limit=limit, convert=convert)
     path = Path(folder) / f"{split}.jsonl"
@@ -188,6 +190,6 @@ def _from_tfds(
     return Records(f"{builder.info.full_name}/{split}", source, convert=convert, where=where, limit=limit)
 
 
-def _texts(raw: dict[str, Any]) -> dict[str, str]:
+def _decode_texts(raw: dict[str, Any]) -> dict[str, str]:
     """Decode the text features of a TFDS record, which are bytes."""
     return {key: value.decode("utf-8") for key, value in raw.items() if isinstance(value, bytes)}

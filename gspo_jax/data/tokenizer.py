@@ -17,7 +17,7 @@ from gspo_jax.types import UserError
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
 
-_WORDS = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
+_SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -65,7 +65,7 @@ class Tokenizer:
         generation, model = _read_json(folder / "generation_config.json"), _read_json(folder / "config.json")
 
         eos = [_token_id(backend, settings, "eos_token", folder)]
-        eos += _as_list(generation.get("eos_token_id")) + _as_list(model.get("eos_token_id"))
+        eos += _to_list(generation.get("eos_token_id")) + _to_list(model.get("eos_token_id"))
         eos_ids = list(dict.fromkeys(i for i in eos if i is not None))
         if not eos_ids:
             raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its tokenizer_config.json")
@@ -87,7 +87,7 @@ class Tokenizer:
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
         backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
             [
-                pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+                pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -206,5 +206,5 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str,
     return index
 
 
-def _as_list(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from gspo_jax.rewards.functions import LONGEST, Record, evaluate, expression_value, final_answer
+from gspo_jax.rewards.functions import MAX_CHARACTERS, Record, evaluate, expression_value, final_answer
 from gspo_jax.rewards.scorer import check_names
 
 __all__ = ["calculator", "countdown_feedback"]
@@ -16,7 +16,7 @@ __all__ = ["calculator", "countdown_feedback"]
 Environment = Callable[[str, str, Record], str | None]
 
 
-_ASKED = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{LONGEST}}}=\Z")
+_EXPRESSION_BEFORE_EQUALS = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{MAX_CHARACTERS}}}=\Z")
 
 
 def calculator(prompt: str, completion: str, record: Record) -> str | None:
@@ -28,7 +28,7 @@ def calculator(prompt: str, completion: str, record: Record) -> str | None:
     del prompt, record
     if not completion.endswith("="):
         return None
-    asked = _ASKED.search(completion[-LONGEST - 2 :])
+    asked = _EXPRESSION_BEFORE_EQUALS.search(completion[-MAX_CHARACTERS - 2 :])
     value = None if asked is None else evaluate(asked[0][:-1])
     if value is None:
         return ""

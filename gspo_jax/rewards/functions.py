@@ -16,15 +16,15 @@ __all__ = ["answer_format", "countdown", "exact_answer"]
 
 Record = dict[str, str]
 
-LONGEST = 200
+MAX_CHARACTERS = 200
 """Maximum characters of a final answer, or of a number in a step. Longer ones score 0: every function stays linear."""
-_MARK = re.compile(r"(?<!#)####(?!#)")
-_BOX = "\\boxed{"
+_ANSWER_MARK = re.compile(r"(?<!#)####(?!#)")
+_BOX_START = "\\boxed{"
 _NUMBER = re.compile(  # 65 | 1,234.50 | 1{,}234 | -$7 | .5 | 65% | 65 apples
     r"(?:\\?\$)?(?P<sign>[-+−]?)\s*(?:\\?\$)?(?P<whole>[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+|[0-9]*)(?P<part>\.[0-9]*)?"
     r"\s*(?:\\?%|[A-Za-z°][A-Za-z° ]*\.?)?"
 )
-_FORM = re.compile(r"(?=.*[0-9])[0-9+\-−*/()., $%]+")
+_ARITHMETIC = re.compile(r"(?=.*[0-9])[0-9+\-−*/()., $%]+")
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -56,15 +56,15 @@ def answer_format(prompt: str, completion: str, record: Record) -> float:
     `\boxed{}` that is not empty.
     """
     del prompt, record
-    marks = len(_MARK.findall(completion))
-    if completion.count(_BOX):
-        return float(marks == 0 and completion.count(_BOX) == 1 and bool(final_answer(completion)))
+    marks = len(_ANSWER_MARK.findall(completion))
+    if completion.count(_BOX_START):
+        return float(marks == 0 and completion.count(_BOX_START) == 1 and bool(final_answer(completion)))
     if marks != 1:
         return 0.0
     last = completion[completion.rfind("####") + 4 :].strip()
-    if len(last) > LONGEST:
+    if len(last) > MAX_CHARACTERS:
         return 0.0
-    return float(_FORM.fullmatch(last) is not None)
+    return float(_ARITHMETIC.fullmatch(last) is not None)
 
 
 def countdown(prompt: str, completion: str, record: Record) -> float:
@@ -102,16 +102,16 @@ def evaluate(text: str, used: list[int] | None = None) -> Fraction | None:
 
 
 def final_answer(completion: str) -> str | None:
-    r"""Return the completion's final answer (see the module docstring), or None if missing or longer than LONGEST.
+    r"""Return the completion's final answer (see the module docstring), or None if missing or too long.
 
     A `\boxed{}` that never closes does not count.
     """
-    mark, box = completion.rfind("####"), completion.rfind(_BOX)
-    answer = _boxed(completion, box + len(_BOX)) if box > mark else None
+    mark, box = completion.rfind("####"), completion.rfind(_BOX_START)
+    answer = _boxed(completion, box + len(_BOX_START)) if box > mark else None
     if answer is None and mark >= 0:
         end = completion.find("\n", mark)
         answer = completion[mark + 4 : end if end >= 0 else None]
-    if answer is None or len(answer) > LONGEST:
+    if answer is None or len(answer) > MAX_CHARACTERS:
         return None
     return answer.strip(" \t*`")
 
@@ -121,7 +121,7 @@ def number(text: str) -> Decimal | None:
     text = text.strip()
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()  # LaTeX's $65$
-    match = _NUMBER.fullmatch(text) if len(text) <= LONGEST else None
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
     if match is None:
         return None
     digits = re.sub(r"[,{}]", "", match["whole"]) + (match["part"] or "")
@@ -138,10 +138,10 @@ def ascii_operators(text: str) -> str:
 def _boxed(text: str, start: int) -> str | None:
     """Return the content of the `\\boxed{` that opens right before `start`; None if it does not close in time.
 
-    Braces inside are balanced; the content has at most LONGEST characters.
+    Braces inside are balanced; the content has at most MAX_CHARACTERS characters.
     """
     depth = 1
-    for i in range(start, min(len(text), start + LONGEST + 1)):
+    for i in range(start, min(len(text), start + MAX_CHARACTERS + 1)):
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
             return text[start:i]

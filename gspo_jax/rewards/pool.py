@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-_START_S = 60.0
+_STARTUP_TIMEOUT_S = 60.0
 """Seconds a worker may take to import its functions."""
-_TRIES = 2
+_MAX_TRIES = 2
 
 
 Value = TypeVar("Value", covariant=True)
@@ -35,7 +35,7 @@ class Outcome(Generic[Value]):
     """True if the function itself raised; `error` is then its traceback."""
 
 
-def scored(score: float | None) -> Outcome[float]:
+def to_outcome(score: float | None) -> Outcome[float]:
     """Return the outcome of a reward function's return value; None, NaN and infinities are failures."""
     if score is None or not math.isfinite(score):
         return Outcome(None, f"returned {score}")
@@ -83,7 +83,7 @@ class Pool:
         worker = self._idle.get()  # never blocks: one worker per thread
         error = ""
         try:
-            for _ in range(_TRIES):
+            for _ in range(_MAX_TRIES):
                 try:
                     return worker.call(request, self._timeout_s)
                 except TimeoutError:
@@ -91,7 +91,7 @@ class Pool:
                     return Outcome(None, f"killed after {self._timeout_s:g} s")
                 except WorkerDied as death:
                     worker = self._replace(worker)
-                    error = f"{death}, {_TRIES} times"
+                    error = f"{death}, {_MAX_TRIES} times"
             return Outcome(None, error)
         finally:
             self._idle.put(worker)
@@ -132,7 +132,7 @@ class _Worker:
     def call(self, request: bytes, timeout_s: float) -> Outcome[float]:
         """Send one request and wait for its outcome; raises TimeoutError (the worker is dead by then) or WorkerDied."""
         if not self._ready:
-            with self._deadline(_START_S):
+            with self._deadline(_STARTUP_TIMEOUT_S):
                 self._read()
             self._ready = True
         with self._deadline(timeout_s):
@@ -145,7 +145,7 @@ class _Worker:
             reply = self._read()
         if "error" in reply:
             return Outcome(None, reply["error"], raised=True)
-        return scored(reply["score"])
+        return to_outcome(reply["score"])
 
     def kill(self) -> None:
         """Kill the process and reap it."""
@@ -169,7 +169,7 @@ class _Worker:
             raise RuntimeError(
                 f"the reward worker for {self._module} could not start: exit code {code}; see its traceback above"
             )
-        raise WorkerDied(f"the reward worker ended with {_ending(code)}")
+        raise WorkerDied(f"the reward worker ended with {_describe_exit(code)}")
 
     @contextlib.contextmanager
     def _deadline(self, seconds: float) -> Iterator[None]:
@@ -187,5 +187,5 @@ class _Worker:
         self.process.kill()
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"

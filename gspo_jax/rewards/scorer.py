@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
-from gspo_jax.rewards.pool import Outcome, Pool, scored
+from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.types import UserError, choices
 
 Row = tuple[str, str, dict[str, str]]
@@ -82,10 +82,10 @@ class Scorer:
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> Scores:
         """Score B completions; raises RuntimeError with the first traceback if a function raises on all of them."""
-        rows = join_rows(prompts, completions, records)
+        rows = zip_rows(prompts, completions, records)
         outcomes = self._run(rows)
         for name, results in outcomes.items():
-            report("reward", name, results)
+            report_failures("reward", name, results)
         by_name = {
             name: np.asarray([math.nan if o.value is None else o.value for o in outcomes[name]], np.float32)
             for name in self._weights
@@ -139,7 +139,7 @@ def check_names(kind: str, names: Iterable[str], known: Sequence[str], *, also: 
         raise UserError(f"no {kind} {name!r}; {choices(name, [*also, *known])}")
 
 
-def join_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:
+def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:
     """Return (prompt, completion, record) rows; raises ValueError if the lengths differ."""
     if not len(prompts) == len(completions) == len(records):
         raise ValueError(
@@ -156,7 +156,7 @@ def attempt(call: Callable[[Function, Row], Outcome[Value]], function: Function,
         return Outcome(None, traceback.format_exc(), raised=True)
 
 
-def report(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> None:
+def report_failures(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> None:
     """Log a warning if some calls failed; raise RuntimeError if all raised: the function itself is broken."""
     errors = [o.error for o in outcomes if o.error is not None]
     if not errors:
@@ -169,4 +169,4 @@ def report(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 def _score(function: Callable[[str, str, dict[str, str]], float | None], row: Row) -> Outcome[float]:
-    return scored(function(*row))
+    return to_outcome(function(*row))

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from gspo_jax.rewards.pool import Outcome
-from gspo_jax.rewards.scorer import Row, attempt, check_names, check_weights, join_rows, report
+from gspo_jax.rewards.scorer import Row, attempt, check_names, check_weights, report_failures, zip_rows
 
 Steps = list[tuple[int, float]]
 """(end, reward) of each step; `end` counts the completion's characters up to and including the step."""
 
-_LONGEST_CHARACTER = 4
+_MAX_BYTES_PER_CHARACTER = 4
 """Maximum bytes, and so maximum tokens, of one UTF-8 character."""
 
 
@@ -68,18 +68,20 @@ class StepScorer:
         self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]
     ) -> StepScores:
         """Find the steps of B completions; raises RuntimeError with the first traceback if a function raises on all."""
-        rows = join_rows(prompts, completions, records)
-        outcomes = {name: [attempt(_find, f, row) for row in rows] for name, f in self._functions.items()}
+        rows = zip_rows(prompts, completions, records)
+        outcomes = {name: [attempt(_find_steps, f, row) for row in rows] for name, f in self._functions.items()}
         for name, results in outcomes.items():
-            report("step reward", name, results)
-        by_name = {name: np.asarray([_mean(o.value) for o in outcomes[name]], np.float32) for name in self._weights}
+            report_failures("step reward", name, results)
+        by_name = {
+            name: np.asarray([_mean_reward(o.value) for o in outcomes[name]], np.float32) for name in self._weights
+        }
         weights = {name: weight for name, weight in self._weights.items() if weight}
-        merged = [_merge([(w, outcomes[name][i].value) for name, w in weights.items()]) for i in range(len(rows))]
+        merged = [_merge_steps([(w, outcomes[name][i].value) for name, w in weights.items()]) for i in range(len(rows))]
         failed = np.array([steps is None for steps in merged], bool)
         return StepScores([steps or [] for steps in merged], by_name, failed)
 
 
-def to_tokens(
+def place_step_rewards(
     steps: Sequence[Steps],
     tokens: Int[np.ndarray, "B T"],
     mask: Bool[np.ndarray, "B T"],
@@ -114,13 +116,13 @@ def to_tokens(
         text = decode(ids)
         if found[-1][0] > len(text):
             raise ValueError(f"a step of response {row} ends at {found[-1][0]}, beyond its {len(text)} characters")
-        at = places[_locate([end for end, _ in found], ids, text, decode)]
+        at = places[_find_end_tokens([end for end, _ in found], ids, text, decode)]
         np.add.at(rewards[row], at, [reward for _, reward in found])
         is_step[row, at] = True
     return rewards, is_step
 
 
-def _locate(ends: list[int], ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int]:
+def _find_end_tokens(ends: list[int], ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int]:
     """For each of the ascending `ends`, return the first i such that ids[: i + 1] decode to at least text[:end].
 
     `text` is decode(ids). Bisects the tokens: the halves decode independently unless the cut splits a character. Each
@@ -129,12 +131,12 @@ def _locate(ends: list[int], ids: list[int], text: str, decode: Callable[[list[i
     if not ends or len(ids) == 1:
         return [0] * len(ends)
     middle = len(ids) // 2
-    for cut in range(middle, min(middle + _LONGEST_CHARACTER, len(ids))):
+    for cut in range(middle, min(middle + _MAX_BYTES_PER_CHARACTER, len(ids))):
         left, right = decode(ids[:cut]), decode(ids[cut:])
         if left + right == text:
             i = bisect.bisect_right(ends, len(left))
-            later = _locate([end - len(left) for end in ends[i:]], ids[cut:], right, decode)
-            return _locate(ends[:i], ids[:cut], left, decode) + [cut + j for j in later]
+            later = _find_end_tokens([end - len(left) for end in ends[i:]], ids[cut:], right, decode)
+            return _find_end_tokens(ends[:i], ids[:cut], left, decode) + [cut + j for j in later]
     # No cut works: the tokens are one character, or the decoder treats the beginning of a text differently.
     return [
         bisect.bisect_left(
@@ -144,7 +146,7 @@ def _locate(ends: list[int], ids: list[int], text: str, decode: Callable[[list[i
     ]
 
 
-def _find(function: Callable[[str, str, dict[str, str]], Steps], row: Row) -> Outcome[Steps]:
+def _find_steps(function: Callable[[str, str, dict[str, str]], Steps], row: Row) -> Outcome[Steps]:
     steps = [(operator.index(end), float(reward)) for end, reward in function(*row)]
     length = len(row[1])
     for end, reward in steps:
@@ -155,11 +157,11 @@ def _find(function: Callable[[str, str, dict[str, str]], Steps], row: Row) -> Ou
     return Outcome(steps)
 
 
-def _mean(steps: Steps | None) -> float:
+def _mean_reward(steps: Steps | None) -> float:
     return sum(reward for _, reward in steps) / len(steps) if steps else math.nan
 
 
-def _merge(found: list[tuple[float, Steps | None]]) -> Steps | None:
+def _merge_steps(found: list[tuple[float, Steps | None]]) -> Steps | None:
     """Merge (weight, steps) pairs into steps sorted by end; None if a function failed."""
     total: defaultdict[int, float] = defaultdict(float)
     for weight, steps in found:

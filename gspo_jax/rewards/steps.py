@@ -7,7 +7,7 @@ so they must not hang. To add one, write it here and list its name in `__all__`.
 import re
 from collections import Counter
 
-from gspo_jax.rewards.functions import LONGEST, Record, ascii_operators
+from gspo_jax.rewards.functions import MAX_CHARACTERS, Record, ascii_operators
 
 __all__ = ["countdown_steps"]
 
@@ -39,13 +39,13 @@ def countdown_steps(prompt: str, completion: str, record: Record) -> list[tuple[
         text = run[0].rstrip(" ")
         step = _STEP.fullmatch(ascii_operators(text))
         if step is not None:
-            steps.append((run.start() + len(text), float(_take(available, step))))
+            steps.append((run.start() + len(text), float(_apply_step(available, step))))
     return steps
 
 
-def _take(available: Counter[int], step: re.Match[str]) -> bool:
+def _apply_step(available: Counter[int], step: re.Match[str]) -> bool:
     """Return whether a step is valid; if it is, replace its operands in `available` by its result."""
-    a, b, c = (_whole(step[name]) for name in ("left", "right", "result"))
+    a, b, c = (_parse_whole_number(step[name]) for name in ("left", "right", "result"))
     if a is None or b is None or c is None or not Counter((a, b)) <= available:
         return False
     match step["operator"]:
@@ -63,6 +63,6 @@ def _take(available: Counter[int], step: re.Match[str]) -> bool:
     return right
 
 
-def _whole(text: str) -> int | None:
+def _parse_whole_number(text: str) -> int | None:
     """Parse a whole number; None if it has a decimal point or is too long to parse cheaply."""
-    return int(text) if "." not in text and len(text) <= LONGEST else None
+    return int(text) if "." not in text and len(text) <= MAX_CHARACTERS else None

@@ -13,9 +13,9 @@ import sys
 import traceback
 from typing import Any
 
-_MEMORY_BYTES = 4 << 30
+_MAX_MEMORY_BYTES = 4 << 30
 """Limit of the address space; an answer that needs more gets a MemoryError instead of exhausting the machine."""
-_ORPHAN_S = 10.0
+_ORPHAN_MARGIN_S = 10.0
 """Seconds beyond two timeouts after which a hanging call must have lost the parent that would have killed it."""
 
 
@@ -24,11 +24,11 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not mix with the replies
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
+    most = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     module = importlib.import_module(sys.argv[1])
     # The parent kills a slow call. This ends a call that hangs after the parent is gone; it does not need the GIL.
-    orphan_s, silence = 2 * float(sys.argv[2]) + _ORPHAN_S, open(os.devnull, "w")  # noqa: SIM115 - open until exit
+    orphan_s, silence = 2 * float(sys.argv[2]) + _ORPHAN_MARGIN_S, open(os.devnull, "w")  # noqa: SIM115 - open until exit
     _send(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)

@@ -33,7 +33,7 @@ from gspo_jax.reporting.progress import Progress
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics, write_config
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.shaping import overlong
-from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
+from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
 from gspo_jax.rollout.episodes import Buffer, Episodes, Played, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rounds import Rounds, Scored
@@ -209,7 +209,7 @@ class Run:
         if self.step_scorer is not None:
             found = self.step_scorer.score(texts, completions, records)
             total, by_name = np.where(found.failed, np.float32(np.nan), total), by_name | found.by_name
-            step_rewards, steps = to_tokens(found.steps, tokens, mask, self.policy.tokenizer.decode)
+            step_rewards, steps = place_step_rewards(found.steps, tokens, mask, self.policy.tokenizer.decode)
             # What an environment says is no step.
             step_rewards, steps = np.where(drawn, step_rewards, 0), steps & drawn
         columns = {
