@@ -61,10 +61,10 @@ def test_a_curve_has_one_point_per_iteration(tmp_path):
     assert last is not None and last.raw[0].tolist() == [0.5, 1.5, 2.5, 3.5]
     accuracy = runs.curve(group, "eval/accuracy")
     assert accuracy is not None and accuracy.steps.tolist() == [0, 2, 4, 6, 8]
-    layers = runs.vectors(group, "routing/flip_rate_per_layer")
+    layers = runs.list_curve(group, "routing/flip_rate_per_layer")
     assert layers is not None
     np.testing.assert_allclose(layers[1], [[0.0, 0.01]] * 4)
-    assert runs.curve(group, "no/such") is None and runs.vectors(group, "no/such") is None
+    assert runs.curve(group, "no/such") is None and runs.list_curve(group, "no/such") is None
 
 
 def test_smoothing_keeps_a_constant_and_a_line(tmp_path):
@@ -156,7 +156,7 @@ def test_numbers_that_are_null_are_passed_over(tmp_path):
     lines[1]["routing/flip_rate_per_layer"] = lines[2]["routing/flip_rate_per_layer"] = [None, 0.5]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (group,) = runs.group_runs([runs.load_run(run)])
-    reward, layers = runs.curve(group, "reward/mean"), runs.vectors(group, "routing/flip_rate_per_layer")
+    reward, layers = runs.curve(group, "reward/mean"), runs.list_curve(group, "routing/flip_rate_per_layer")
     assert reward is not None and reward.raw.tolist() == [[0.25, 1.5, 2.25, 3.25]]  # of 1.0 and 1.5 the 1.5 is left
     assert layers is not None and layers[0].tolist() == [4, 6, 8]  # iteration 0 does not know its first layer
     assert Path(report.report([run])["png"]).exists()
@@ -364,10 +364,10 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
 
 
 def test_labels_are_moved_apart_and_stay_inside():
-    assert drawing.apart([0.1, 0.5], gap=0.08) == [0.1, 0.5]
-    assert drawing.apart([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # around the middle of both
+    assert drawing.spread_labels([0.1, 0.5], gap=0.08) == [0.1, 0.5]
+    assert drawing.spread_labels([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # around the middle of both
     for ends in ([0.93, 0.95, 0.97], [0.0, 0.01, 0.02], [0.5] * 12):
-        close = drawing.apart(ends, gap=0.08)
+        close = drawing.spread_labels(ends, gap=0.08)
         assert min(close) >= 0 and max(close) <= 0.96 and min(np.diff(close)) > 0.079
 
 

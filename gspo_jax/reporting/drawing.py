@@ -41,7 +41,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": GREY,
     "lines.solid_capstyle": "round",
 }
-POINTS = 72
+POINTS_PER_INCH = 72
 """Points per inch."""
 
 
@@ -68,25 +68,25 @@ def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: fl
 
     A label that had to move is connected to the end of its line.
     """
-    wide, panel = (POINTS / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
+    wide, panel = (POINTS_PER_INCH / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
     size = min(size, panel / (1.2 * max(1, len(ends))))
     near, far, text_at = 1 + 2 / wide, 1 + 7 / wide, 1 + 8 / wide
     order = sorted(ends)
-    heights = [_height(axes, y) for y, _, _ in order]
-    for (_, text, color), end, y in zip(order, heights, apart(heights, gap=1.2 * size / panel), strict=True):
+    heights = [_axes_fraction(axes, y) for y, _, _ in order]
+    for (_, text, color), end, y in zip(order, heights, spread_labels(heights, gap=1.2 * size / panel), strict=True):
         if abs(y - end) > 0.01:
             line = {"color": color, "linewidth": 0.8, "clip_on": False}
             axes.plot([near, far], [end, y], transform=axes.transAxes, **line)
         axes.text(text_at, y, text, transform=axes.transAxes, color=color, va="center", weight="bold", fontsize=size)
 
 
-def _height(axes: "Axes", y: float) -> float:
+def _axes_fraction(axes: "Axes", y: float) -> float:
     """Return y as a fraction of the axes' height, 0 at the bottom, on any scale; values below the axes give 0."""
     point = (axes.get_xlim()[0], max(y, axes.get_ylim()[0]))
     return float(axes.transAxes.inverted().transform(axes.transData.transform(point))[1])
 
 
-def apart(heights: Sequence[float], *, gap: float) -> list[float]:
+def spread_labels(heights: Sequence[float], *, gap: float) -> list[float]:
     """Spread ascending label heights (0 to 1) at least `gap` apart, keeping them inside the axes and off the title.
 
     Labels that would overlap are spread around the mean height of their lines' ends.
@@ -94,13 +94,15 @@ def apart(heights: Sequence[float], *, gap: float) -> list[float]:
     blocks: list[list[float]] = []  # heights of labels that touch, block by block
     for height in heights:
         blocks.append([height])
-        while len(blocks) > 1 and _bottom(blocks[-1], gap) < _bottom(blocks[-2], gap) + gap * len(blocks[-2]):
+        while len(blocks) > 1 and _lowest_label(blocks[-1], gap) < _lowest_label(blocks[-2], gap) + gap * len(
+            blocks[-2]
+        ):
             last = blocks.pop()
             blocks[-1] += last
-    return [_bottom(block, gap) + gap * i for block in blocks for i in range(len(block))]
+    return [_lowest_label(block, gap) + gap * i for block in blocks for i in range(len(block))]
 
 
-def _bottom(block: Sequence[float], gap: float) -> float:
+def _lowest_label(block: Sequence[float], gap: float) -> float:
     """Return the height of a block's lowest label: the block is centred on its lines, but stays inside the axes."""
     span = gap * (len(block) - 1)
     return max(0.0, min(sum(block) / len(block) - span / 2, 1.0 - gap / 2 - span))

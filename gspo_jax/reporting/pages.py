@@ -37,7 +37,7 @@ $parts
 """)
 
 
-def page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
+def html_page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
     """Return a self-contained HTML page: picture, numbers, runs, differing settings, samples, config."""
     picture = f'<img alt="curves of the runs" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     numbers = _html_table(number_rows(found)) + (
@@ -69,7 +69,7 @@ def number_rows(found: Sequence[_Facts]) -> list[dict[str, str]]:
                 several = len(group["runs"]) > 1
                 who = {"runs": group["label"]} if len(found) > 1 else {}
                 ends = group["metrics"][name]
-                cells = {key: _range(ends[key], how, several, key == "change") for key in ends}
+                cells = {key: _format_mean_and_range(ends[key], how, several, key == "change") for key in ends}
                 rows.append({"metric": f"{title}, {unit}", **who, **cells})
     return rows
 
@@ -92,7 +92,7 @@ def family_table(found: Sequence[_Facts], *, panels: str, command: Sequence[str]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     runs = [run for group in found for run in group["runs"]]
     updates, seeds = {run["updates"] for run in runs}, {len(group["runs"]) for group in found}
-    how = f"{_span(seeds, 'run')} per row, {_span(updates, 'update')} per run. {HOW_TO_READ[panels]}"
+    how = f"{_format_count(seeds, 'run')} per row, {_format_count(updates, 'update')} per run. {HOW_TO_READ[panels]}"
     made = " \\\n    ".join(command)
     parts = [table, how, f"```bash\n{made}\n```"]
     if runs[0]["command"]:
@@ -100,18 +100,18 @@ def family_table(found: Sequence[_Facts], *, panels: str, command: Sequence[str]
     return "\n\n".join(parts) + "\n"
 
 
-def _final(name: str, how: str, *, spread: bool = False) -> Callable[[_Facts], str]:
+def _final_cell(name: str, how: str, *, spread: bool = False) -> Callable[[_Facts], str]:
     """Return a formatter for a metric's final value; with `spread` also its range over the runs."""
 
     def cell(group: _Facts) -> str:
         if name not in group["metrics"]:
             return "–"
-        return _range(group["metrics"][name]["final"], how, spread and len(group["runs"]) > 1, False)
+        return _format_mean_and_range(group["metrics"][name]["final"], how, spread and len(group["runs"]) > 1, False)
 
     return cell
 
 
-def _of_minibatches(name: str, how: str) -> Callable[[_Facts], str]:
+def _minibatch_cell(name: str, how: str) -> Callable[[_Facts], str]:
     """Return a formatter for a metric's final values in the first, second and last mini-batch."""
 
     def cell(group: _Facts) -> str:
@@ -122,34 +122,34 @@ def _of_minibatches(name: str, how: str) -> Callable[[_Facts], str]:
     return cell
 
 
-def _seconds(group: _Facts) -> str:
+def _seconds_cell(group: _Facts) -> str:
     seconds = group["seconds_per_iteration"]
     return "–" if seconds is None else f"{seconds:.2f}"
 
 
-def _collapsed(group: _Facts) -> str:
+def _collapsed_cell(group: _Facts) -> str:
     return f"{sum(run['collapsed'] for run in group['runs'])} of {len(group['runs'])}"
 
 
 COLUMNS = {
     "training": {
-        "held-out accuracy": _final("eval/accuracy", ".3f", spread=True),
-        "clip fraction, token": _final("clip_fraction/token", ".2%"),
-        "clip fraction, sequence": _final("clip_fraction/sequence", ".2%"),
-        "flip rate": _final("routing/flip_rate", ".2%"),
-        "entropy": _final("actor/entropy", ".3f"),
-        "s per iteration": _seconds,
+        "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
+        "clip fraction, token": _final_cell("clip_fraction/token", ".2%"),
+        "clip fraction, sequence": _final_cell("clip_fraction/sequence", ".2%"),
+        "flip rate": _final_cell("routing/flip_rate", ".2%"),
+        "entropy": _final_cell("actor/entropy", ".3f"),
+        "s per iteration": _seconds_cell,
     },
     "routing": {
-        "held-out accuracy": _final("eval/accuracy", ".3f", spread=True),
-        "reward": _final("reward/mean", ".3f"),
-        "collapsed": _collapsed,
-        "flip rate, 1 / 2 / last": _of_minibatches("routing/flip_rate", ".2%"),
-        "ratio spread, token": _final("ratio/token_log_std", ".4f"),
-        "ratio spread, sequence": _final("ratio/sequence_log_std", ".5f"),
-        "clipped, token": _final("clip_fraction/token", ".3%"),
-        "clipped, sequence": _final("clip_fraction/sequence", ".3%"),
-        "mismatch KL": _final("mismatch/kl", ".1e"),
+        "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
+        "reward": _final_cell("reward/mean", ".3f"),
+        "collapsed": _collapsed_cell,
+        "flip rate, 1 / 2 / last": _minibatch_cell("routing/flip_rate", ".2%"),
+        "ratio spread, token": _final_cell("ratio/token_log_std", ".4f"),
+        "ratio spread, sequence": _final_cell("ratio/sequence_log_std", ".5f"),
+        "clipped, token": _final_cell("clip_fraction/token", ".3%"),
+        "clipped, sequence": _final_cell("clip_fraction/sequence", ".3%"),
+        "mismatch KL": _final_cell("mismatch/kl", ".1e"),
     },
 }
 """Columns of the table, by page: heading -> formatter of a group's cell."""
@@ -181,13 +181,13 @@ def _final_accuracy(group: _Facts) -> float:
     return -np.inf if accuracy is None else accuracy["final"]["mean"]
 
 
-def _span(numbers: set[int], noun: str) -> str:
+def _format_count(numbers: set[int], noun: str) -> str:
     """Format a range of counts: "3 runs", "2 to 3 runs"."""
     low, high = min(numbers), max(numbers)
     return f"{low} {noun}{'s' * (high != 1)}" if low == high else f"{low} to {high} {noun}s"
 
 
-def _range(value: Mapping[str, float], how: str, several: bool, signed: bool) -> str:
+def _format_mean_and_range(value: Mapping[str, float], how: str, several: bool, signed: bool) -> str:
     how = f"{'+' if signed else ''},{how}"
     text = f"{value['mean']:{how}}"
     return f"{text} [{value['min']:{how}}, {value['max']:{how}}]" if several else text

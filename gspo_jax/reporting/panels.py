@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_jax.reporting.drawing import GREY, label_ends
-from gspo_jax.reporting.runs import Curve, Group, curve, late, late_by_minibatch, vectors
+from gspo_jax.reporting.runs import Curve, Group, curve, list_curve, tail_mean, tail_mean_by_minibatch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MANY = 6
+MAX_BANDS = 6
 """Up to this many groups are drawn with bands; more are drawn without, and with thinner lines."""
-FEW = 3
+MAX_VALUE_LABELS = 3
 """Up to this many groups have their final values at the ends of their lines; more have their names there."""
 
 
@@ -31,7 +31,7 @@ class Panel:
     unit: str
     """Label of the y axis; units that start with "share" are formatted in per cent."""
     draw: Callable[["Axes", Sequence[Group], "Panel"], None]
-    found: Callable[[Group, str], Any] = curve
+    read: Callable[[Group, str], Any] = curve
     """Reads the panel's data of a group; None if the runs do not have it."""
     width: int = 1
     """Width in columns of the page."""
@@ -39,7 +39,7 @@ class Panel:
     """True for a logarithmic y axis if the lines span more than a decade."""
 
     @property
-    def share(self) -> bool:
+    def is_share(self) -> bool:
         """True if the values are shares, 0 to 1."""
         return self.unit.startswith("share")
 
@@ -56,7 +56,7 @@ def draw_accuracy(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
         error = curve(group, "eval/accuracy_stderr")
         if len(found.raw) == 1 and error is not None and np.array_equal(error.steps, found.steps):
             low, high = mean - error.raw[0], mean + error.raw[0]
-        if len(groups) <= MANY:
+        if len(groups) <= MAX_BANDS:
             axes.fill_between(found.steps, low, high, **_band(group, groups))
         axes.plot(found.steps, mean, "o-", **_line(group, groups))
         starts.append(mean[0])
@@ -90,16 +90,17 @@ def draw_curves(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
         found = curve(group, panel.metric)
         if found is None:
             continue
-        if len(groups) <= MANY and len(found.raw) == 1:
-            raw = {"linewidth": 1, "alpha": 0.45 if len(groups) <= FEW else 0.25}
+        if len(groups) <= MAX_BANDS and len(found.raw) == 1:
+            raw = {"linewidth": 1, "alpha": 0.45 if len(groups) <= MAX_VALUE_LABELS else 0.25}
             axes.plot(found.steps, found.raw[0], color=group.color, **raw)
-        elif len(groups) <= MANY:
+        elif len(groups) <= MAX_BANDS:
             low, high = found.smooth.min(axis=0), found.smooth.max(axis=0)
             axes.fill_between(found.steps, low, high, **_band(group, groups))
         mean = found.smooth.mean(axis=0)
         axes.plot(found.steps, mean, **_line(group, groups))
         end = float(mean[-1])
-        ends.append((end, group.label if len(groups) > FEW else _number(end, share=panel.share), group.color))
+        label = group.label if len(groups) > MAX_VALUE_LABELS else _format_value(end, share=panel.is_share)
+        ends.append((end, label, group.color))
     _finish(axes, panel, ends, last=last_step(groups), from_zero=panel.metric != "reward/mean")
 
 
@@ -108,14 +109,14 @@ def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> Non
     from matplotlib.ticker import MaxNLocator
 
     ends = []
-    profiles = [late_by_minibatch(group, panel.metric) for group in groups]
+    profiles = [tail_mean_by_minibatch(group, panel.metric) for group in groups]
     count = 1 + max(number for profile in profiles for number in profile)
     if len(groups) == 1:
         named = set(range(count)) if count <= 6 else {round(i * (count - 1) / 4) for i in range(5)}
         for number in profiles[0]:
             found = curve(groups[0], panel.metric, minibatch=number)
             assert found is not None  # the profile has this mini-batch
-            mean, color = found.smooth.mean(axis=0), _shade(number, count)
+            mean, color = found.smooth.mean(axis=0), _minibatch_color(number, count)
             axes.plot(found.steps, mean, color=color, linewidth=1.8 if count <= 6 else 1.2)
             ends += [(float(mean[-1]), str(number + 1), color)] if number in named else []
         _finish(axes, panel, ends, last=last_step(groups))
@@ -123,7 +124,7 @@ def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> Non
     for group, profile in zip(groups, profiles, strict=True):
         if profile:
             axes.plot([1 + number for number in profile], list(profile.values()), "o-", **_line(group, groups))
-            ends += [(list(profile.values())[-1], group.label, group.color)] if len(groups) > FEW else []
+            ends += [(list(profile.values())[-1], group.label, group.color)] if len(groups) > MAX_VALUE_LABELS else []
     _finish(axes, panel, ends, x="mini-batch (last tenth of the run)")
     if count <= 6:
         axes.set_xticks(range(1, count + 1))
@@ -137,7 +138,7 @@ def draw_layers(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     if len(groups) == 1:
-        found = vectors(groups[0], panel.metric)
+        found = list_curve(groups[0], panel.metric)
         assert found is not None  # the page draws only panels whose data was found
         steps, values = found
         shades = LinearSegmentedColormap.from_list("shades", ["#f4f8fb", "#7fb2d6", "#0072B2", "#06304d"])
@@ -155,11 +156,11 @@ def draw_layers(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
         return
     ends = []
     for group in groups:
-        found = vectors(group, panel.metric)
+        found = list_curve(group, panel.metric)
         if found is not None:
-            profile = [late(column) for column in found[1].T]
+            profile = [tail_mean(column) for column in found[1].T]
             axes.plot(range(1, len(profile) + 1), profile, "o-", **_line(group, groups))
-            ends += [(profile[-1], group.label, group.color)] if len(groups) > FEW else []
+            ends += [(profile[-1], group.label, group.color)] if len(groups) > MAX_VALUE_LABELS else []
     _finish(axes, panel, ends, x="layer (last tenth of the run)")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
 
@@ -172,10 +173,10 @@ _FLIPS_BY_UPDATE = Panel(
     "Flip rate by mini-batch",
     "share of chosen experts",
     draw_minibatches,
-    found=partial(curve, minibatch=1),
+    read=partial(curve, minibatch=1),
 )
 _FLIPS_BY_LAYER = Panel(
-    "routing/flip_rate_per_layer", "Flip rate by layer", "share of chosen experts", draw_layers, found=vectors
+    "routing/flip_rate_per_layer", "Flip rate by layer", "share of chosen experts", draw_layers, read=list_curve
 )
 PANELS = {
     "training": (
@@ -222,7 +223,7 @@ def _finish(
     low, high = axes.dataLim.intervaly
     for line in axes.lines:
         line.set_clip_on(False)  # a line at 0 keeps its full width
-    points = _drawn(axes)
+    points = _positive_values(axes)
     if panel.log and points.size and points.max() > 10 * points.min():
         _log_scale(axes, points)
     elif from_zero:
@@ -235,14 +236,14 @@ def _finish(
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    if panel.share:
+    if panel.is_share:
         axes.yaxis.set_major_formatter(_percent)
     elif max(abs(low), abs(high)) < 5e-3:  # otherwise ticks get many digits, or a common factor overlaps the title
-        axes.yaxis.set_major_formatter(_plain)
-    label_ends(axes, ends, size=10.5 if len(ends) <= MANY else 9.5)
+        axes.yaxis.set_major_formatter(_compact)
+    label_ends(axes, ends, size=10.5 if len(ends) <= MAX_BANDS else 9.5)
 
 
-def _drawn(axes: "Axes") -> np.ndarray:
+def _positive_values(axes: "Axes") -> np.ndarray:
     """Return the positive values of all lines."""
     points = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
     return points[np.isfinite(points) & (points > 0)]
@@ -257,7 +258,7 @@ def _log_scale(axes: "Axes", points: np.ndarray) -> None:
     axes.set_ylim(low, high)
     between = (2.0, 5.0) if high < 30 * low else (3.0,) if high < 1000 * low else ()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, *between), numticks=6))
-    axes.yaxis.set_major_formatter(_plain)
+    axes.yaxis.set_major_formatter(_compact)
     axes.yaxis.set_minor_locator(NullLocator())
     for line in axes.lines:
         line.set_clip_on(True)
@@ -265,12 +266,12 @@ def _log_scale(axes: "Axes", points: np.ndarray) -> None:
 
 def _band(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
     """Return the style of a group's band."""
-    return {"color": group.color, "alpha": 0.18 if len(groups) <= FEW else 0.08, "linewidth": 0}
+    return {"color": group.color, "alpha": 0.18 if len(groups) <= MAX_VALUE_LABELS else 0.08, "linewidth": 0}
 
 
 def _line(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
     """Return the style of a group's line."""
-    width = 2.2 if len(groups) <= FEW else 1.9 if len(groups) <= MANY else 1.6
+    width = 2.2 if len(groups) <= MAX_VALUE_LABELS else 1.9 if len(groups) <= MAX_BANDS else 1.6
     return {"color": group.color, "linewidth": width, "markersize": 2.3 * width}
 
 
@@ -279,7 +280,7 @@ def last_step(groups: Sequence[Group]) -> int:
     return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs), 1)
 
 
-def _shade(i: int, count: int) -> str:
+def _minibatch_color(i: int, count: int) -> str:
     from matplotlib.colors import LinearSegmentedColormap, to_hex
 
     return to_hex(LinearSegmentedColormap.from_list("shades", ["#7fb2d6", "#0072B2", "#06304d"])(i / max(1, count - 1)))
@@ -289,7 +290,7 @@ def _percent(value: float, _: float) -> str:
     return f"{100 * value:.3g}%"
 
 
-def _plain(value: float, _: float) -> str:
+def _compact(value: float, _: float) -> str:
     """Format a tick without zero padding: 0.02, 5e-4, 2.5e-12."""
     if not value or abs(value) >= 0.01:
         return f"{value:.3g}"
@@ -297,9 +298,9 @@ def _plain(value: float, _: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def _number(value: float, *, share: bool = False) -> str:
+def _format_value(value: float, *, share: bool = False) -> str:
     if share:
         return f"{value:.0%}" if value >= 0.1 else f"{100 * value:.2g}%"
     if 0 < abs(value) < 1e-3:
-        return _plain(float(f"{value:.0e}"), 0)
+        return _compact(float(f"{value:.0e}"), 0)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

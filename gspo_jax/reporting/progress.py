@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-SHOWN: Mapping[str, Callable[[Any], str]] = {
+FORMATS: Mapping[str, Callable[[Any], str]] = {
     "reward": lambda x: f"reward {x:.3f}",
     "accuracy": lambda x: f"accuracy {x:.1%}",
     "clip_fraction": lambda x: f"clipped {x:.1%}",
@@ -84,7 +84,7 @@ class Progress:
         self._phase = name
 
     def advance(self, **shown: float | None) -> None:
-        """End an iteration and show numbers (see SHOWN); for None, a terminal keeps showing the previous number."""
+        """End an iteration and show numbers (see FORMATS); for None, a terminal keeps showing the previous number."""
         now = time.monotonic()
         if self._done > self._first:  # the first iteration compiles
             self._durations = [*self._durations, now - self._iteration_started][-ETA_WINDOW:]
@@ -182,8 +182,8 @@ def printable(text: str) -> str:
 
 def _shown(numbers: Mapping[str, Any]) -> list[str]:
     """Format the numbers, the usual ones first and in a fixed order."""
-    usual = [write(numbers[name]) for name, write in SHOWN.items() if name in numbers]
-    return usual + [f"{name} {value:.4g}" for name, value in numbers.items() if name not in SHOWN]
+    usual = [write(numbers[name]) for name, write in FORMATS.items() if name in numbers]
+    return usual + [f"{name} {value:.4g}" for name, value in numbers.items() if name not in FORMATS]
 
 
 def _cell(value: Any) -> str:

@@ -17,9 +17,9 @@ from gspo_jax.reporting.drawing import PALETTE
 from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_metrics
 from gspo_jax.types import UserError
 
-NOT_A_SETTING = ("seed", "workdir", "command")
+IGNORED_FIELDS = ("seed", "workdir", "command")
 """Config fields, by the last part of their name, in which runs of one group may differ."""
-TOLD_BY_VALUE = ("name", "replay")
+LABELLED_BY_VALUE = ("name", "replay")
 """Settings, by the last part of their name, whose value alone identifies them in a label."""
 SUMMARY = {
     "eval/accuracy": ("Held-out accuracy", "share of problems", ".3f"),
@@ -83,7 +83,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         raise UserError(f"{Path(folder) / METRICS_FILE} has no complete line yet; wait for the run's first update")
     config = read_config(folder)
     command = "" if config is None else str(config.pop("command", ""))
-    return Run(folder=Path(folder), rows=rows, config=None if config is None else _flat(config), command=command)
+    return Run(folder=Path(folder), rows=rows, config=None if config is None else _flatten(config), command=command)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -100,9 +100,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         if 0 < len(differing) <= 3 and all(run.config is not None for run in runs):
             settings = group[0].config or {}
             said = {name: settings.get(name) for name in differing}
-            something = {name: value for name, value in said.items() if not _says_none(value)}
-            told = TOLD_BY_VALUE if len(said) > 1 else ("name",)
-            label = ", ".join(_setting(name, value, told) for name, value in (something or said).items())
+            something = {name: value for name, value in said.items() if not _is_off(value)}
+            told = LABELLED_BY_VALUE if len(said) > 1 else ("name",)
+            label = ", ".join(_setting_label(name, value, told) for name, value in (something or said).items())
         labels.append(label)
     labels = [
         str(group[0].folder) if labels.count(label) > 1 else label for label, group in zip(labels, members, strict=True)
@@ -132,7 +132,7 @@ def curve(group: Group, name: str, *, minibatch: int | None = None) -> Curve | N
     return Curve(np.array(shared), raw, smooth)
 
 
-def vectors(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+def list_curve(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Return (steps [N], values [N, L]) of a list metric of length L: smoothed means over runs and mini-batches."""
     rows = [row for row in group.runs[0].rows if isinstance(row.get(name), list)]
     columns = [curve(group, f"{name}/{i}") for i in range(len(rows[0][name]))] if rows else []
@@ -144,14 +144,14 @@ def vectors(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     return (np.array(shared), np.stack(values, axis=1)) if shared else None
 
 
-def late_by_minibatch(group: Group, name: str) -> dict[int, float]:
+def tail_mean_by_minibatch(group: Group, name: str) -> dict[int, float]:
     """Return {mini-batch: mean over the last tenth of the iterations and over the runs} of a metric."""
     numbers = {row.get("minibatch") for run in group.runs for row in run.rows}
     found = {i: curve(group, name, minibatch=i) for i in sorted(i for i in numbers if i is not None)}
-    return {i: late(column.raw.mean(axis=0)) for i, column in found.items() if column is not None}
+    return {i: tail_mean(column.raw.mean(axis=0)) for i, column in found.items() if column is not None}
 
 
-def late(values: np.ndarray) -> float:
+def tail_mean(values: np.ndarray) -> float:
     """Return the mean of the last tenth of the values."""
     return float(values[-max(1, len(values) // 10) :].mean())
 
@@ -167,18 +167,22 @@ def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
     for group in groups:
         metrics = {}
         for name in SUMMARY:
-            ends = [_ends(points, name) for run in group.runs if (points := _per_iteration(run.rows, name, None))]
+            ends = [
+                _initial_and_final(points, name)
+                for run in group.runs
+                if (points := _per_iteration(run.rows, name, None))
+            ]
             if ends:
                 initial, final = np.array(ends).T
                 values = {"initial": initial, "final": final, "change": final - initial}
-                metrics[name] = {key: _spread(value) for key, value in values.items()}
+                metrics[name] = {key: _statistics(value) for key, value in values.items()}
         seconds = [s for run in group.runs for s in _iteration_seconds(run)[1:]]
         found.append(
             {
                 "label": group.label,
                 "runs": [_run_facts(run) for run in group.runs],
                 "metrics": metrics,
-                "minibatches": {name: list(late_by_minibatch(group, name).values()) for name in BY_MINIBATCH},
+                "minibatches": {name: list(tail_mean_by_minibatch(group, name).values()) for name in BY_MINIBATCH},
                 "seconds_per_iteration": float(np.median(seconds)) if seconds else None,
             }
         )
@@ -229,32 +233,32 @@ def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int 
     return {found[-1][0]: float(np.mean([value for _, value in found])) for found in points.values()}
 
 
-def _ends(points: Mapping[int, float], name: str) -> tuple[float, float]:
+def _initial_and_final(points: Mapping[int, float], name: str) -> tuple[float, float]:
     values = [points[step] for step in sorted(points)]
     count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
     return float(np.mean(values[:count])), float(np.mean(values[-count:]))
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def _statistics(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name.rpartition(".")[2] not in NOT_A_SETTING}
+    return {name: value for name, value in config.items() if name.rpartition(".")[2] not in IGNORED_FIELDS}
 
 
-def _setting(name: str, value: Any, told: Sequence[str]) -> str:
+def _setting_label(name: str, value: Any, told: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
     return str(value) if last in told else f"{last}={value}"
 
 
-def _says_none(value: Any) -> bool:
+def _is_off(value: Any) -> bool:
     """Return whether a value means "off" and can be left out of a label; 0 is a value like any other."""
     return value is None or value is False or value in ("", "none")

@@ -64,7 +64,7 @@ class MetricsWriter:
                 f"metrics must not be named {' or '.join(sorted(clash))}, which every line has; rename them"
             )
         known = self._names if step == self.last_step else set()
-        fresh = {name: _plain(name, value) for name, value in metrics.items() if name not in known}
+        fresh = {name: _to_python(name, value) for name, value in metrics.items() if name not in known}
         if not fresh:
             return
         now = time.time()
@@ -102,7 +102,7 @@ class MetricsWriter:
         if damaged := [number for number, is_last in broken if not is_last]:
             logging.warning("%s: dropped lines %s, which are not metrics", self._path, damaged)
         kept = [row for row in rows if row["step"] <= after_step]
-        _replace(self._path, "".join(_dumps(row) + "\n" for row in kept))
+        _write_atomically(self._path, "".join(_dumps(row) + "\n" for row in kept))
         if kept:
             self.last_step, self._names = kept[-1]["step"], set(kept[-1])
         if self.last_step < after_step:
@@ -132,7 +132,7 @@ class _TensorBoard:
             start = Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
             self._writer.write_event(start)
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
     def write(self, step: int, now: float, metrics: Mapping[str, Any]) -> None:
         if self._writer is None:
@@ -144,7 +144,7 @@ class _TensorBoard:
                 self._writer.flush()
                 self._flushed = now
         except Exception as error:  # whatever the backend raises, training continues
-            self._give_up(error)
+            self._disable(error)
 
     def close(self) -> None:
         if self._writer is None:
@@ -152,10 +152,10 @@ class _TensorBoard:
         try:
             self._writer.close()
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
         self._writer = None
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         self._writer = None
         logging.warning("TensorBoard output is off from here on (%s); %s stays complete", error, METRICS_FILE)
 
@@ -184,11 +184,13 @@ class SamplesWriter:
     ) -> Path:
         """Write the completions of one step, replacing its file; each sequence has one entry per completion."""
         lines = [
-            _dumps({"prompt": prompt, "completion": completion, "reward": _plain("reward", reward), "answer": answer})
+            _dumps(
+                {"prompt": prompt, "completion": completion, "reward": _to_python("reward", reward), "answer": answer}
+            )
             for prompt, completion, reward, answer in zip(prompts, completions, rewards, answers, strict=True)
         ]
         path = self._folder / f"step_{step:06d}.jsonl"
-        _replace(path, "".join(line + "\n" for line in lines))
+        _write_atomically(path, "".join(line + "\n" for line in lines))
         return path
 
 
@@ -219,7 +221,9 @@ def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, 
     if "command" in config:
         raise ValueError("a config must not have a field named command: config.json stores the run's command there")
     Path(workdir).mkdir(parents=True, exist_ok=True)
-    _replace(Path(workdir) / CONFIG_FILE, json.dumps({"command": command, **config}, indent=2, default=list) + "\n")
+    _write_atomically(
+        Path(workdir) / CONFIG_FILE, json.dumps({"command": command, **config}, indent=2, default=list) + "\n"
+    )
 
 
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -262,7 +266,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:
     return rows, broken
 
 
-def _plain(name: str, value: Any) -> float | int | list[Any]:
+def _to_python(name: str, value: Any) -> float | int | list[Any]:
     """Return `value` as a Python number or list of numbers; `_dumps` handles NaN."""
     array = np.asarray(value)
     if array.ndim > 1 or array.size > MAX_LIST:
@@ -303,7 +307,7 @@ def _sample_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(step), path) for step, path in files if step.isdigit())
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a crash leaves either the old or the new content."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
