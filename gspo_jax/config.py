@@ -19,21 +19,21 @@ def base() -> ConfigDict:
     config.model = ConfigDict()
     config.model.folder = ""  # Hugging Face folder of a Qwen3 or Qwen3-MoE; empty: the cold start makes the model
     config.model.published = ""  # model the folder must hold, such as "Qwen3-30B-A3B"; lets `plan` run without a folder
-    config.model.dtype = "bfloat16"  # of the computation: or "float32"; parameters are always float32
+    config.model.dtype = "bfloat16"  # compute dtype, "bfloat16" or "float32"; parameters are always float32
     # What each layer keeps for the backward pass. "full": its input; "offload": its input, in host memory; "dots": its
     # input and the outputs of its matmuls; "none": all activations, nothing is recomputed.
     config.model.remat = "full"
-    config.model.dispatch = "gather"  # how tokens reach experts: or "ragged_all_to_all" (TPU only), "capacity"
-    # "capacity" only: buffer size as a multiple of a balanced load; what does not fit is dropped. None: nothing is.
+    config.model.dispatch = "gather"  # of tokens to experts: "gather", "ragged_all_to_all" (TPU only) or "capacity"
+    # "capacity" only: buffer size as a multiple of a balanced load; tokens that do not fit are dropped. None: no drops.
     config.model.capacity_factor = placeholder(float)
-    config.model.architecture = ConfigDict()  # model that the cold start makes: fields of ModelConfig
+    config.model.architecture = ConfigDict()  # fields of ModelConfig for the model that the cold start makes
 
-    config.coldstart = ConfigDict()  # supervised training of the initial policy on worked answers
+    config.coldstart = ConfigDict()  # supervised training of an initial policy; unused if model.folder is set
     config.coldstart.steps = 0  # optimizer steps; 0: no cold start
     config.coldstart.batch = 64  # demonstrations per step
     config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
     config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
-    config.coldstart.vocab_size = 320  # tokens of the tokenizer that is trained, and of the model
+    config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
     config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
@@ -49,7 +49,7 @@ def base() -> ConfigDict:
     config.sampling = ConfigDict()
     config.sampling.group_size = 8  # responses per prompt
     config.sampling.max_response_length = 1024  # tokens, EOS included; of an episode: all turns and replies
-    config.sampling.temperature = 1.0  # of sampling and of the trainer's log-probs; must be above 0
+    config.sampling.temperature = 1.0  # softmax temperature, also of the trainer's log-probs; must be above 0
     config.sampling.top_k = 0  # sample among the k most probable tokens; 0: off
     config.sampling.top_p = 1.0  # sample among the fewest tokens whose probabilities reach top_p; 1: off
     config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability; 0: off
