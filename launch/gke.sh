@@ -28,10 +28,10 @@ done
 check_name
 check_place
 check_type
-matches --cluster "$cluster" '[a-z]([-a-z0-9]{0,38}[a-z0-9])?' "give the name of a GKE cluster created by xpk, such as --cluster=pods"
-matches --restarts "$restarts" '[0-9]{1,4}' "give a number, such as --restarts=50"
+require_form --cluster "$cluster" '[a-z]([-a-z0-9]{0,38}[a-z0-9])?' "give the name of a GKE cluster created by xpk, such as --cluster=pods"
+require_form --restarts "$restarts" '[0-9]{1,4}' "give a number, such as --restarts=50"
 check_train
-needs xpk https://github.com/AI-Hypercomputer/xpk
+require_tool xpk https://github.com/AI-Hypercomputer/xpk
 
 printf -v words '%q ' "${train[@]}"
 archive "$TREE.tar" tar

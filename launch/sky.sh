@@ -22,11 +22,11 @@ check_name
 check_type
 where=gcp
 if [ -n "$zone" ]; then
-  matches --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
+  require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
   where=gcp/${zone%-*}/$zone
 fi
 check_train
-needs sky https://docs.skypilot.co/en/latest/getting-started/installation.html
+require_tool sky https://docs.skypilot.co/en/latest/getting-started/installation.html
 
 printf -v words '%q ' "${train[@]}"
 flags=(--name="$name" --infra="$where" --gpus="tpu-$type" --env="TRAIN=${words% }")

@@ -60,10 +60,10 @@ read_flags() {
 check_flags() {
   check_name
   check_place
-  matches --poll "$poll" '[0-9]{1,4}' "give seconds, such as --poll=60"
-  matches --tries "$tries" '[1-9][0-9]{0,3}' "give a number of attempts, such as --tries=5"
-  matches --node "$node" '[0-9]{1,4}' "give the number of a slice, such as --node=0"
-  matches --worker "$worker" '[0-9]{1,4}' "give the number of a worker, such as --worker=0"
+  require_form --poll "$poll" '[0-9]{1,4}' "give seconds, such as --poll=60"
+  require_form --tries "$tries" '[1-9][0-9]{0,3}' "give a number of attempts, such as --tries=5"
+  require_form --node "$node" '[0-9]{1,4}' "give the number of a slice, such as --node=0"
+  require_form --worker "$worker" '[0-9]{1,4}' "give the number of a worker, such as --worker=0"
   case $1 in
     create | babysit)
       check_type
@@ -85,8 +85,8 @@ resources() {
   run gcloud compute tpus queued-resources "$command" "$@" --project="$project" --zone="$zone"
 }
 
-# on_all COMMAND WORD …: runs a command on every worker of every slice.
-on_all() {
+# on_all_workers COMMAND WORD …: runs a command on every worker of every slice.
+on_all_workers() {
   local words
   printf -v words '%q ' "$@"
   resources ssh "$name" --node=all --worker=all --command="${words% }"
@@ -154,11 +154,11 @@ push() {
 }
 
 setup() {
-  on_all bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]}"}
+  on_all_workers bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]}"}
 }
 
 start() {
-  on_all ${environment[@]+env "${environment[@]}"} bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
+  on_all_workers ${environment[@]+env "${environment[@]}"} bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
 }
 
 # Prints one line per worker, from worker.sh status.
@@ -168,7 +168,7 @@ run_status() {
 }
 
 # Prints the number of the newest checkpoint in the bucket, or nothing.
-newest() {
+newest_checkpoint() {
   gcloud storage ls "$workdir/checkpoints/" 2>/dev/null | sed -n 's|.*/\([0-9][0-9]*\)/$|\1|p' | sort -n | tail -n 1
 }
 
@@ -177,7 +177,7 @@ attempts=0
 checkpoint=''
 count_attempt() {
   local now
-  now=$(newest)
+  now=$(newest_checkpoint)
   if [ "$now" != "$checkpoint" ]; then attempts=0 && checkpoint=$now; fi
   if [ "$attempts" -ge "$tries" ]; then
     echo "error: $attempts consecutive attempts made no new checkpoint in $workdir; see bash launch/tpu.sh logs, then delete" >&2
@@ -186,30 +186,30 @@ count_attempt() {
   attempts=$((attempts + 1))
 }
 
-tell() {
+log() {
   echo "$(date +%T) $*"
 }
 
 # Stops what is left of the run, and starts it from the tree that is committed now.
 begin() {
-  on_all bash gspo_jax/launch/worker.sh stop || true # a new machine has no worker.sh yet
+  on_all_workers bash gspo_jax/launch/worker.sh stop || true # a new machine has no worker.sh yet
   push && setup && start
 }
 
-# look: one round of babysitting. Looks at the TPUs and the run, does what is due, and succeeds once the run is finished.
+# check_and_act: one round of babysitting. Looks at the TPUs and the run, does what is due, and succeeds once the run is finished.
 last=''
 finished=''
-look() {
+check_and_act() {
   local now seen
   now=$(state) || return 1 # no answer: try again in the next round
-  if [ "$now" != "$last" ]; then tell "$name is $now" && last=$now; fi
+  if [ "$now" != "$last" ]; then log "$name is $now" && last=$now; fi
   case $now in
     NONE)
-      if ! create; then tell "$name could not be created" && count_attempt; fi
+      if ! create; then log "$name could not be created" && count_attempt; fi
       ;;
     SUSPENDED | FAILED) # preempted, or the request failed
       if [ "$now" = FAILED ]; then count_attempt; fi
-      resources delete "$name" --force --quiet || tell "$name could not be deleted"
+      resources delete "$name" --force --quiet || log "$name could not be deleted"
       ;;
     ACTIVE)
       seen=$(run_status) || return 1 # workers stop answering before the preemption shows
@@ -217,7 +217,7 @@ look() {
         *': none'* | *': failed'* | *': stopped'*)
           printf '%s\n' "$seen"
           count_attempt
-          begin || tell "the run could not be started"
+          begin || log "the run could not be started"
           ;;
         *': running'*) ;;
         *': finished'*) # must be seen twice: a run that is being preempted also saves and exits with code 0
@@ -248,8 +248,8 @@ babysit() {
     return
   fi
   state >/dev/null # a wrong project, zone or account fails here
-  until look; do sleep "$poll"; done
-  tell "the run is finished"
+  until check_and_act; do sleep "$poll"; done
+  log "the run is finished"
   resources delete "$name" --force --quiet
 }
 
@@ -261,7 +261,7 @@ esac
 case $command in -*) ;; *) shift ;; esac
 read_flags "$@"
 check_flags "$command"
-needs gcloud https://cloud.google.com/sdk/docs/install
+require_tool gcloud https://cloud.google.com/sdk/docs/install
 case $command in
   wait) wait_for ;;
   run) start ;;
@@ -274,7 +274,7 @@ case $command in
     printf -v words '%q ' "${remote[@]}"
     resources ssh "$name" --node=all --worker=all --command="cd gspo_jax && ${words% }"
     ;;
-  stop) on_all bash gspo_jax/launch/worker.sh stop ;;
+  stop) on_all_workers bash gspo_jax/launch/worker.sh stop ;;
   delete) resources delete "$name" --force --quiet ;;
   *) "$command" ;;
 esac

@@ -12,7 +12,7 @@ import numpy as np
 from gspo_jax.reporting.writers import read_metrics
 
 ROOT = Path(__file__).parent.parent
-ROUNDED = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
+ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
 """Metrics computed from differences of log-probs, which may consist of rounding errors alone."""
 
 
@@ -61,7 +61,7 @@ class Pod:
         return [process.communicate(timeout=400)[0] for process in self.processes]
 
 
-def succeed(count: int, *words: str) -> list[str]:
+def run_processes(count: int, *words: str) -> list[str]:
     """Run `count` processes, assert that all exit with code 0, and return their outputs."""
     with Pod(count, *words) as pod:
         said = pod.finish()
@@ -86,6 +86,6 @@ def assert_same_metrics(one: Path, other: Path, *, but: tuple[str, ...] = ()) ->
         for name, value in here.items():
             if but and name.startswith(but):
                 continue
-            least = 2e-5 if name.startswith(ROUNDED) else 1e-7
+            least = 2e-5 if name.startswith(ROUNDING_SENSITIVE) else 1e-7
             x, y = (np.asarray(v, np.float64) for v in (value, there[name]))
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=least, err_msg=f"{name} of step {here['step']}")

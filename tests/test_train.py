@@ -18,7 +18,7 @@ from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.run.session import response_metrics
 from gspo_jax.train import train
 from gspo_jax.types import UserError
-from tests.pods import assert_same_metrics, succeed
+from tests.pods import assert_same_metrics, run_processes
 from tests.tiny import CONFIG, quick_compilation
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def test_two_processes_train_as_one_does(tiny_run, tmp_path):
     fields = ("data.data_dir", "sampling.group_size", "overlong.penalty", "overlong.cache")
     flat = {field: functools.reduce(operator.getitem, field.split("."), config) for field in fields}
     words += [f"--config.{field}={value}" for field, value in flat.items()]
-    first, second = succeed(2, "-m", "gspo_jax.train", *words)
+    first, second = run_processes(2, "-m", "gspo_jax.train", *words)
     assert_same_metrics(workdir, tmp_path)
     assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "there is something to learn"
     assert read_samples(tmp_path) == read_samples(workdir)

@@ -99,10 +99,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         label = _common_name([run.folder.resolve() for run in group])
         if 0 < len(differing) <= 3 and all(run.config is not None for run in runs):
             settings = group[0].config or {}
-            said = {name: settings.get(name) for name in differing}
-            something = {name: value for name, value in said.items() if not _is_off(value)}
-            told = LABELLED_BY_VALUE if len(said) > 1 else ("name",)
-            label = ", ".join(_setting_label(name, value, told) for name, value in (something or said).items())
+            values = {name: settings.get(name) for name in differing}
+            switched_on = {name: value for name, value in values.items() if not _is_off(value)}
+            by_value = LABELLED_BY_VALUE if len(values) > 1 else ("name",)
+            label = ", ".join(_setting_label(*item, by_value) for item in (switched_on or values).items())
         labels.append(label)
     labels = [
         str(group[0].folder) if labels.count(label) > 1 else label for label, group in zip(labels, members, strict=True)
@@ -254,9 +254,9 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name.rpartition(".")[2] not in IGNORED_FIELDS}
 
 
-def _setting_label(name: str, value: Any, told: Sequence[str]) -> str:
+def _setting_label(name: str, value: Any, by_value: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
-    return str(value) if last in told else f"{last}={value}"
+    return str(value) if last in by_value else f"{last}={value}"
 
 
 def _is_off(value: Any) -> bool:
