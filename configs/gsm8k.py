@@ -1,12 +1,12 @@
-"""GSPO on GSM8K, from any Qwen3 or Qwen3-MoE folder in Hugging Face format.
+"""GSPO on GSM8K, starting from any Qwen3 or Qwen3-MoE model in Hugging Face format.
 
     python -m gspo_jax.train --config=configs/gsm8k.py --workdir=runs/gsm8k \\
         --config.model.folder=Qwen3-0.6B --config.data.folder=gsm8k
 
 `data.folder` holds train.jsonl and test.jsonl (question, answer), or a prepared TFDS directory. The settings are the
-GSPO paper's: four updates per batch, sequence ratios clipped to 1 - 3e-4 and 1 + 4e-4. Set the mesh to the machine:
---config.mesh.expert=4 for a mixture of experts. What it costs and reaches is the model's: no figure is claimed here.
-`configs/gsm8k.py:runlocal` runs two short iterations on a laptop.
+GSPO paper's: four updates per batch, sequence ratios clipped to [1 - 3e-4, 1 + 4e-4]. Adapt the mesh to the machine,
+such as --config.mesh.expert=4 for a mixture of experts. Cost and accuracy depend on the model; no figure is claimed
+here. `configs/gsm8k.py:runlocal` runs two short iterations on a laptop.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` may be "runlocal"."""
+    """Return the config; `arg` is "runlocal" or empty."""
     config = on_gsm8k()
     config.iterations = 500
     config.data.prompts_per_batch = 32
@@ -34,5 +34,5 @@ def get_config(arg: str = "") -> ConfigDict:
         config.eval.prompts = 8
         config.training.minibatches = 4
     elif arg:
-        raise UserError(f"configs/gsm8k.py takes no argument {arg!r}; use runlocal or none")
+        raise UserError(f"configs/gsm8k.py takes no argument {arg!r}; use runlocal, or none")
     return config

@@ -1,16 +1,17 @@
-"""GSPO on Qwen3-235B-A22B, on 128 chips of v5p.
+"""GSPO on Qwen3-235B-A22B, on 128 v5p chips.
 
     python -m gspo_jax.train --config=configs/qwen3_235b_a22b.py --workdir=gs://BUCKET/RUN \\
         --config.model.folder=Qwen3-235B-A22B --config.data.folder=gsm8k
 
-The settings are the GSPO paper's, as in qwen3_30b_a3b.py, with 16,384 tokens a chip and update. Ahead of time, by
+The settings are the GSPO paper's, as in qwen3_30b_a3b.py, with 16,384 tokens per chip and update. Compiled ahead of
+time by
 
     python -m gspo_jax.plan --config=configs/qwen3_235b_a22b.py --topology=v5p:4x4x8
 
-an update takes 58 GB of a chip's 103, its operations' bounds add up to 7.6 s beside 1.2 s of attention, and a chip
-sends 1.4 TB, of whose 2.4 s 1.0 s are not hidden. Parameters, gradients and Adam's moments alone need 37 chips; 64 are
-the least slice that has room (--config=configs/qwen3_235b_a22b.py:least --topology=v5p:4x4x4): 78 GB, and 13 GB of the
-host's. No figure of a real TPU is known.
+an update needs 58 of a chip's 103 GB. The lower bounds of its operations add up to 7.6 s, plus 1.2 s of attention, and
+each chip sends 1.4 TB, which takes 2.4 s, 1.0 s of it not hidden. Parameters, gradients and Adam's moments alone fill
+37 chips. The smallest slice that fits has 64 chips (--config=configs/qwen3_235b_a22b.py:least --topology=v5p:4x4x4) and
+needs 78 GB per chip plus 13 GB of host memory. Nothing has been measured on a real TPU.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +21,7 @@ from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` may be "least": 64 chips, v5p:4x4x4."""
+    """Return the config; `arg` is "least" for 64 chips, v5p:4x4x4, or empty."""
     config = on_gsm8k("Qwen3-235B-A22B")
     config.mesh.update({"data": 1, "fsdp": -1})
     config.sampling.mesh.update({"data": -1, "expert": 32})
@@ -35,5 +36,5 @@ def get_config(arg: str = "") -> ConfigDict:
         config.data.prompts_per_batch = 64
         config.training.logprob_chunk = 64 * 512
     elif arg:
-        raise UserError(f"configs/qwen3_235b_a22b.py takes no argument {arg!r}; use least or none")
+        raise UserError(f"configs/qwen3_235b_a22b.py takes no argument {arg!r}; use least, or none")
     return config

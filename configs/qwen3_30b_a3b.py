@@ -1,23 +1,24 @@
-"""GSPO on Qwen3-30B-A3B, on 64 chips of v5p, or by argument on v6e, v5e, and with long responses.
+"""GSPO on Qwen3-30B-A3B, on 64 v5p chips; arguments select v6e, v5e, another number of chips or long responses.
 
     python -m gspo_jax.train --config=configs/qwen3_30b_a3b.py --workdir=gs://BUCKET/RUN \\
         --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
 
-The settings are the GSPO paper's: four updates per batch, sequence ratios clipped to 1 - 3e-4 and 1 + 4e-4. An update
-reads one prompt and four responses on every chip, 16,384 tokens; float32 parameters and Adam. Ahead of time, by
+The settings are the GSPO paper's: four updates per batch, sequence ratios clipped to [1 - 3e-4, 1 + 4e-4]. An update
+reads one prompt and four responses per chip, 16,384 tokens; parameters and Adam are float32. Compiled ahead of time by
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4
 
-an update takes 53 GB of a chip's 103, its operations' bounds add up to 1.14 s beside 0.24 s of attention, and a chip
-sends 180 GB, of whose 0.30 s 0.11 s are not hidden; with --config.model.remat=full 17 GB, 1.24 s and 0.31 s. A decode
-step of all 1024 responses at their longest, 4480 tokens, takes 4.8 ms. In the same way:
+an update needs 53 of a chip's 103 GB. The lower bounds of its operations add up to 1.14 s, plus 0.24 s of attention,
+and each chip sends 180 GB, which takes 0.30 s, 0.11 s of it not hidden. With --config.model.remat=full it needs 17 GB,
+1.24 s and 0.31 s of attention. A decode step of all 1024 responses at their maximum length, 4480 tokens, takes 4.8 ms.
+Likewise, in memory per chip and seconds of operations plus attention:
 
-    --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       17 GB of 34, 1.29 s beside 0.15 s
-    --config=configs/qwen3_30b_a3b.py:v5e --topology=v5e:16x16     12 GB of 17, 3.2 s beside 0.7 s
-    --config=configs/qwen3_30b_a3b.py:long --topology=v5p:4x4x4    28 GB of 103, 9.6 s beside 16.6 s
-    --config=configs/qwen3_30b_a3b.py:256 --topology=v5p:4x8x8     as with 64 chips
+    --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       17 of 34 GB, 1.29 s + 0.15 s
+    --config=configs/qwen3_30b_a3b.py:v5e --topology=v5e:16x16     12 of 17 GB, 3.2 s + 0.7 s
+    --config=configs/qwen3_30b_a3b.py:long --topology=v5p:4x4x4    28 of 103 GB, 9.6 s + 16.6 s
+    --config=configs/qwen3_30b_a3b.py:256 --topology=v5p:4x8x8     as on 64 chips
 
-docs/plan.md has all of it. No figure of a real TPU is known, nor what the model reaches.
+docs/plan.md has the details. Nothing has been measured on a real TPU, and no accuracy is known.
 """
 
 from ml_collections import ConfigDict
@@ -27,15 +28,15 @@ from gspo_jax.types import UserError, choices
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` is one of `ARGUMENTS`, or a number of chips, or several with commas between; none is v5p:4x4x4."""
+    """Return the config; `arg` is a comma-separated list of `ARGUMENTS` and a number of chips, empty for v5p:4x4x4."""
     config = on_gsm8k("Qwen3-30B-A3B")
     config.model.remat = "dots"
-    config.mesh.update({"data": 1, "fsdp": -1})  # 64 chips: two whole experts of each layer on a chip
+    config.mesh.update({"data": 1, "fsdp": -1})  # on 64 chips, two whole experts of each layer per chip
     config.sampling.mesh.update({"data": -1, "expert": 32})
     config.data.prompts_per_batch = 64
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
-    config.sampling.max_response_length = 3968  # a prompt and four responses to it: 16384 tokens a chip and update
+    config.sampling.max_response_length = 3968  # prompt and four responses: 16384 tokens per chip and update
     config.training.logprob_chunk = 64 * 1024
     config.scoring.workers = 8
     for name in filter(None, arg.split(",")):
@@ -52,10 +53,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def chips(config: ConfigDict, count: int) -> None:
-    """Another number of v5p chips, each with as many prompts as before; above 64 every 64 hold all weights.
+    """Set the number of v5p chips, with one prompt per chip; beyond 64, every 64 chips hold a copy of the weights.
 
     Raises:
-      UserError: experts cannot be split over so many.
+      UserError: the experts cannot be divided over this number of chips.
     """
     if count < 16 or (64 % count and count % 64):
         raise UserError(f"configs/qwen3_30b_a3b.py cannot be laid out on {count} chips; use 16, 32 or a multiple of 64")
@@ -66,12 +67,12 @@ def chips(config: ConfigDict, count: int) -> None:
 
 
 def v6e(config: ConfigDict) -> None:
-    """64 chips with 31 GB, v6e:8x8."""
+    """Fit 64 chips of 31 GB, v6e:8x8."""
     config.model.remat = "full"
 
 
 def v5e(config: ConfigDict) -> None:
-    """256 chips with 16 GB, v5e:16x16."""
+    """Fit 256 chips of 16 GB, v5e:16x16."""
     config.model.remat = "full"
     config.mesh.update({"data": 2})
     config.data.prompts_per_batch = 256
@@ -79,7 +80,7 @@ def v5e(config: ConfigDict) -> None:
 
 
 def long(config: ConfigDict) -> None:
-    """Sequences of 32,768 tokens, one to a chip at a time."""
+    """Train on sequences of 32,768 tokens, one per chip at a time."""
     config.model.remat = "full"
     config.data.max_prompt_length = 1024
     config.sampling.max_response_length = 31744

@@ -1,14 +1,15 @@
-"""GSPO on a dense Qwen3 of 0.6B to 8B parameters, on one host of four v5p chips.
+"""GSPO on a dense Qwen3 of 0.6B to 8B parameters, on one host with four v5p chips.
 
     python -m gspo_jax.train --config=configs/qwen3_dense.py:4B --workdir=runs/qwen3_4b \\
         --config.model.folder=Qwen3-4B --config.data.folder=gsm8k
 
-The settings are the GSPO paper's, as in qwen3_30b_a3b.py. Ahead of time, for the largest,
+The settings are the GSPO paper's, as in qwen3_30b_a3b.py. The largest, compiled ahead of time by
 
     python -m gspo_jax.plan --config=configs/qwen3_dense.py:8B --topology=v5p:2x2x1
 
-an update of 256 responses takes 54 GB of a chip's 103, its operations' bounds add up to 33 s beside 3.1 s of attention;
-a decode step of 256 responses at their longest takes 20 ms. No figure of a real TPU is known.
+needs 54 of a chip's 103 GB for an update of 256 responses, whose operations have lower bounds that add up to 33 s, plus
+3.1 s of attention. A decode step of 256 responses at their maximum length takes 20 ms. Nothing has been measured on a
+real TPU.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +21,7 @@ SIZES = ("0.6B", "1.7B", "4B", "8B")
 
 
 def get_config(arg: str = "1.7B") -> ConfigDict:
-    """`arg` is one of `SIZES`."""
+    """Return the config; `arg` is one of `SIZES`."""
     arg = arg or "1.7B"
     if arg not in SIZES:
         raise UserError(f"configs/qwen3_dense.py takes no argument {arg!r}; {choices(arg, SIZES)}")
@@ -29,7 +30,7 @@ def get_config(arg: str = "1.7B") -> ConfigDict:
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
     config.sampling.max_response_length = 3584
-    config.sampling.slots = 256  # 64 on a chip; all 1024 at once would need 181 GB of it
+    config.sampling.slots = 256  # 64 per chip; all 1024 at once would need 181 GB per chip
     config.training.microbatches = 16
     config.training.logprob_chunk = 4 * 1024
     config.scoring.workers = 8

@@ -1,26 +1,26 @@
-"""The tiny mixture of experts of configs/tiny.py, trained in six ways that treat its moving routes differently.
+"""Routing ablation: the tiny mixture of experts of configs/tiny.py, trained with six treatments of routing drift.
 
     python -m gspo_jax.train --config=configs/routing_ablation.py:grpo_r2,offpolicy --workdir=runs/grpo_r2
 
-About two minutes on two cores; `bash launch/routing.sh` makes them all and compares them (docs/routing.md). The
-argument begins with a variant:
+A run takes about two minutes on two cores; `bash launch/routing.sh` trains and compares all of them (docs/routing.md).
+The argument begins with a variant:
 
-- `gspo`: one ratio for a response, so that no single token's route matters much.
-- `grpo`: a ratio for every token, routes left free.
-- `grpo_r2`: grpo, every update routed as the trainer's old policy routed.
-- `grpo_r3`: grpo, every update routed as the sampler routed.
-- `rspo`: geometric mean of clipped token ratios, damped where the router has moved.
-- `gmpo`: the same without the damping.
+- `gspo`: one ratio per response, so that no single token's route matters much.
+- `grpo`: one ratio per token, no replay.
+- `grpo_r2`: grpo; every update replays the routes of the trainer's old policy.
+- `grpo_r3`: grpo; every update replays the routes of the sampler.
+- `rspo`: geometric mean of clipped token ratios, damped where the router has shifted.
+- `gmpo`: the same without damping.
 
-After it may follow, joined by commas, `offpolicy` (four times as many updates per batch, twice as large) and
+It may be followed, after commas, by `offpolicy` (four times as many updates per batch, at twice the learning rate) and
 `runlocal`, as in configs/tiny.py.
 
-What is equal in all variants: the cold start of a seed, problems and their order, sampling, reward, group z-score,
-weight of a response (sequence mean), optimizer, updates and iterations. All score their old log-probabilities with the
-trainer (`old_logprobs="recompute"`), not only the variants that need it: ratios have the same denominator, drift is
-measured against the same record, and the first update of a batch starts at a ratio of 1 in each. Where routes are
-replayed, they are replayed in that scoring too. What differs: objective and replay, and with an objective its own clip
-range, as ratios of tokens and of responses live on different scales. Ranges stay as they are when `offpolicy` is added.
+All variants share a seed's cold start, the problems and their order, sampling, reward, group z-score, token weights
+(sequence mean), optimizer, updates and iterations. All score old log-probs with the trainer
+(`old_logprobs="recompute"`), even if they do not need it: ratios then have the same denominator, drift is measured
+against the same record, and every batch's first update starts at a ratio of 1. Variants with replay also replay in that
+scoring. Variants differ in objective, replay, and the objective's clip range, since ratios of tokens and of responses
+have different scales. `offpolicy` does not change the clip ranges.
 """
 
 import runpy
@@ -38,22 +38,22 @@ VARIANTS = {
     "rspo": ("rspo", "none"),
     "gmpo": ("gmpo", "none"),
 }
-"""Name: objective and replayed routes."""
+"""Variant -> (objective, routing replay)."""
 TINY = runpy.run_path(str(Path(__file__).with_name("tiny.py")))
-"""Beside this file, wherever that is: no import path leads to `configs/` from other directories."""
+"""The module configs/tiny.py, loaded by path: `configs/` is not importable from other directories."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` is VARIANT[,offpolicy][,runlocal]."""
+    """Return the config; `arg` is VARIANT[,offpolicy][,runlocal]."""
     variant, *more = arg.split(",")
     if variant not in VARIANTS:
         raise UserError(
-            f"configs/routing_ablation.py begins with a variant, not {variant!r}; there are {', '.join(VARIANTS)}"
+            f"configs/routing_ablation.py has no variant {variant!r}; begin with one of {', '.join(VARIANTS)}"
         )
     if unknown := set(more) - {"offpolicy", "runlocal"}:
         raise UserError(
-            f"configs/routing_ablation.py takes no argument {min(unknown)!r} after its variant; there are offpolicy, "
-            "runlocal"
+            f"configs/routing_ablation.py takes no argument {min(unknown)!r} after the variant; use offpolicy, "
+            "runlocal or both"
         )
     config = TINY["get_config"]("runlocal" if "runlocal" in more else "")
     config.iterations = min(50, config.iterations)
@@ -65,6 +65,6 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def offpolicy(config: ConfigDict) -> None:
-    """A batch is used up by more and larger updates: its last ones learn from a policy that is far away."""
+    """Make more and larger updates per batch, so that the policy moves far from the one that sampled it."""
     config.training.minibatches *= 4
     config.optimizer.learning_rate = 2e-4

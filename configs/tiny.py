@@ -1,17 +1,17 @@
-"""A tiny mixture-of-experts policy learns arithmetic by GSPO on a simulated pod of eight devices.
+"""GSPO teaches a tiny mixture-of-experts policy arithmetic, on a simulated pod of eight devices.
 
     python -m gspo_jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-About three minutes on two cores; held-out accuracy rises from 0.22 to 0.78 (three seeds: README.md).
-Nothing is downloaded: problems are generated, and the cold start makes the tokenizer and a model that is sometimes
-right. It has learned to show its work, and then has seen many answers without; that showing the work pays is what GSPO
-has to find. Arguments, joined by commas, change the run:
+Takes about three minutes on two cores; held-out accuracy rises from 0.22 to 0.78 (three seeds: README.md).
+Nothing is downloaded: problems are generated, and the cold start trains the tokenizer and a model that is sometimes
+right. That model first learns to show its work and then sees many answers without it; GSPO has to discover that showing
+the work pays off. Arguments, joined by commas, change the run:
 
-- `countdown`: reach a target with three numbers instead.
-- `steps`: countdown with a reward for every valid step, learned from token by token with gspo_token.
-- `calculator`: several turns; what follows each `=` is computed for the policy, which learns to use it (gspo_token).
+- `countdown`: reach a target with three numbers, instead of arithmetic.
+- `steps`: countdown with a reward for every valid step, credited token by token with gspo_token.
+- `calculator`: multi-turn; the value after each `=` is computed for the policy, which learns to use it (gspo_token).
 - `partial`: partial rollouts; no sampling call waits for the longest responses.
-- `dapo`: DAPO whole, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is its loss.
+- `dapo`: full DAPO, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is only its loss.
 - `runlocal`: the same programs for two short iterations.
 """
 
@@ -22,10 +22,10 @@ from gspo_jax.types import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` joins any of ARGUMENTS with commas."""
+    """Return the config; `arg` is a comma-separated list of ARGUMENTS."""
     chosen = set(arg.split(",")) - {""}
     if unknown := chosen - ARGUMENTS.keys():
-        raise UserError(f"configs/tiny.py takes no argument {min(unknown)!r}; there are {', '.join(ARGUMENTS)}")
+        raise UserError(f"configs/tiny.py takes no argument {min(unknown)!r}; use {', '.join(ARGUMENTS)}")
     config = base()
     config.iterations = 100
     config.mesh = ConfigDict({"data": 2, "fsdp": 2, "expert": 2, "tensor": 1})
@@ -60,20 +60,20 @@ def get_config(arg: str = "") -> ConfigDict:
     config.eval.every = 10
     config.eval.correct = "exact_answer"
 
-    # A tiny model takes large steps on short responses: the bounds are ten times the paper's.
+    # A tiny model makes large updates on short responses, so the clip range is ten times the paper's.
     config.objective.gspo = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
 
     config.critic.optimizer = adamw(learning_rate=1e-3, schedule="constant", warmup_updates=10)
-    for name, change in ARGUMENTS.items():  # in their order: later ones build on earlier ones
+    for name, change in ARGUMENTS.items():  # in this order: later changes build on earlier ones
         if name in chosen:
             change(config)
     return config
 
 
 def countdown(config: ConfigDict) -> None:
-    """Three numbers and a target."""
+    """Train on countdown: three numbers and a target."""
     config.data.task = "countdown"
     config.data.options = ConfigDict({"difficulty": "medium"})
     config.data.max_prompt_length = 12
@@ -83,14 +83,14 @@ def countdown(config: ConfigDict) -> None:
 
 
 def steps(config: ConfigDict) -> None:
-    """Countdown with a reward per valid step."""
+    """Train on countdown with a reward per valid step."""
     countdown(config)
     config.objective.name = "gspo_token"
     config.step_rewards = ConfigDict({"countdown_steps": 1.0})
 
 
 def calculator(config: ConfigDict) -> None:
-    """Arithmetic with a tool: a turn ends with `=`, and the next begins behind the result."""
+    """Train on arithmetic with a tool: a turn ends with `=`, and the next one begins after the result."""
     config.objective.name = "gspo_token"
     config.sampling.stop_ids = ("=",)
     config.environment.name = "calculator"
@@ -98,19 +98,19 @@ def calculator(config: ConfigDict) -> None:
 
 
 def partial(config: ConfigDict) -> None:
-    """Half as many groups again are under way as make a batch."""
+    """Keep 1.5 times as many groups in flight as make a batch."""
     config.sampling.partial.prompts = 48
 
 
 def dapo(config: ConfigDict) -> None:
-    """The loop of DAPO, arXiv 2503.14476."""
+    """Train with all of DAPO, arXiv 2503.14476."""
     config.objective.name = "dapo"
     config.sampling.rounds = 4
     config.overlong = ConfigDict({"penalty": 1.0, "cache": 6, "filter": True})
 
 
 def runlocal(config: ConfigDict) -> None:
-    """A laptop's minute."""
+    """Shrink the run to about a minute on a laptop."""
     config.iterations = 2
     config.coldstart.steps = 20
     config.coldstart.terse_steps = 5

@@ -1,90 +1,96 @@
-"""Every field a run reads, with its default and its meaning. Files in `configs/` start from `base()` and change it."""
+"""Every config field with its default, meaning and unit. Files in `configs/` start from `base()` and change it."""
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 
 def base() -> ConfigDict:
-    """A config that lacks only what a run is about: the policy (a folder or a cold start), the task, the rewards."""
+    """Return the default config; a run still has to set its policy (a folder or a cold start), task and rewards."""
     config = ConfigDict()
-    config.seed = 0  # of everything: initial weights, data order, sampling
-    config.iterations = 1000  # each: sample a batch, reward it, learn from it in `training.minibatches` updates
-    config.cpu_devices = 8  # simulated devices, where jax runs on CPU; of all processes together
-    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # -1: the rest of the devices
+    config.seed = 0  # seeds everything: initial weights, data order, sampling
+    config.iterations = 1000  # iterations of the run: sample a batch, score it, make `training.minibatches` updates
+    config.cpu_devices = 8  # CPU backend only: simulated devices, over all processes
+    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # trainer; -1: all remaining devices
 
-    config.processes = ConfigDict()  # of a run that several make
-    config.processes.heartbeat_s = 30  # one that is silent for so long is lost, and the others end
-    config.processes.start_s = 300  # they wait so long for each other at the start
+    config.processes = ConfigDict()  # runs of several processes
+    config.processes.heartbeat_s = 30  # seconds of silence after which a process counts as lost and the others exit
+    config.processes.start_s = 300  # seconds to wait at start-up for the other processes to connect
 
     config.model = ConfigDict()
-    config.model.folder = ""  # a Hugging Face folder of Qwen3 or Qwen3-MoE; empty: the cold start makes the model
-    config.model.published = ""  # what the folder must hold, such as "Qwen3-30B-A3B": known to `plan` without it
-    config.model.dtype = "bfloat16"  # of the computation; parameters are float32
-    config.model.remat = "full"  # backward finds each layer's input; offload: on the host; dots: matmuls too; none: all
-    config.model.dispatch = "gather"  # of tokens to experts: or "ragged_all_to_all" (TPU), "capacity"
-    config.model.capacity_factor = placeholder(
-        float
-    )  # of capacity: times a balanced load, the rest dropped; None: no drops
-    config.model.architecture = ConfigDict()  # of a model that the cold start makes: fields of ModelConfig
+    config.model.folder = ""  # Hugging Face folder of a Qwen3 or Qwen3-MoE; empty: the cold start makes the model
+    config.model.published = ""  # model the folder must hold, such as "Qwen3-30B-A3B"; lets `plan` run without a folder
+    config.model.dtype = "bfloat16"  # compute dtype, "bfloat16" or "float32"; parameters are always float32
+    # What each layer keeps for the backward pass. "full": its input; "offload": its input, in host memory; "dots": its
+    # input and the outputs of its matmuls; "none": all activations, nothing is recomputed.
+    config.model.remat = "full"
+    config.model.dispatch = "gather"  # of tokens to experts: "gather", "ragged_all_to_all" (TPU only) or "capacity"
+    # "capacity" only: buffer size as a multiple of a balanced load; tokens that do not fit are dropped. None: no drops.
+    config.model.capacity_factor = placeholder(float)
+    config.model.architecture = ConfigDict()  # fields of ModelConfig for the model that the cold start makes
 
-    config.coldstart = ConfigDict()
-    config.coldstart.steps = 0  # 0: none
-    config.coldstart.batch = 64
-    config.coldstart.terse_steps = 0  # the last ones: a share of their demonstrations gives the answer without the work
-    config.coldstart.terse = 0.0  # that share
-    config.coldstart.vocab_size = 320
-    config.coldstart.log_every = 100
+    config.coldstart = ConfigDict()  # supervised training of an initial policy; unused if model.folder is set
+    config.coldstart.steps = 0  # optimizer steps; 0: no cold start
+    config.coldstart.batch = 64  # demonstrations per step
+    config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
+    config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
+    config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
+    config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
     config.data = ConfigDict()
-    config.data.task = ""  # arithmetic, countdown or gsm8k
-    config.data.folder = ""  # of gsm8k: JSONL files or a prepared TFDS directory
-    config.data.data_dir = ""  # where generated tasks are built; empty: TFDS's own place
-    config.data.options = ConfigDict()  # of generated tasks, such as difficulty
-    config.data.limit = 0  # first records of the training split; 0: all
-    config.data.prompts_per_batch = 128
-    config.data.max_prompt_length = 512  # tokens; a longer prompt is left out, never cut
+    config.data.task = ""  # "arithmetic", "countdown" or "gsm8k"
+    config.data.folder = ""  # gsm8k only: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
+    config.data.data_dir = ""  # generated tasks only: folder to build the data set in; empty: TFDS's default
+    config.data.options = ConfigDict()  # generated tasks only: difficulty, seed, train_size, test_size
+    config.data.limit = 0  # use only this many records, the first of the training split; 0: all
+    config.data.prompts_per_batch = 128  # prompts, and so groups, per training batch and per evaluation batch
+    config.data.max_prompt_length = 512  # tokens; longer prompts are left out, never cut
 
     config.sampling = ConfigDict()
-    config.sampling.group_size = 8  # responses to each prompt
-    config.sampling.max_response_length = 1024  # tokens, EOS included
-    config.sampling.temperature = 1.0  # scoring uses the same
-    config.sampling.top_k = 0  # 0: off
-    config.sampling.top_p = 1.0  # 1: off
-    config.sampling.min_p = 0.0  # 0: off
-    config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn, beside the tokenizer's
-    config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not learned from
-    config.sampling.slots = placeholder(int)  # responses that decode at a time, over all devices; None: all
-    config.sampling.mesh = ConfigDict()  # the sampler's axes over the same devices; all 0: as `mesh` above
+    config.sampling.group_size = 8  # responses per prompt
+    config.sampling.max_response_length = 1024  # tokens, EOS included; of an episode: all turns and replies
+    config.sampling.temperature = 1.0  # softmax temperature, also of the trainer's log-probs; must be above 0
+    config.sampling.top_k = 0  # sample among the k most probable tokens; 0: off
+    config.sampling.top_p = 1.0  # sample among the fewest tokens whose probabilities reach top_p; 1: off
+    config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability; 0: off
+    config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn in addition to the tokenizer's
+    config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not trained on
+    config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices; None: all of them
+    config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices; all 0: `mesh` above; else 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
-    config.sampling.partial = ConfigDict()  # partial rollouts: what a call leaves unfinished goes on in the next one
-    config.sampling.partial.prompts = placeholder(int)  # in a call, more than data.prompts_per_batch; None: none
-    config.sampling.partial.share = 0.9  # of the responses under way whose end is the end of a call
-    config.sampling.partial.tokens = placeholder(int)  # drawn, over all devices, that are; None: any number
-    config.sampling.rounds = 1  # more: DAPO's dynamic sampling; groups whose rewards are all equal are replaced
+    config.sampling.partial = ConfigDict()  # partial rollouts: unfinished responses resume in the next sampling call
+    # Prompts in flight per sampling call, more than data.prompts_per_batch. None: no partial rollouts.
+    config.sampling.partial.prompts = placeholder(int)
+    # End the sampling call once this share of its unfinished responses has ended; counted on each batch shard.
+    config.sampling.partial.share = 0.9
+    # End the sampling call after this many tokens, over all devices, split evenly over batch shards. None: no limit.
+    config.sampling.partial.tokens = placeholder(int)
+    # Sampling rounds per iteration, at most. Above 1: DAPO's dynamic sampling, in which further rounds replace groups
+    # whose rewards are all equal.
+    config.sampling.rounds = 1
 
-    config.environment = ConfigDict()  # of episodes of several turns
-    config.environment.name = ""  # what replies to a turn, such as countdown_feedback; empty: nothing does
-    config.environment.turns = 2  # of the policy, at most; max_response_length bounds all of them and the replies
+    config.environment = ConfigDict()  # episodes of several turns
+    config.environment.name = ""  # what replies to a turn, such as "countdown_feedback"; empty: one turn, no replies
+    config.environment.turns = 2  # turns of the policy per episode, at most
 
-    config.rewards = ConfigDict()  # reward function: weight
-    config.scoring = ConfigDict()  # of functions that run in processes of their own, such as math_verify
-    config.scoring.timeout_s = 2.0  # for one response; its worker is then killed
-    config.scoring.workers = 1
+    config.rewards = ConfigDict()  # reward function: weight; 0: logged, not added
+    config.scoring = ConfigDict()  # reward functions that run in worker processes, such as math_verify
+    config.scoring.timeout_s = 2.0  # seconds per response; after that its worker is killed and it has no score
+    config.scoring.workers = 1  # worker processes for each process of the run
 
-    config.step_rewards = ConfigDict()  # step-reward function: weight; for objectives with an advantage for each token
-    config.overlong = ConfigDict()  # DAPO's length shaping, in tokens
-    config.overlong.penalty = 0.0  # weight of the punishment in the reward; 0: none
-    config.overlong.cache = 0  # the last tokens before the limit, over which the punishment grows from 0 to -1
-    config.overlong.filter = False  # do not learn from responses that were cut at the limit
+    config.step_rewards = ConfigDict()  # step-reward function: weight; for objectives with per-token advantages
+    config.overlong = ConfigDict()  # DAPO's soft overlong punishment
+    config.overlong.penalty = 0.0  # its weight in the reward; 0: off
+    config.overlong.cache = 0  # last tokens before max_response_length, over which it grows from 0 to -1
+    config.overlong.filter = False  # True: do not train on responses truncated at the limit
 
-    config.objective = ConfigDict({"name": "gspo"})  # a name of the catalogue, and each one's hyper-parameters
+    config.objective = ConfigDict({"name": "gspo"})  # an objective of the catalogue; below, each one's hyper-parameters
     config.objective.reinforce = ConfigDict()
     config.objective.ppo = _clipped(0.2, 0.2)
     config.objective.ppo.update({"gamma": 1.0, "lam": 1.0, "whiten": True, "value_clip": 0.2, "value_weight": 0.5})
     config.objective.grpo = _clipped(0.2, 0.27)
     config.objective.dr_grpo = _clipped(0.2, 0.2)
-    config.objective.dr_grpo.length = placeholder(float)  # None: sampling.max_response_length
+    config.objective.dr_grpo.length = placeholder(float)  # tokens; None: sampling.max_response_length
     config.objective.rloo = ConfigDict()
     config.objective.gspo = _clipped(3e-4, 4e-4)
     config.objective.gspo_token = _clipped(3e-4, 4e-4)
@@ -94,62 +100,69 @@ def base() -> ConfigDict:
     config.objective.rspo = ConfigDict({"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"})
     config.objective.sapo = ConfigDict({"tau_pos": 1.0, "tau_neg": 1.05})
 
-    config.routing = ConfigDict()  # of mixtures of experts
-    config.routing.replay = "none"  # r2: the trainer uses the old policy's experts; r3: the sampler's
-    config.routing.router_logprobs = True  # the sampler keeps them for router KL and rspo, if no trainer does
-    config.routing.balance_weight = 0.0  # of the load-balancing loss
-    config.routing.z_weight = 0.0  # of the router z-loss
-    config.reference = ConfigDict()  # the policy that the run begins from, kept as it is
-    config.reference.kl_weight = 0.0  # 0: there is none
-    config.reference.estimator = "k3"  # of the KL in the loss: k1, k2 or k3
-    config.reference.place = "loss"  # or "reward": taken from every token's reward (k1), with ppo
-    config.critic = ConfigDict()  # of ppo
-    config.critic.trunk = "own"  # a copy of the first policy's; or "policy": a head on the policy's
+    config.routing = ConfigDict()  # mixture-of-experts models only
+    config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices; "r3": the sampler's
+    # The sampler keeps its router log-probs, for router KL and rspo; no effect if training.old_logprobs is "recompute".
+    config.routing.router_logprobs = True
+    config.routing.balance_weight = 0.0  # weight of the load-balancing loss; 0: off
+    config.routing.z_weight = 0.0  # weight of the router z-loss; 0: off
+    config.reference = ConfigDict()  # reference policy: the policy the run begins from, frozen
+    config.reference.kl_weight = 0.0  # weight of the KL to it; 0: no reference policy
+    config.reference.estimator = "k3"  # estimator of the KL in the loss: "k1", "k2" or "k3"
+    config.reference.place = "loss"  # or "reward": subtract the KL (k1) from every token's reward; ppo only
+    config.critic = ConfigDict()  # ppo only
+    config.critic.trunk = "own"  # a copy of the initial policy's trunk; "policy": a value head on the policy's
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
-    config.mismatch = ConfigDict()  # importance weights for what sampler and trainer disagree on
-    config.mismatch.correction = ""  # tis, icepop or sequence_mask; they need training.old_logprobs="recompute"
+    config.mismatch = ConfigDict()  # importance weights that correct for the mismatch of sampler and trainer
+    config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": need old_logprobs="recompute"; empty: none
     config.mismatch.tis = ConfigDict({"cap": 2.0})
     config.mismatch.icepop = ConfigDict({"low": 0.5, "high": 5.0})
     config.mismatch.sequence_mask = ConfigDict({"low": 0.99, "high": 1.01})
 
     config.training = ConfigDict()
-    config.training.minibatches = 4  # optimizer updates per iteration
-    config.training.microbatches = 1  # gradient accumulation, and scoring in as many parts; only memory changes
-    config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer's model before the first update
-    config.training.entropy_weight = 0.0  # of an entropy bonus in the loss
-    config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits exist at once
+    config.training.minibatches = 4  # optimizer updates per batch
+    config.training.microbatches = 1  # gradient-accumulation steps per update, also of scoring; changes only memory
+    config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update
+    config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss; 0: off
+    config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits are in memory at once
 
     config.optimizer = adamw(learning_rate=1e-6, schedule="constant", warmup_updates=10)
 
-    config.eval = ConfigDict()
-    config.eval.every = 20  # iterations
-    config.eval.prompts = 256  # first ones of the test split; 0: all
-    config.eval.correct = ""  # the reward function that says what is right
-    config.log = ConfigDict({"samples_every": 20, "samples": 4})
-    config.checkpoint = ConfigDict({"every": 20, "keep": 2})
+    config.eval = ConfigDict()  # evaluation on held-out prompts
+    config.eval.every = 20  # iterations between evaluations; the initial and the final policy are always evaluated
+    config.eval.prompts = 256  # use only this many prompts, the first of the test split; 0: all
+    config.eval.correct = ""  # reward function, one of `rewards`, that decides which responses are correct
+    config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
+    config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
     return config
 
 
 def on_gsm8k(published: str = "") -> ConfigDict:
-    """`base()` for GSM8K: math-verify's verdict, and a little for the format. `published` is the model's name."""
+    """Return `base()` for GSM8K: math-verify's verdict, and a small reward for the answer's format.
+
+    `published` is the name of the model, such as "Qwen3-30B-A3B", or empty.
+    """
     config = base()
     config.model.published = published
     config.data.task = "gsm8k"
-    config.rewards = ConfigDict({"math_verify": 1.0, "format": 0.1})
+    config.rewards = ConfigDict({"math_verify": 1.0, "answer_format": 0.1})
     config.eval.correct = "math_verify"
     return config
 
 
 def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> ConfigDict:
-    """AdamW's section; `schedule` is "constant" or "cosine"."""
+    """Return an AdamW section; after a linear warm-up, `schedule` is "constant" or "cosine" (to zero at the end)."""
     config = ConfigDict({"learning_rate": learning_rate, "schedule": schedule, "warmup_updates": warmup_updates})
     config.b1 = 0.9
     config.b2 = 0.95
     config.weight_decay = 0.0
-    config.max_grad_norm = 1.0
+    config.max_grad_norm = 1.0  # global norm at which gradients are clipped
     return config
 
 
 def _clipped(low: float, high: float) -> ConfigDict:
-    """The section of an objective that clips its ratio: offsets from 1, and where Â < 0 a cap of the ratio, or None."""
+    """Return the section of an objective that clips its importance ratio to [1 - low, 1 + high].
+
+    `dual_clip` caps the ratio where the advantage is negative; None: no cap.
+    """
     return ConfigDict({"low": low, "high": high, "dual_clip": placeholder(float)})

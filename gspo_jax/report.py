@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gspo_jax.reporting import pages
 from gspo_jax.reporting.drawing import GREY, Parser, picture
-from gspo_jax.reporting.panels import FEW, MANY, PANELS
+from gspo_jax.reporting.panels import MAX_BANDS, MAX_VALUE_LABELS, PANELS
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.reporting.runs import Group, facts, group_runs, load_run
 from gspo_jax.types import UserError
@@ -28,13 +28,13 @@ WIDTH, HEAD, ROW = 11.6, 0.8, 3.2
 
 
 def draw(groups: Sequence[Group], path: Path, *, panels: str = "training") -> None:
-    """Draws all panels for which some group has data into one PNG."""
-    shown = [panel for panel in PANELS[panels] if any(panel.found(group, panel.metric) for group in groups)]
+    """Draws all panels of a page that there are numbers for into one PNG."""
+    shown = [panel for panel in PANELS[panels] if any(panel.read(group, panel.metric) for group in groups)]
     rows = -(-max(3, sum(panel.width for panel in shown)) // 3)
     with picture(path, width=WIDTH, height=HEAD + rows * ROW) as figure:
         cell = 0
         for panel in shown:
-            room = 1.5 if panel.width == 2 else 0.98 if len(groups) > FEW else 0.7
+            room = 1.5 if panel.width == 2 else 0.98 if len(groups) > MAX_VALUE_LABELS else 0.7
             axes = figure.add_axes(_place(cell, panel.width, room, figure.get_figheight()))
             panel.draw(axes, groups, panel)
             cell += panel.width
@@ -53,9 +53,9 @@ def _place(cell: int, width: int, room: float, height: float) -> tuple[float, fl
 def _headline(figure: Any, groups: Sequence[Group]) -> None:
     """Writes the names of the groups in their colours and how to read the lines."""
     height, left = figure.get_figheight(), 0.02
-    many, seeds = len(groups) > MANY, {len(group.runs) for group in groups}
+    many, seeds = len(groups) > MAX_BANDS, {len(group.runs) for group in groups}
     counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
-    names = [group.label if len(groups) > FEW else group.caption for group in groups]
+    names = [group.label if len(groups) > MAX_VALUE_LABELS else group.caption for group in groups]
     size = min(17.0, 1000 / sum(len(name) + 3 for name in names))
     for name, group in zip(names, groups, strict=True):
         style = {"color": group.color, "weight": "bold", "fontsize": size, "va": "top"}
@@ -65,7 +65,7 @@ def _headline(figure: Any, groups: Sequence[Group]) -> None:
     if many:
         how.append(f"line: mean of {counted} runs, smoothed")
     elif max(seeds) > 1:
-        of = f"{counted} seeds" if len(groups) > FEW else "the seeds"
+        of = f"{counted} seeds" if len(groups) > MAX_VALUE_LABELS else "the seeds"
         how.append(f"line: mean of {of}, band: minimum to maximum")
     if not many and min(seeds) == 1:
         how.append("thin line: each iteration, thick line: smoothed, band: standard error of the evaluation")
@@ -98,7 +98,7 @@ def report(
     try:
         target.mkdir(parents=True, exist_ok=True)
         draw(groups, target / "report.png", panels=panels)
-        text = pages.page(groups, found, (target / "report.png").read_bytes())
+        text = pages.html_page(groups, found, (target / "report.png").read_bytes())
         (target / "report.html").write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the report cannot be written to {target}: {error.strerror}; choose another --out") from None
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, 80 if console.is_terminal else 120)
     found = made["groups"]
-    rows = pages.family_rows(found, given.panels) if len(found) > FEW else pages.number_rows(found)
+    rows = pages.family_rows(found, given.panels) if len(found) > MAX_VALUE_LABELS else pages.number_rows(found)
     console.print(make_table(rows))
     print("\n".join([made["png"], made["html"], *([given.table] if given.table else [])]))
     return 0

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it: how a command is run, or with --dry-run printed, and how a flag is refused.
-# shellcheck disable=SC2034 # they set and read `dry`
+# Sourced by the other scripts: runs commands, or prints them with --dry-run, and reports wrong flags.
+# shellcheck disable=SC2034 # the sourcing scripts set and read `dry`
 
 dry=''
 
@@ -9,7 +9,7 @@ refuse() {
   exit 2
 }
 
-# Runs a command, or with --dry-run prints it.
+# run COMMAND…: runs a command, or prints it with --dry-run.
 run() {
   if [ -n "$dry" ]; then
     local words

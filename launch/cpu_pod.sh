@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains with N processes on this machine, as the hosts of a pod would: bash launch/cpu_pod.sh N [flags of gspo_jax.train …]
-# Flags and their defaults are those of launch/local.sh. The processes divide the simulated devices (--config.cpu_devices). The
-# first one speaks here, the others into WORKDIR/processes/. When one dies, all are ended and started again, so that the run goes
-# on from its newest checkpoint, RESTARTS times (3) at most; a mistake in the flags ends all at once. Ctrl-C ends all.
+# Flags and defaults are those of launch/local.sh. The processes share the simulated devices (--config.cpu_devices). The first
+# one prints here, the others to WORKDIR/processes/. If one dies, all are stopped and restarted, and the run resumes from its
+# newest checkpoint, at most RESTARTS times (default 3). Wrong flags stop all processes for good, and so does Ctrl-C.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -10,11 +10,11 @@ source launch/venv.sh
 # shellcheck source=launch/flags.sh
 source launch/flags.sh
 
-# How a process says that what it was told is wrong, and that another one is lost (gspo_jax/cli.py, gspo_jax/parallel/processes.py).
+# Exit codes for wrong input and for a lost peer process (gspo_jax/cli.py, gspo_jax/parallel/processes.py).
 MISTAKEN=2
 LOST=3
 
-# begin FLAGS…: starts the processes; sets `pids`.
+# begin FLAGS…: starts the processes and sets `pids`.
 begin() {
   local port i output
   port=$($python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
@@ -31,8 +31,8 @@ begin() {
   done
 }
 
-# Returns when all processes have ended, or with the code of the first that has failed; sets `failed` to which one. That is the
-# one that the others have lost, although they may be seen to end before it.
+# Waits until all processes have succeeded, or returns the exit code of the one that failed first and sets `failed` to its number.
+# Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
 watch() {
   local left=$count i code ended='' lost='' before
   while [ "$left" -gt 0 ]; do
@@ -54,7 +54,7 @@ watch() {
   done
 }
 
-# Ends the processes that still run: asks them, and after five seconds does not ask.
+# Stops the remaining processes: SIGTERM, and SIGKILL after five seconds.
 end_all() {
   local patience=50
   while [ "$patience" -gt 0 ] && kill "${pids[@]}" 2>/dev/null; do
@@ -68,7 +68,7 @@ end_all() {
 count=${1:-}
 case $count in
   '' | *[!0-9]* | 0*)
-    echo "error: the first argument is ${count:-missing}; say how many processes: bash launch/cpu_pod.sh 2 [flags …]" >&2
+    echo "error: the first argument is ${count:-missing}; give the number of processes: bash launch/cpu_pod.sh 2 [flags …]" >&2
     exit $MISTAKEN
     ;;
 esac
@@ -89,9 +89,9 @@ for ((restarts = ${RESTARTS:-3}; ; restarts--)); do
   if [ "$code" = 0 ]; then break; fi
   end_all
   if [ "$code" = "$MISTAKEN" ] || [ "$restarts" -lt 1 ]; then
-    echo "error: process $failed of $count has ended with code $code; see above, and $workdir/processes" >&2
+    echo "error: process $failed of $count exited with code $code; see the output above and $workdir/processes" >&2
     exit "$code"
   fi
-  echo "process $failed of $count has ended with code $code: all start again, the run goes on from its newest checkpoint" >&2
+  echo "process $failed of $count exited with code $code: restarting all, the run resumes from its newest checkpoint" >&2
 done
 $python -m gspo_jax.report "$workdir"

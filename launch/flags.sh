@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it that begin one run: the flags of gspo_jax.train that a user may leave out.
-# shellcheck disable=SC2034 # they read these variables
+# Sourced by the scripts that start a single run: defaults for flags of gspo_jax.train that may be left out.
+# shellcheck disable=SC2034 # the sourcing scripts read these variables
 
-# complete_flags FLAGS…: sets `workdir` to what the flags say (the last one wins, as in absl), and `defaults` to those that they
-# leave out.
+# complete_flags FLAGS…: sets `workdir` to the run folder (the last flag wins, as in absl), and `defaults` to the flags that are
+# missing.
 complete_flags() {
   local config=''
   workdir=''

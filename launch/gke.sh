@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains on the TPUs of a GKE cluster, through xpk (https://github.com/AI-Hypercomputer/xpk):
+# Trains on the TPUs of a GKE cluster, using xpk (https://github.com/AI-Hypercomputer/xpk):
 #   bash launch/gke.sh --project=PROJECT --zone=ZONE --cluster=CLUSTER --name=NAME --type=v5p-128 [--slices=N]
 #     --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--image=IMAGE] [--restarts=N] [--dry-run]
 #
-# The committed tree goes into a container over IMAGE (python:3.12), which installs it when it starts. A workload whose machines
-# are taken away is started again, 50 times at most, and resumes from its newest checkpoint. xpk workload list, and delete,
-# look after it. --dry-run prints the commands, one a line, and runs nothing.
+# The committed tree is packed into a container based on IMAGE (default python:3.12), which installs it at start-up. A preempted
+# workload is restarted, at most N times (default 50), and resumes from its newest checkpoint. Manage it with xpk workload list
+# and xpk workload delete. --dry-run prints the commands, one per line, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
@@ -21,17 +21,17 @@ for flag in "$@"; do
     --image=?*) image=${flag#*=} ;;
     --restarts=*) restarts=${flag#*=} ;;
     --help | -h) show_help launch/gke.sh && exit 0 ;;
-    --spot) refuse "--spot is the cluster's to say: xpk cluster create --spot; leave it out here" ;;
-    *) read_flag "$flag" || refuse "unexpected $flag; bash launch/gke.sh --help has the flags" ;;
+    --spot) refuse "--spot is a property of the cluster; leave it out here, and use xpk cluster create --spot" ;;
+    *) read_flag "$flag" || refuse "unexpected $flag; bash launch/gke.sh --help lists the flags" ;;
   esac
 done
 check_name
 check_place
 check_type
-matches --cluster "$cluster" '[a-z]([-a-z0-9]{0,38}[a-z0-9])?' "give the name of a GKE cluster that xpk has made, such as --cluster=pods"
-matches --restarts "$restarts" '[0-9]{1,4}' "give a number, such as --restarts=50"
+require_form --cluster "$cluster" '[a-z]([-a-z0-9]{0,38}[a-z0-9])?' "give the name of a GKE cluster created by xpk, such as --cluster=pods"
+require_form --restarts "$restarts" '[0-9]{1,4}' "give a number, such as --restarts=50"
 check_train
-needs xpk https://github.com/AI-Hypercomputer/xpk
+require_tool xpk https://github.com/AI-Hypercomputer/xpk
 
 printf -v words '%q ' "${train[@]}"
 archive "$TREE.tar" tar

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains on this machine and draws the report: bash launch/local.sh [flags of gspo_jax.train …]
-# Without flags: configs/tiny.py into runs/tiny. With another --config: into runs/NAME, or --workdir. Relative paths are taken
-# from the repository. Makes .venv first where it is missing. Run it again to go on with a run that was stopped.
+# Trains on this machine and writes a report: bash launch/local.sh [flags of gspo_jax.train …]
+# Without flags, trains configs/tiny.py in runs/tiny; with another --config, in runs/NAME unless --workdir is given. Paths are
+# relative to the repository. Creates .venv if it is missing. Run it again to resume a run that was stopped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains every objective of the catalogue from the same cold starts and compares them in a table and a picture:
+# Trains every objective of the catalogue from the same cold starts, and compares them in a table and a picture:
 #   bash launch/objectives.sh [--seeds="0 1 2"] [--runs=DIR] [--out=DIR] [--dry-run] [--config… flags of gspo_jax.train]
-# Without flags: configs/tiny.py for 50 iterations, runs in runs/objectives, report in docs/objectives. Run it again to go on
-# after a stop: finished runs are left alone, begun ones resumed. --dry-run prints the commands. Makes .venv where it is missing.
+# Without flags: configs/tiny.py for 50 iterations, runs in runs/objectives, report in docs/objectives. After an interruption, run
+# it again: it skips finished runs and resumes unfinished ones. --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains the variants of configs/routing_ablation.py from the same cold starts, in its two regimes, and compares them: a picture
-# for each regime, and a page of tables:
+# Trains the variants of configs/routing_ablation.py from the same cold starts, on-policy and off-policy, and compares them in a
+# picture for each regime and a page of tables:
 #   bash launch/routing.sh [--seeds="0 1 2"] [--runs=DIR] [--out=DIR] [--dry-run] [--config… flags of gspo_jax.train]
-# Without flags: runs in runs/routing, pictures and tables in docs/routing. The ARGS of --config=FILE:ARGS go behind those of a
-# run: --config=configs/routing_ablation.py:runlocal. Run it again to go on after a stop: finished runs are left alone, begun
-# ones resumed. --dry-run prints the commands. Makes .venv where it is missing.
+# Without flags: runs in runs/routing, pictures and tables in docs/routing. The ARGS of --config=FILE:ARGS are appended to those
+# of each run: --config=configs/routing_ablation.py:runlocal. After an interruption, run it again: it skips finished runs and
+# resumes unfinished ones. --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -20,12 +20,12 @@ read_flags "$@"
 file=${config%%:*}
 arguments=${config#"$file"}
 
-# flags_of SEED VARIANT[,offpolicy]: sets `flags` to those of a run.
+# flags_of SEED VARIANT[,offpolicy]: sets `flags` to the flags of a run.
 flags_of() {
   flags=(--config="$file:$2${arguments/:/,}" ${fields[@]+"${fields[@]}"} --config.seed="$1")
 }
 
-# compare REGIME FOLDER…: the report of a regime's runs, and its picture where the docs are.
+# compare REGIME FOLDER…: reports on a regime's runs, and copies the picture to the docs.
 compare() {
   local regime=$1 report=$runs/$1/report
   shift
@@ -33,7 +33,7 @@ compare() {
   run cp "$report/report.png" "$out/$regime.png"
 }
 
-# The tables of both regimes as one page.
+# Prints the tables of both regimes as one page.
 tables() {
   printf '# Routing, compared\n\n## On-policy, but for the updates of a batch\n\n'
   cat "$runs/on_policy/report/results.md"
@@ -45,13 +45,13 @@ ensure_venv report
 ask='import os, runpy, sys; f = sys.argv[1]; print(*(runpy.run_path(f).get("VARIANTS", ()) if os.path.isfile(f) else ()))'
 variants=$("$python" -c "$ask" "$file")
 if [ -z "$variants" ]; then
-  refuse "--config=$file is no file that has VARIANTS; use configs/routing_ablation.py or one like it"
+  refuse "--config=$file is not a config file with VARIANTS; use configs/routing_ablation.py or one like it"
 fi
 on_policy=()
 off_policy=()
 for seed in $seeds; do
   cold=$runs/coldstart-$seed
-  flags_of "$seed" "${variants%% *}" # any of them: a cold start knows no objective
+  flags_of "$seed" "${variants%% *}" # any variant will do: a cold start does not depend on the objective
   make_cold_start "$cold" "${flags[@]}"
   for variant in $variants; do
     on_policy+=("$runs/on_policy/$variant-$seed")
@@ -66,7 +66,7 @@ run mkdir -p "$out"
 compare on_policy "${on_policy[@]}"
 compare off_policy "${off_policy[@]}"
 if [ -n "$dry" ]; then
-  echo "# then both tables become $out/results.md"
+  echo "# then writes both tables to $out/results.md"
 else
   tables >"$out/results.md"
 fi

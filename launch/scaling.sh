@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Plans an update of Qwen3-30B-A3B on 16, 64, 256 and 1024 chips of v5p, with the same work on each, and draws how it scales:
+# Plans an update of Qwen3-30B-A3B on 16, 64, 256 and 1024 v5p chips, with equal work per chip, and draws how it scales:
 #   bash launch/scaling.sh [--runs=DIR] [--out=DIR] [--dry-run] [--config.NAME=VALUE for all]
-# Without flags: plans in runs/scaling, picture and table in docs/scaling. Needs no TPU: the compiler runs here, a few minutes for
-# each slice. Programs that were compiled before are not compiled again. --dry-run prints the commands. Makes .venv where it is
-# missing.
+# Without flags: plans in runs/scaling, picture and table in docs/scaling. Needs no TPU: the compiler runs on this machine, for a
+# few minutes per slice, and programs that were compiled before are not compiled again. --dry-run prints the commands. Creates
+# .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -24,7 +24,7 @@ for flag in "$@"; do
   esac
 done
 
-ensure_venv slow # with the TPU's compiler
+ensure_venv slow # includes the TPU's compiler
 plans=()
 run mkdir -p "$runs"
 for slice in 16:2x2x4 64:4x4x4 256:4x8x8 1024:8x8x16; do

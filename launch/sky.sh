@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains on TPU VMs that SkyPilot finds (https://docs.skypilot.co), as a managed job that is recovered after a preemption:
+# Trains on TPU VMs found by SkyPilot (https://docs.skypilot.co), as a managed job that recovers from preemptions:
 #   bash launch/sky.sh --name=NAME --type=v5p-128 [--zone=ZONE] [--spot]
 #     --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--dry-run]
 #
-# launch/sky.yaml is the job. The project is that of gcloud's configuration. A job that comes back on another machine resumes
-# from its newest checkpoint. sky jobs queue, logs and cancel look after it. --dry-run prints the command and runs nothing.
+# launch/sky.yaml defines the job. The project is taken from gcloud's configuration. A recovered job resumes from its newest
+# checkpoint. Manage it with sky jobs queue, logs and cancel. --dry-run prints the command and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
@@ -13,20 +13,20 @@ source launch/cloud.sh
 for flag in "$@"; do
   case $flag in
     --help | -h) show_help launch/sky.sh && exit 0 ;;
-    --project=*) refuse "$flag is not for sky.sh, which takes the project from gcloud config set project" ;;
-    --slices=*) refuse "$flag is not for sky.sh: a job has one slice; use tpu.sh or gke.sh for several" ;;
-    *) read_flag "$flag" || refuse "unexpected $flag; bash launch/sky.sh --help has the flags" ;;
+    --project=*) refuse "sky.sh takes no $flag; set the project with gcloud config set project" ;;
+    --slices=*) refuse "sky.sh takes no $flag, as a job has one slice; use tpu.sh or gke.sh for several" ;;
+    *) read_flag "$flag" || refuse "unexpected $flag; bash launch/sky.sh --help lists the flags" ;;
   esac
 done
 check_name
 check_type
 where=gcp
 if [ -n "$zone" ]; then
-  matches --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
+  require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
   where=gcp/${zone%-*}/$zone
 fi
 check_train
-needs sky https://docs.skypilot.co/en/latest/getting-started/installation.html
+require_tool sky https://docs.skypilot.co/en/latest/getting-started/installation.html
 
 printf -v words '%q ' "${train[@]}"
 flags=(--name="$name" --infra="$where" --gpus="tpu-$type" --env="TRAIN=${words% }")

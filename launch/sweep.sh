@@ -1,20 +1,20 @@
 # shellcheck shell=bash
-# Sourced, after venv.sh, by scripts that set -euo pipefail, train many runs from shared cold starts and compare them: their
-# flags, and how a run begins, goes on after a stop and is left alone once it is finished.
-# shellcheck disable=SC2034 # they read these variables
+# Sourced, after venv.sh, by scripts that set -euo pipefail and compare many runs trained from shared cold starts: parses their
+# flags, makes cold starts, and starts, resumes or skips runs.
+# shellcheck disable=SC2034 # the sourcing scripts read these variables
 
 # shellcheck source=launch/command.sh
 source launch/command.sh
 
 seeds='0 1 2'
-runs='' # where runs and their cold starts go
-out=''  # where the report goes
+runs='' # folder of the runs and their cold starts
+out=''  # folder of the report
 config='' # FILE[:arg]
-fields=() # --config.NAME=VALUE for every run
-varied='' # names of the fields that the script itself sets
+fields=() # --config.NAME=VALUE flags for every run
+varied='' # names of the fields that the script varies
 python=.venv/bin/python
 
-# read_flags "$@": what the user asks for, over the defaults that the script has put into the variables above.
+# read_flags "$@": reads the user's flags over the defaults that the script has set in the variables above.
 read_flags() {
   local flag
   for flag in "$@"; do
@@ -30,11 +30,11 @@ read_flags() {
   done
 }
 
-# set_field --config.NAME=VALUE: takes the place of a default, since a field may be given only once.
+# set_field --config.NAME=VALUE: adds a field, or replaces its default, since a field may be given only once.
 set_field() {
   local i name=${1%%=*}
   case " $varied " in
-    *" ${name#--config.} "*) refuse "$1 is what this script varies; use --seeds= for seeds, and leave the others out" ;;
+    *" ${name#--config.} "*) refuse "$1 sets a field that this script varies; leave it out, or use --seeds= for seeds" ;;
   esac
   for ((i = 0; i < ${#fields[@]}; i++)); do
     if [ "${fields[i]%%=*}" = "$name" ]; then
@@ -45,7 +45,7 @@ set_field() {
   fields+=("$1")
 }
 
-# make_cold_start FOLDER FLAGS…: the policy that the runs of a seed begin from.
+# make_cold_start FOLDER FLAGS…: trains the initial policy for the runs of a seed, unless it exists.
 make_cold_start() {
   local folder=$1
   shift
@@ -53,8 +53,8 @@ make_cold_start() {
   run "$python" -m gspo_jax.coldstart "$@" --workdir="$folder"
 }
 
-# train_from COLD FOLDER FLAGS…: a run in FOLDER from that cold start. A begun one is resumed, one that these very flags have
-# finished is left alone.
+# train_from COLD FOLDER FLAGS…: trains a run in FOLDER from that cold start. Resumes an unfinished run, and skips one that was
+# finished with exactly these flags.
 train_from() {
   local cold=$1 folder=$2
   shift 2
@@ -64,7 +64,7 @@ train_from() {
     run mkdir -p "$folder"
     run rm -rf "$folder/coldstart.partial"
     run cp -R "$cold" "$folder/coldstart.partial"
-    run mv "$folder/coldstart.partial" "$folder/coldstart" # whole or not there
+    run mv "$folder/coldstart.partial" "$folder/coldstart" # atomically
   fi
   run "${command[@]}"
   if [ -z "$dry" ]; then echo "${command[*]}" >"$folder/finished"; fi

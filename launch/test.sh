@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What CI runs: bash launch/test.sh [pytest arguments …]
-# Style, layers, shell scripts, types, then the tests with every line and branch of gspo_jax/objectives covered. With a selection of
-# tests (a path, -k, -m, --lf …) coverage is not asked for. Makes .venv first where it is missing.
-# -m slow runs what is left out otherwise: more cases of what is tested, and what needs the TPU's compiler.
+# Runs all checks, as CI does: bash launch/test.sh [pytest arguments …]
+# Checks style, import layers, shell scripts and types, then runs the tests and requires that they cover every line and branch of
+# gspo_jax/objectives; with a selection of tests (a path, -k, -m, --lf …) coverage is not checked. Creates .venv if it is missing.
+# -m slow runs the tests that are skipped by default: more cases, and those that need the TPU's compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
 source launch/venv.sh
 
-# Succeeds where the arguments choose some of the tests.
+# Succeeds if the pytest arguments select some of the tests.
 selects() {
   local argument
   for argument in "$@"; do
@@ -22,7 +22,7 @@ selects() {
 }
 
 failed=()
-# check NAME COMMAND…: one line when it passes, its output when it does not.
+# check NAME COMMAND…: prints one line if the command succeeds, and its output if it fails.
 check() {
   local name=$1 output begun=$SECONDS
   shift
@@ -49,7 +49,7 @@ if selects "$@"; then coverage=(); fi
 code=0
 $bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder ${coverage[@]+"${coverage[@]}"} "$@" || code=$?
 if [ ${#failed[@]} -gt 0 ]; then
-  echo "failed before the tests: ${failed[*]}" >&2
+  echo "failed checks: ${failed[*]}" >&2
   if [ "$code" = 0 ]; then code=1; fi
 fi
 exit "$code"

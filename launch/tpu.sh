@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # Trains on Cloud TPU VMs: bash launch/tpu.sh COMMAND --project=PROJECT --zone=ZONE --name=NAME [--dry-run] …
 #
-#   create    --type=v5p-128 [--slices=N] [--spot | --reserved] [--runtime=VERSION] [--gcloud=FLAG …]   asks for the TPUs
-#   wait      [--poll=SECONDS]                         until they are there
-#   push                                               the committed tree to all workers
+#   create    --type=v5p-128 [--slices=N] [--spot | --reserved] [--runtime=VERSION] [--gcloud=FLAG …]   requests the TPUs
+#   wait      [--poll=SECONDS]                         waits until they are active
+#   push                                               copies the committed tree to all workers
 #   setup     [--fetch=gs://BUCKET/FOLDER …]           installs it there; FOLDER becomes ../fetched/NAME of the run
 #   run       --config=FILE[:arg] --workdir=gs://BUCKET/RUN [--config.a.b=value …] [--env=NAME=VALUE …]
-#                                                      starts or resumes it, on all workers
-#   status                                             of the TPUs, and of the run on every worker
-#   logs      [--node=N] [--worker=N]                  what a worker prints, from its last 200 lines on
-#   exec      -- COMMAND …                             runs it on all workers, in the repository there
-#   stop                                               ends the run on all workers
-#   delete                                             gives the TPUs back
+#                                                      starts or resumes the run on all workers
+#   status                                             shows the state of the TPUs, and of the run on every worker
+#   logs      [--node=N] [--worker=N]                  follows a worker's output, from its last 200 lines on
+#   exec      -- COMMAND …                             runs a command on all workers, in the repository there
+#   stop                                               stops the run on all workers
+#   delete                                             releases the TPUs
 #   babysit   the flags of create, setup and run, [--tries=N] [--poll=SECONDS]
-#             all of that until the run is finished, and then delete: after a preemption it asks for new TPUs, and the run resumes
-#             from its newest checkpoint; it gives up after N attempts in a row (5) that left no new checkpoint
+#             does all of that until the run is finished, and then deletes the TPUs. After a preemption it requests new TPUs, and the
+#             run resumes from its newest checkpoint. Gives up after N consecutive attempts (default 5) without a new checkpoint
 #
-# --dry-run prints the commands, one a line, and runs nothing. docs/tpu.md tells the whole way. Several slices are one run: a
-# queued resource gives its VMs the MEGASCALE_ variables in their metadata (https://cloud.google.com/tpu/docs/multislice-introduction),
-# where jax looks for them.
+# --dry-run prints the commands, one per line, and runs nothing. docs/tpu.md is the full guide. Several slices form one run: a
+# queued resource passes the MEGASCALE_ variables to its VMs as metadata (https://cloud.google.com/tpu/docs/multislice-introduction),
+# where jax finds them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
@@ -30,12 +30,12 @@ reserved=''
 runtime=''
 gcloud_flags=()
 fetch=()
-environment=() # of the run
+environment=() # environment variables of the run, NAME=VALUE
 poll=60
 tries=5
 node=0
 worker=0
-remote=() # what exec runs
+remote=() # command of exec
 
 read_flags() {
   while [ $# -gt 0 ]; do
@@ -51,7 +51,7 @@ read_flags() {
       --worker=*) worker=${1#*=} ;;
       --help | -h) show_help launch/tpu.sh && exit 0 ;;
       --) shift && remote=("$@") && return ;;
-      *) read_flag "$1" || refuse "unexpected $1; bash launch/tpu.sh --help has the flags of each command" ;;
+      *) read_flag "$1" || refuse "unexpected $1; bash launch/tpu.sh --help lists the flags of each command" ;;
     esac
     shift
   done
@@ -60,39 +60,39 @@ read_flags() {
 check_flags() {
   check_name
   check_place
-  matches --poll "$poll" '[0-9]{1,4}' "give seconds, such as --poll=60"
-  matches --tries "$tries" '[1-9][0-9]{0,3}' "give a number of starts, such as --tries=5"
-  matches --node "$node" '[0-9]{1,4}' "give the number of a slice, such as --node=0"
-  matches --worker "$worker" '[0-9]{1,4}' "give the number of a worker, such as --worker=0"
+  require_form --poll "$poll" '[0-9]{1,4}' "give seconds, such as --poll=60"
+  require_form --tries "$tries" '[1-9][0-9]{0,3}' "give a number of attempts, such as --tries=5"
+  require_form --node "$node" '[0-9]{1,4}' "give the number of a slice, such as --node=0"
+  require_form --worker "$worker" '[0-9]{1,4}' "give the number of a worker, such as --worker=0"
   case $1 in
     create | babysit)
       check_type
-      if [ -n "$spot" ] && [ -n "$reserved" ]; then refuse "--spot and --reserved exclude each other; use one, or neither for on demand"; fi
+      if [ -n "$spot" ] && [ -n "$reserved" ]; then refuse "--spot and --reserved exclude each other; use one, or neither for on-demand TPUs"; fi
       ;;
   esac
   case $1 in
     run | babysit) check_train ;;
-    *) if [ ${#train[@]} -gt 0 ]; then refuse "$1 takes no ${train[0]}; run and babysit do"; fi ;;
+    *) if [ ${#train[@]} -gt 0 ]; then refuse "$1 takes no ${train[0]}; only run and babysit do"; fi ;;
   esac
-  if [ "$1" = exec ] && [ ${#remote[@]} = 0 ]; then refuse "exec has nothing to run; write it behind --, such as -- uptime"; fi
-  if [ "$1" != exec ] && [ ${#remote[@]} -gt 0 ]; then refuse "$1 takes nothing behind --; exec does"; fi
+  if [ "$1" = exec ] && [ ${#remote[@]} = 0 ]; then refuse "exec has no command; give one after --, such as -- uptime"; fi
+  if [ "$1" != exec ] && [ ${#remote[@]} -gt 0 ]; then refuse "$1 takes no command after --; only exec does"; fi
 }
 
-# resources COMMAND ARGUMENT …: gcloud for this queued resource's project and zone.
+# resources COMMAND ARGUMENT …: runs gcloud's queued-resources command in the project and zone.
 resources() {
   local command=$1
   shift
   run gcloud compute tpus queued-resources "$command" "$@" --project="$project" --zone="$zone"
 }
 
-# on_all COMMAND WORD …: runs it on every worker of every slice.
-on_all() {
+# on_all_workers COMMAND WORD …: runs a command on every worker of every slice.
+on_all_workers() {
   local words
   printf -v words '%q ' "$@"
   resources ssh "$name" --node=all --worker=all --command="${words% }"
 }
 
-# The image that each generation boots: https://cloud.google.com/tpu/docs/runtimes
+# Prints the VM image of the TPU generation: https://cloud.google.com/tpu/docs/runtimes
 default_runtime() {
   case $type in
     v6e-*) echo v2-alpha-tpuv6e ;;
@@ -114,11 +114,11 @@ create() {
   resources create "$name" "${flags[@]}" ${gcloud_flags[@]+"${gcloud_flags[@]}"}
 }
 
-# The state of the queued resource; NONE where there is none.
+# Prints the state of the queued resource, or NONE if it does not exist.
 state() {
   local said
   if said=$(resources describe "$name" --format='value(state.state)' 2>&1); then
-    grep -xE '[A-Z_]+' <<<"$said" | tail -n 1 # warnings may stand beside it
+    grep -xE '[A-Z_]+' <<<"$said" | tail -n 1 # drops warnings
   elif [[ $said == *NOT_FOUND* || $said == *"not found"* ]]; then
     echo NONE
   else
@@ -144,7 +144,7 @@ wait_for() {
   done
 }
 
-# The tree takes the place of the one before, whose environment stays.
+# Replaces the tree on all workers, but keeps the old tree's .venv.
 push() {
   local unpack='rm -rf gspo_jax.new && mkdir gspo_jax.new && tar -xzf gspo_jax.tar.gz -C gspo_jax.new'
   unpack+=' && if [ -d gspo_jax/.venv ]; then mv gspo_jax/.venv gspo_jax.new/; fi && rm -rf gspo_jax && mv gspo_jax.new gspo_jax'
@@ -154,80 +154,80 @@ push() {
 }
 
 setup() {
-  on_all bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]}"}
+  on_all_workers bash gspo_jax/launch/worker.sh setup ${fetch[@]+"${fetch[@]}"}
 }
 
 start() {
-  on_all ${environment[@]+env "${environment[@]}"} bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
+  on_all_workers ${environment[@]+env "${environment[@]}"} bash gspo_jax/launch/worker.sh start -m gspo_jax.train "${train[@]}"
 }
 
-# One line of every worker, as worker.sh says it.
+# Prints one line per worker, from worker.sh status.
 run_status() {
   # shellcheck disable=SC2016 # the worker expands it
   resources ssh "$name" --node=all --worker=all --command='bash gspo_jax/launch/worker.sh status 2>/dev/null || echo "$HOSTNAME: none"'
 }
 
-# The newest checkpoint in the bucket, or nothing.
-newest() {
+# Prints the number of the newest checkpoint in the bucket, or nothing.
+newest_checkpoint() {
   gcloud storage ls "$workdir/checkpoints/" 2>/dev/null | sed -n 's|.*/\([0-9][0-9]*\)/$|\1|p' | sort -n | tail -n 1
 }
 
-# One more attempt, which is too many where those before it have left no new checkpoint.
+# Counts an attempt, and exits with an error after too many without a new checkpoint.
 attempts=0
 checkpoint=''
 count_attempt() {
   local now
-  now=$(newest)
+  now=$(newest_checkpoint)
   if [ "$now" != "$checkpoint" ]; then attempts=0 && checkpoint=$now; fi
   if [ "$attempts" -ge "$tries" ]; then
-    echo "error: $attempts attempts in a row have left no new checkpoint in $workdir; see bash launch/tpu.sh logs, then delete" >&2
+    echo "error: $attempts consecutive attempts made no new checkpoint in $workdir; see bash launch/tpu.sh logs, then delete" >&2
     exit 1
   fi
   attempts=$((attempts + 1))
 }
 
-tell() {
+log() {
   echo "$(date +%T) $*"
 }
 
-# Whatever is left of the run ends, and it begins with what is committed now.
+# Stops what is left of the run, and starts it from the tree that is committed now.
 begin() {
-  on_all bash gspo_jax/launch/worker.sh stop || true # nothing is there on a new machine
+  on_all_workers bash gspo_jax/launch/worker.sh stop || true # a new machine has no worker.sh yet
   push && setup && start
 }
 
-# look: sees how things are and does what is due; succeeds once the run is finished.
+# check_and_act: one round of babysitting. Looks at the TPUs and the run, does what is due, and succeeds once the run is finished.
 last=''
 finished=''
-look() {
+check_and_act() {
   local now seen
-  now=$(state) || return 1 # no answer this time
-  if [ "$now" != "$last" ]; then tell "$name is $now" && last=$now; fi
+  now=$(state) || return 1 # no answer: try again in the next round
+  if [ "$now" != "$last" ]; then log "$name is $now" && last=$now; fi
   case $now in
     NONE)
-      if ! create; then tell "$name could not be created" && count_attempt; fi
+      if ! create; then log "$name could not be created" && count_attempt; fi
       ;;
-    SUSPENDED | FAILED) # by a preemption, or because it could not be had
+    SUSPENDED | FAILED) # preempted, or the request failed
       if [ "$now" = FAILED ]; then count_attempt; fi
-      resources delete "$name" --force --quiet || tell "$name could not be deleted"
+      resources delete "$name" --force --quiet || log "$name could not be deleted"
       ;;
     ACTIVE)
-      seen=$(run_status) || return 1 # before a preemption is told, workers stop answering
+      seen=$(run_status) || return 1 # workers stop answering before the preemption shows
       case $seen in
         *': none'* | *': failed'* | *': stopped'*)
           printf '%s\n' "$seen"
           count_attempt
-          begin || tell "the run could not be started"
+          begin || log "the run could not be started"
           ;;
         *': running'*) ;;
-        *': finished'*) # seen twice: a run on machines that are being taken away saves and ends well too
+        *': finished'*) # must be seen twice: a run that is being preempted also saves and exits with code 0
           if [ -n "$finished" ]; then return; fi
           finished=yes
           return 1
           ;;
       esac
       ;;
-    *) ;; # on its way, in or out
+    *) ;; # being created or deleted
   esac
   finished=''
   return 1
@@ -235,33 +235,33 @@ look() {
 
 babysit() {
   if [ -n "$dry" ]; then
-    echo "# until the run is finished, every $poll s:"
+    echo "# every $poll s until the run is finished:"
     resources describe "$name" --format='value(state.state)'
-    echo "# where there is nothing:"
+    echo "# if the TPUs do not exist:"
     create
-    echo "# where it is ACTIVE:"
+    echo "# if they are ACTIVE:"
     run_status
-    echo "# where the run has not begun there, or has failed:"
+    echo "# if the run has not been started on them, or has failed:"
     begin
-    echo "# where it was preempted or could not be had, and at the end:"
+    echo "# if they were preempted or could not be created, and at the end:"
     resources delete "$name" --force --quiet
     return
   fi
-  state >/dev/null # what is wrong with the place or the account is wrong now
-  until look; do sleep "$poll"; done
-  tell "the run is finished"
+  state >/dev/null # a wrong project, zone or account fails here
+  until check_and_act; do sleep "$poll"; done
+  log "the run is finished"
   resources delete "$name" --force --quiet
 }
 
 command=${1-}
 case " $COMMANDS --help -h " in
   *" ${command:-nothing} "*) ;;
-  *) refuse "unexpected ${command:-end}; use one of ${COMMANDS// /, }" ;;
+  *) refuse "unexpected command '$command'; use one of ${COMMANDS// /, }" ;;
 esac
 case $command in -*) ;; *) shift ;; esac
 read_flags "$@"
 check_flags "$command"
-needs gcloud https://cloud.google.com/sdk/docs/install
+require_tool gcloud https://cloud.google.com/sdk/docs/install
 case $command in
   wait) wait_for ;;
   run) start ;;
@@ -274,7 +274,7 @@ case $command in
     printf -v words '%q ' "${remote[@]}"
     resources ssh "$name" --node=all --worker=all --command="cd gspo_jax && ${words% }"
     ;;
-  stop) on_all bash gspo_jax/launch/worker.sh stop ;;
+  stop) on_all_workers bash gspo_jax/launch/worker.sh stop ;;
   delete) resources delete "$name" --force --quiet ;;
   *) "$command" ;;
 esac

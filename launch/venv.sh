@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it, which set -euo pipefail: makes .venv with the newest supported Python that really runs and
-# installs the project. What was cut off is finished by the next call. PYTHON=/path/to/python chooses another interpreter.
+# Sourced by the other scripts, which set -euo pipefail: creates .venv with the newest supported Python that works, and installs
+# the project. The next call completes an interrupted install. PYTHON=/path/to/python selects another interpreter.
 
 SUPPORTED="3.13 3.12 3.11"
 EXTRAS="report test slow" # each includes those before it; slow includes tpu too, docs is apart
@@ -12,17 +12,18 @@ ok = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_G
 sys.exit(0 if ok and "%d.%d" % sys.version_info[:2] in sys.argv[1].split() else 1)
 '
 
-# Succeeds where $1 runs (a pyenv shim may exist and fail), is one of the versions in $2, and has all that an install needs.
+# runs_as PYTHON VERSIONS: succeeds if the interpreter works (a pyenv shim may exist and fail), is of one of these versions, and
+# has every module that an install needs.
 runs_as() {
   "$1" -c "$PROBE" "$2" >/dev/null 2>&1 </dev/null
 }
 
-# Prints the newest supported Python: by name on PATH, pyenv's, uv's, then whatever python3 is.
+# Prints the newest supported Python, looking by name on PATH, in pyenv, in uv, and then at python3 and python.
 pick_python() {
   local version candidate
   if [ -n "${PYTHON:-}" ]; then
     if runs_as "$PYTHON" "$SUPPORTED"; then command -v "$PYTHON" && return; fi
-    echo "error: PYTHON=$PYTHON is no working Python of ${SUPPORTED// /, }; choose another or unset PYTHON" >&2
+    echo "error: PYTHON=$PYTHON is not a working Python ${SUPPORTED// /, }; choose another or unset PYTHON" >&2
     return 1
   fi
   for version in $SUPPORTED; do
@@ -31,11 +32,11 @@ pick_python() {
       if [ -n "$candidate" ] && runs_as "$candidate" "$version"; then command -v "$candidate" && return; fi
     done
   done
-  echo "error: no working Python of ${SUPPORTED// /, } was found; install one, or name one with PYTHON=/path/to/python" >&2
+  echo "error: no working Python ${SUPPORTED// /, } was found; install one, or set PYTHON=/path/to/python" >&2
   return 1
 }
 
-# Shows pip's output as one moving line on a terminal, elsewhere as a line every 20 seconds.
+# Shows pip's output as one updating line on a terminal, and as a line every 20 seconds elsewhere.
 show_install() {
   local line shown=$SECONDS
   while IFS= read -r line; do
@@ -49,7 +50,7 @@ show_install() {
   if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
-# Succeeds where .venv has the extra $1 as pyproject.toml asks for it now.
+# installed EXTRA: succeeds if .venv has the extra as the current pyproject.toml defines it.
 installed() {
   local stamp holders
   case $1 in
@@ -65,12 +66,12 @@ installed() {
   return 1
 }
 
-# Prints what an install depends on: the requirements, and the place, since a moved .venv points to the old one.
+# Prints a fingerprint of an install: the requirements, and the folder, since a moved .venv points to the old one.
 install_state() {
   echo "$(cksum <pyproject.toml) $PWD"
 }
 
-# Makes .venv where there is none that works; one that only lacks pip gets it.
+# Creates .venv unless there is a working one; if only pip is missing, adds it.
 make_venv() {
   local python
   if .venv/bin/python -m pip --version >/dev/null 2>&1; then return; fi
@@ -78,25 +79,25 @@ make_venv() {
     return
   fi
   python=$(pick_python)
-  echo "making .venv with $("$python" --version) ($python)"
+  echo "creating .venv with $("$python" --version) ($python)"
   "$python" -m venv --clear .venv
 }
 
-# ensure_venv EXTRA: afterwards .venv/bin/python has the project with that extra, editable.
+# ensure_venv EXTRA: makes sure that .venv has the project with that extra, as an editable install.
 ensure_venv() {
   if installed "$1"; then return; fi
   mkdir -p .venv
-  if command -v flock >/dev/null; then # two scripts at once: the second waits, then finds the work done
+  if command -v flock >/dev/null; then # of two concurrent scripts, the second waits and finds the work done
     exec 9<.venv
     flock 9
   fi
   if ! installed "$1"; then
     make_venv
-    echo "installing gspo_jax[$1] into .venv: some minutes the first time"
+    echo "installing gspo_jax[$1] into .venv: takes a few minutes the first time"
     if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input -e ".[$1]" 2>&1 9<&- |
       tee .venv/install.log | show_install; then
       tail -n 20 .venv/install.log >&2
-      echo "error: the install failed, see above and .venv/install.log; run the same command again once that is mended" >&2
+      echo "error: the install failed; see above and .venv/install.log, fix the cause and run the same command again" >&2
       exit 1
     fi
     install_state >".venv/installed-$1"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What tpu.sh asks of a TPU VM, in the home folder there: bash gspo_jax/launch/worker.sh COMMAND …
-#   setup [gs://BUCKET/FOLDER …]    installs the project; copies each FOLDER to fetched/
-#   start ARGUMENT …                python ARGUMENT … in gspo_jax/, which outlives the connection; its output goes to run/log
-#   status                          one line: none, running, finished, stopped, or failed with its exit code
-#   stop                            ends it, by force after 60 seconds
-# A lost connection ends nothing: what is started has a session of its own.
+# Runs on a TPU VM on behalf of tpu.sh, in the home folder: bash gspo_jax/launch/worker.sh COMMAND …
+#   setup [gs://BUCKET/FOLDER …]    installs the project, and copies each FOLDER to fetched/
+#   start ARGUMENT …                starts python ARGUMENT … in gspo_jax/ in the background; output goes to run/log
+#   status                          prints one line: none, running, finished, stopped, or failed with the exit code
+#   stop                            stops the run, by force after 60 seconds
+# The run has a session of its own and survives a lost connection.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 home=$(dirname "$PWD")
@@ -15,12 +15,12 @@ setup() {
   # shellcheck source=launch/venv.sh
   source launch/venv.sh
   PATH=$HOME/.local/bin:$PATH
-  if [ ! -x .venv/bin/python ] && ! pick_python >/dev/null 2>&1; then # the image's Python may be older than what is supported
+  if [ ! -x .venv/bin/python ] && ! pick_python >/dev/null 2>&1; then # the image's Python may be too old
     python3 -m pip install --user --quiet uv
     uv python install 3.12
   fi
   ensure_venv tpu
-  if ! command -v bwrap >/dev/null; then # for rewards that run code
+  if ! command -v bwrap >/dev/null; then # sandbox for rewards that run code
     sudo apt-get install -y -q bubblewrap || echo "note: bubblewrap could not be installed" >&2
   fi
   for source in "$@"; do
@@ -29,19 +29,19 @@ setup() {
   done
 }
 
-# Succeeds where what was started is there still.
+# Succeeds if the run's process is alive.
 alive() {
   [ -s "$home/run/pid" ] && kill -0 "$(cat "$home/run/pid")" 2>/dev/null
 }
 
 start() {
   if alive; then
-    echo "error: process $(cat "$home/run/pid") runs already; stop it first" >&2
+    echo "error: process $(cat "$home/run/pid") is already running; stop it first" >&2
     exit 2
   fi
   rm -f "$home/run/pid" "$home/run/exit" "$home/run/stopped"
-  # It waits for what it started also when it is told to stop: a run saves before it ends.
-  # shellcheck disable=SC2016 # the inner shell expands them
+  # The wrapper ignores SIGTERM and waits for the run, which saves a checkpoint before it exits.
+  # shellcheck disable=SC2016 # the inner shell expands the variables
   setsid bash -c 'trap : TERM; echo $$ >"$0/pid"; .venv/bin/python "$@"; echo $? >"$0/exit"' \
     "$home/run" "$@" >>"$home/run/log" 2>&1 </dev/null &
   while [ ! -s "$home/run/pid" ]; do sleep 0.1; done
@@ -67,7 +67,7 @@ stop() {
   local pid waited
   if ! alive; then return; fi
   pid=$(cat "$home/run/pid")
-  touch "$home/run/stopped" # a run that saves and ends well is not finished for that
+  touch "$home/run/stopped" # a stopped run exits with code 0 too, but is not finished
   kill -TERM -- "-$pid"
   for ((waited = 0; waited < 300; waited++)); do
     if ! alive; then return; fi

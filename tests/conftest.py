@@ -1,6 +1,6 @@
-"""Eight CPU devices before jax is imported, no silent rank promotion, shapes checked as the annotations say.
+"""Test session set-up: eight CPU devices, no implicit rank promotion, run-time checks of shape annotations.
 
-What one test compiles, another takes from a cache that lives as long as the session.
+Tests share compiled programs through a cache on disk that lives as long as the session.
 """
 
 import atexit
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# The workers, and the runs that tests start, inherit it.
+# Inherited by xdist workers and by the runs that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gspo_jax-compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
@@ -25,8 +25,8 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Not the objectives, whose tests hand over wrong shapes on purpose, to read the message; nor routing, whose sums are
-# rebuilt with a leading axis by `scan`.
+# Excludes objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, whose sums `scan`
+# rebuilds with a leading axis.
 jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
 
 LONGEST_FIRST = (
@@ -41,14 +41,14 @@ LONGEST_FIRST = (
     "test_episodes",
     "test_transformer",
 )
-"""Files that take a minute or more: begun first, so that no worker is left alone with one at the end."""
+"""Test files that take a minute or more; they start first, so that none of them runs alone at the end."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def release_programs() -> Iterator[None]:
-    """Lets go of what has been compiled before it is too much: code is mapped piece by piece, and Linux allows 65530.
+    """Drop compiled programs before a process runs out of memory mappings: Linux allows 65530 and programs need many.
 
-    One file needs up to 20000.
+    One test file needs up to 20000.
     """
     yield
     mappings = Path("/proc/self/maps")
@@ -57,6 +57,6 @@ def release_programs() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files, not the tests within them."""
+    """Order the files, but not the tests within them."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))

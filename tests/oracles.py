@@ -1,8 +1,7 @@
-"""Float64 NumPy oracles of the objectives: loops over rows and tokens, from the formulas, no code shared with gspo_jax.
+"""NumPy float64 oracles of the objectives: token loops from the formulas, sharing no code with gspo_jax.
 
-`Oracle.gain` takes the log-probs twice: those to differentiate in, and the same ones frozen where the formula has a
-stop-gradient, so that central differences of it are the gradient. `Oracle.slope` is worked out by hand. h holds the
-hyper-parameters.
+`Oracle.gain` takes the log-probs twice: to differentiate in, and frozen for terms under a stop-gradient, so that its
+central differences are the gradient. `Oracle.slope` is derived by hand. h holds the hyper-parameters.
 """
 
 import math
@@ -15,7 +14,7 @@ Hyper = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """One batch: all [B, T], float64 and bool; outside the mask log-probs and advantages hold 0, the shift 1."""
+    """One batch, [B, T] float64 and bool arrays; outside the mask, log-probs and advantages are 0, shifts 1."""
 
     logprobs: np.ndarray
     old_logprobs: np.ndarray
@@ -25,17 +24,17 @@ class Batch(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """One objective, token by token."""
+    """One objective as functions of single tokens."""
 
     gain: Callable[[np.ndarray, np.ndarray, Batch, int, int, Hyper], float]
-    """gain[i,t] of the log-probs and of the frozen log-probs."""
+    """gain[i,t], from the log-probs and the frozen log-probs."""
     slope: Callable[[Batch, int, int, int, Hyper], float]
     """∂ gain[i,u] / ∂ log π_θ[i,t], called with (b, i, t, u, h)."""
     ratio: Callable[[np.ndarray, Batch, int, int], float]
     gate: Callable[[Batch, int, int, Hyper], int]
-    """-1 or 1 where the lower or the upper bound cut the gradient (or capped the weight), else 0."""
+    """-1 or 1 if the lower or the upper bound cuts the gradient (or caps the weight), else 0."""
     margin: Callable[[Batch, int, int, Hyper], float]
-    """How far the token is from where the gate falls shut."""
+    """Distance of the token from the nearest point at which the gate changes."""
     weights: Callable[[np.ndarray, Hyper], np.ndarray]
 
 
@@ -60,7 +59,7 @@ def token_mean(mask: np.ndarray, h: Hyper | None = None) -> np.ndarray:
 
 
 def constant_length(mask: np.ndarray, h: Hyper) -> np.ndarray:
-    """1 / (N_rows · L), L the width of the batch where no length is given."""
+    """1 / (N_rows · L), L the batch's width unless a length is given."""
     rows = sum(1 for row in mask if any(row))
     length = mask.shape[1] if h.get("length") is None else h["length"]
     w = np.zeros(mask.shape)
@@ -74,7 +73,7 @@ def row_sum(mask: np.ndarray, h: Hyper) -> np.ndarray:
     return constant_length(mask, {"length": 1})
 
 
-# --- the clip of PPO and its kin ------------------------------------------------------------------
+# --- PPO's clip and its relatives -----------------------------------------------------------------
 
 
 def tokens(b: Batch, i: int) -> list[int]:
@@ -105,13 +104,13 @@ def sequence_value_token_slope(x: np.ndarray, frozen: np.ndarray, b: Batch, i: i
     return sequence_ratio(frozen, b, i, t) * math.exp(x[i, t]) / math.exp(frozen[i, t])
 
 
-def own(b: Batch, i: int, t: int, u: int) -> float:
-    """∂ log ratio[i,u] / ∂ log π_θ[i,t] where each token has its own ratio."""
+def own_ratio_slope(b: Batch, i: int, t: int, u: int) -> float:
+    """∂ log ratio[i,u] / ∂ log π_θ[i,t] for one ratio per token."""
     return 1.0 if t == u else 0.0
 
 
-def shared(b: Batch, i: int, t: int, u: int) -> float:
-    """∂ log ratio[i,u] / ∂ log π_θ[i,t] where the row has one: a geometric mean gives each token 1/n."""
+def shared_ratio_slope(b: Batch, i: int, t: int, u: int) -> float:
+    """∂ log ratio[i,u] / ∂ log π_θ[i,t] for one ratio per row, a geometric mean: 1/n for each token."""
     return 1 / np.count_nonzero(b.mask[i])
 
 
@@ -121,7 +120,7 @@ def clipped_family(
     slope_of_log: Callable[[Batch, int, int, int], float],
     weights: Callable[..., np.ndarray],
 ) -> Oracle:
-    """min(r·Â, clip(r)·Â), at least c·Â for Â < 0 with a dual clip: told apart by their ratio and weights."""
+    """min(r·Â, clip(r)·Â), and for Â < 0 with a dual clip at least c·Â; members differ in ratio and weights."""
 
     def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
         r, a = differentiated(x, frozen, b, i, t), b.advantages[i, t]
@@ -163,32 +162,32 @@ def score_family(coefficient: Callable[..., float], gate: Callable, margin: Call
     return Oracle(gain, slope, token_ratio, gate, margin, weights)
 
 
-def one(b: Batch, i: int, t: int, h: Hyper) -> float:
+def unit_coefficient(b: Batch, i: int, t: int, h: Hyper) -> float:
     return 1.0
 
 
-def never(b: Batch, i: int, t: int, h: Hyper) -> int:
+def no_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
     return 0
 
 
-def nowhere(b: Batch, i: int, t: int, h: Hyper) -> float:
+def no_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
     return math.inf
 
 
-def capped_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
-    """clip(r), and 0 where PPO would cut, for those who ask for it."""
+def cispo_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
+    """clip(r), but with mask="ppo" 0 where PPO would cut the gradient."""
     r, a = token_ratio(b.logprobs, b, i, t), b.advantages[i, t]
     cut = (a > 0 and r > 1 + h["high"]) or (a < 0 and r < 1 - h["low"])
     return 0.0 if h.get("mask") == "ppo" and cut else max(min(r, 1 + h["high"]), 1 - h["low"])
 
 
-def capped(b: Batch, i: int, t: int, h: Hyper) -> int:
-    """Which side the weight was capped on, whatever Â."""
+def cispo_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+    """Side on which the weight is capped, whatever Â."""
     r = token_ratio(b.logprobs, b, i, t)
     return 1 if r > 1 + h["high"] else -1 if r < 1 - h["low"] else 0
 
 
-def from_the_cap(b: Batch, i: int, t: int, h: Hyper) -> float:
+def cispo_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
     r = token_ratio(b.logprobs, b, i, t)
     return min(abs(r - 1 - h["high"]), abs(r - 1 + h["low"]))
 
@@ -196,41 +195,41 @@ def from_the_cap(b: Batch, i: int, t: int, h: Hyper) -> float:
 # --- GMPO and RSPO --------------------------------------------------------------------------------
 
 
-def kept(b: Batch, i: int, t: int, h: Hyper) -> float:
-    """log γ', γ' = max(γ_min, γ): 0 where the objective knows no shift."""
+def log_damping(b: Batch, i: int, t: int, h: Hyper) -> float:
+    """log γ', γ' = max(γ_min, γ); 0 for an objective without router shift."""
     return math.log(max(h["gamma_min"], b.router_shift[i, t])) if "gamma_min" in h else 0.0
 
 
-def looked_at(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
-    """The log-ratio as the clip meets it."""
-    return x[i, t] - b.old_logprobs[i, t] + (kept(b, i, t, h) if h.get("apply") == "before" else 0.0)
+def clip_input(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
+    """The log-ratio that goes into the clip; includes log γ' with apply="before"."""
+    return x[i, t] - b.old_logprobs[i, t] + (log_damping(b, i, t, h) if h.get("apply") == "before" else 0.0)
 
 
 def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
-    """Â times the n-th root of the product of the row's clipped, then damped, ratios."""
+    """Â times the geometric mean of the row's ratios, clipped and then damped."""
     sign, c = np.sign(b.advantages[i, t]), h["log_clip"]
     product = 1.0
     for u in tokens(b, i):
-        d = looked_at(x, b, i, u, h)
+        d = clip_input(x, b, i, u, h)
         product *= math.exp(sign * min(sign * d, sign * max(min(d, c), -c)))
-        product *= math.exp(kept(b, i, u, h)) if h.get("apply", "after") == "after" else 1.0
+        product *= math.exp(log_damping(b, i, u, h)) if h.get("apply", "after") == "after" else 1.0
     return b.advantages[i, t] * product ** (1 / len(tokens(b, i)))
 
 
 def geometric_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
-    d, a = looked_at(b.logprobs, b, i, t, h), b.advantages[i, t]
+    d, a = clip_input(b.logprobs, b, i, t, h), b.advantages[i, t]
     return 1 if a > 0 and d > h["log_clip"] else -1 if a < 0 and d < -h["log_clip"] else 0
 
 
 def geometric_slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
-    """A gated token has no term of its own; the others share the row's gain."""
+    """0 for a gated token; any other has 1/n of the row's gain."""
     if geometric_gate(b, i, t, h):
         return 0.0
     return geometric_gain(b.logprobs, b.logprobs, b, i, u, h) / np.count_nonzero(b.mask[i])
 
 
 def geometric_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
-    return abs(abs(looked_at(b.logprobs, b, i, t, h)) - h["log_clip"])
+    return abs(abs(clip_input(b.logprobs, b, i, t, h)) - h["log_clip"])
 
 
 # --- SAPO -----------------------------------------------------------------------------------------
@@ -267,15 +266,15 @@ def soft_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
 
 
 ORACLES = {
-    "reinforce": score_family(one, never, nowhere, token_mean),
-    "rloo": score_family(one, never, nowhere, row_sum),
-    "ppo": clipped_family(token_ratio_of, token_ratio, own, token_mean),
-    "grpo": clipped_family(token_ratio_of, token_ratio, own, sequence_mean),
-    "dr_grpo": clipped_family(token_ratio_of, token_ratio, own, constant_length),
-    "dapo": clipped_family(token_ratio_of, token_ratio, own, token_mean),
-    "gspo": clipped_family(sequence_ratio_of, sequence_ratio, shared, sequence_mean),
-    "gspo_token": clipped_family(sequence_value_token_slope, sequence_ratio, own, sequence_mean),
-    "cispo": score_family(capped_weight, capped, from_the_cap, token_mean),
+    "reinforce": score_family(unit_coefficient, no_gate, no_margin, token_mean),
+    "rloo": score_family(unit_coefficient, no_gate, no_margin, row_sum),
+    "ppo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, token_mean),
+    "grpo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, sequence_mean),
+    "dr_grpo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, constant_length),
+    "dapo": clipped_family(token_ratio_of, token_ratio, own_ratio_slope, token_mean),
+    "gspo": clipped_family(sequence_ratio_of, sequence_ratio, shared_ratio_slope, sequence_mean),
+    "gspo_token": clipped_family(sequence_value_token_slope, sequence_ratio, own_ratio_slope, sequence_mean),
+    "cispo": score_family(cispo_weight, cispo_gate, cispo_margin, token_mean),
     "gmpo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
     "rspo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
     "sapo": Oracle(soft_gain, soft_slope, token_ratio, soft_gate, soft_margin, sequence_mean),
@@ -286,7 +285,7 @@ ORACLES = {
 
 
 class Verdict(NamedTuple):
-    """What an oracle says of a batch; all [B, T], outside the mask 0, the ratio 1 and the margin infinite."""
+    """An oracle's results for a batch, all [B, T]; outside the mask 0, but the ratio 1 and the margin infinite."""
 
     gain: np.ndarray
     weights: np.ndarray
@@ -302,7 +301,7 @@ class Verdict(NamedTuple):
 
 
 def judge(oracle: Oracle, b: Batch, h: Hyper) -> Verdict:
-    """Everything about a batch, the gradient by hand."""
+    """Evaluate an oracle on a batch, with the gradient from its slopes."""
     gain, gradient, ratio, margin = (np.full(b.mask.shape, fill) for fill in (0.0, 0.0, 1.0, math.inf))
     gate, w = np.zeros(b.mask.shape, int), oracle.weights(b.mask, h)
     for i, t in np.argwhere(b.mask):
@@ -314,7 +313,7 @@ def judge(oracle: Oracle, b: Batch, h: Hyper) -> Verdict:
 
 
 def central_differences(oracle: Oracle, b: Batch, h: Hyper, step: float = 1e-6) -> np.ndarray:
-    """The gradient of the loss by differences: the witness against the slopes. Rows do not see each other."""
+    """Gradient of the loss by central differences, to check the slopes; rows are independent of each other."""
     out, w = np.zeros(b.mask.shape), oracle.weights(b.mask, h)
     for i, t in np.argwhere(b.mask):
         for sign in (1, -1):
@@ -331,7 +330,7 @@ def central_differences(oracle: Oracle, b: Batch, h: Hyper, step: float = 1e-6) 
 def gae(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float, whiten: bool
 ) -> np.ndarray:
-    """Σ_k (γλ)^k δ_{t+k} over the row's sampled tokens alone, δ_t = R_t + γ·V_{t+1} − V_t; whitened over all rows."""
+    """Σ_k (γλ)^k δ_{t+k} over the row's sampled tokens only, δ_t = R_t + γ·V_{t+1} − V_t; whitened over all rows."""
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):
         found = [t for t in range(len(row)) if row[t]]
@@ -346,14 +345,14 @@ def gae(
 
 
 def zscore(x: list[float]) -> list[float]:
-    """(x − mean) / (std + 1e-6), the sample deviation."""
+    """(x − mean) / (std + 1e-6), with the sample standard deviation."""
     mean = math.fsum(x) / len(x)
     std = math.sqrt(math.fsum((each - mean) ** 2 for each in x) / max(len(x) - 1, 1))
     return [(each - mean) / (std + 1e-6) for each in x]
 
 
 def group_steps(rewards: np.ndarray, steps: np.ndarray, group_size: int) -> np.ndarray:
-    """Every token sums the z-scores of the steps at it and behind it."""
+    """For every token, the sum of the z-scores of the steps that end at or after it."""
     out = np.zeros(steps.shape)
     for first in range(0, len(steps), group_size):
         where = [(i, u) for i in range(first, first + group_size) for u in range(steps.shape[1]) if steps[i, u]]
@@ -365,7 +364,7 @@ def group_steps(rewards: np.ndarray, steps: np.ndarray, group_size: int) -> np.n
 
 
 def value_loss(v: float, old: float, target: float, clip: float) -> tuple[float, bool, float]:
-    """½·max(free, held), whether the held one was the larger, and the derivative in v."""
+    """½·max(free, clipped), True if the clipped one is larger, and the derivative with respect to v."""
     free = (v - target) ** 2
     held = (old + max(min(v - old, clip), -clip) - target) ** 2
     cut = abs(v - old) > clip and held > free

@@ -1,7 +1,7 @@
-"""Runs for the tests of pods: configs/tiny.py:ARGUMENTS, made as small as they can be.
+"""Config for the tests of multi-process runs: configs/tiny.py:ARGUMENTS, as small as possible.
 
-After so short a cold start a policy is hardly ever right. What it learns from is whether a response ends with an answer
-of the right form, and the punishment of long ones.
+After such a short cold start the policy is hardly ever right, so the reward is a well-formed final answer, combined
+with the overlong punishment.
 """
 
 from pathlib import Path
@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` as in configs/tiny.py."""
+    """Return the config; `arg` as in configs/tiny.py."""
     config = cli.load_config(f"{ROOT}/configs/tiny.py:{','.join(word for word in (arg, 'runlocal') if word)}")
     config.coldstart.steps = 60
     if "steps" in arg:
-        config.data.max_prompt_length = 16  # of countdown, in tokens learned from sums
+        config.data.max_prompt_length = 16  # countdown prompts, with a tokenizer trained on arithmetic
     config.sampling.group_size = 4
     config.overlong.update({"penalty": 1.0, "cache": 24})
-    config.rewards = ConfigDict({"format": 1.0})
-    config.eval.correct = "format"
+    config.rewards = ConfigDict({"answer_format": 1.0})
+    config.eval.correct = "answer_format"
     config.eval.every = 1
     config.processes.heartbeat_s = 5
     return config

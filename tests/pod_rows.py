@@ -1,4 +1,4 @@
-"""One of several processes that put rows together: `python -m tests.pod_rows`, told by the environment which it is."""
+"""A process of the test of hosts.py, `python -m tests.pod_rows`; the environment tells its number."""
 
 import jax
 import numpy as np
@@ -9,12 +9,12 @@ from gspo_jax.parallel import mesh as mesh_lib
 
 B = 16
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]
-"""Of the last one every row lies on all devices."""
+"""Meshes to test; on the last one every row lies on all devices."""
 
 
 def check(sizes: dict[str, int]) -> None:
-    """Whole batches go to the devices and back, and are made of what each process knows of its own rows."""
-    # Backwards, the rows of a process are not those that it would get by counting.
+    """Check that batches survive the way to the devices and back, and can be assembled from each process's own rows."""
+    # With the devices reversed, a process does not own the rows that its index suggests.
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[::-1])
     processes.connect(mesh)
     batch = {
@@ -24,14 +24,14 @@ def check(sizes: dict[str, int]) -> None:
     }
     own = hosts.own_rows(mesh, B)
     owners = hosts.shared(mesh, np.full(len(own), 1 + jax.process_index(), np.int32), B)
-    assert np.bincount(owners)[1:].sum() == B and owners.all(), "every row is one process's"
+    assert np.bincount(owners)[1:].sum() == B and owners.all(), "every row belongs to exactly one process"
     np.testing.assert_array_equal(np.flatnonzero(owners == 1 + jax.process_index()), own)
 
     placed = hosts.to_rows(mesh, batch)
     placed["tokens"] = jax.jit(lambda x: x + 0)(placed["tokens"])
     assert placed["tokens"].shape == (B, 6)
     known = hosts.own(mesh, placed)
-    for block in (2**28, 100):  # in one piece, and in some that overlap
+    for block in (2**28, 100):  # in one block, and in overlapping blocks
         hosts._BLOCK = block
         for found in (hosts.everywhere(placed), hosts.shared(mesh, known, B)):
             jax.tree.map(np.testing.assert_array_equal, found, batch)

@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine, and what they leave behind."""
+"""Helpers for runs of several processes on one machine, and for comparing their metrics."""
 
 import os
 import socket
@@ -12,29 +12,29 @@ import numpy as np
 from gspo_jax.reporting.writers import read_metrics
 
 ROOT = Path(__file__).parent.parent
-ROUNDED = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
-"""Metrics that differences of log-probs are made of, which may be nothing but rounding."""
+ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
+"""Metrics computed from differences of log-probs, which may consist of rounding errors alone."""
 
 
 def free_port() -> int:
-    """One that nobody listens to."""
+    """Return a free TCP port."""
     with socket.socket() as unbound:
         unbound.bind(("", 0))
         return unbound.getsockname()[1]
 
 
 def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, str]:
-    """What a process of several is told. Most runs are of programs that another one has compiled."""
+    """Return the environment of process `number` of `count`, with a compilation cache that keeps every program."""
     cached = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     told = {"COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": str(count), "PROCESS_ID": str(number)}
     return cached if count == 1 else cached | {f"JAX_{name}": value for name, value in told.items()}
 
 
 class Pod:
-    """The processes of a run, each with its output; they are gone after the block."""
+    """The processes of a run and their output; leaving the block kills them."""
 
     def __init__(self, count: int, *words: str):
-        """Begins `python WORDS…` so many times."""
+        """Start `count` processes `python WORDS…`."""
         port = free_port()
         self.processes = [
             subprocess.Popen(
@@ -57,12 +57,12 @@ class Pod:
             process.communicate()
 
     def finish(self) -> list[str]:
-        """What each has said, once all have ended."""
+        """Wait for all processes and return their outputs."""
         return [process.communicate(timeout=400)[0] for process in self.processes]
 
 
-def succeed(count: int, *words: str) -> list[str]:
-    """What each of `count` processes has said when all is well."""
+def run_processes(count: int, *words: str) -> list[str]:
+    """Run `count` processes, assert that all exit with code 0, and return their outputs."""
     with Pod(count, *words) as pod:
         said = pod.finish()
     assert [process.returncode for process in pod.processes] == [0] * count, "\n".join(said)
@@ -70,7 +70,7 @@ def succeed(count: int, *words: str) -> list[str]:
 
 
 def rows_of(workdir: Path) -> list[dict]:
-    """The metrics but for wall-clock times and what was compiled; every step once and in order."""
+    """Return the metrics without times and compilation counts; asserts that every step appears once, in order."""
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == list(range(len(rows)))
     clock = ("time", "timing/", "throughput/", "compile/")
@@ -78,7 +78,7 @@ def rows_of(workdir: Path) -> list[dict]:
 
 
 def assert_same_metrics(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Every step's, up to rounding, but for those whose names begin so."""
+    """Assert that two runs logged the same metrics up to rounding, except those whose names begin with one of `but`."""
     ours, theirs = rows_of(one), rows_of(other)
     assert len(ours) == len(theirs)
     for here, there in zip(ours, theirs, strict=True):
@@ -86,6 +86,6 @@ def assert_same_metrics(one: Path, other: Path, *, but: tuple[str, ...] = ()) ->
         for name, value in here.items():
             if but and name.startswith(but):
                 continue
-            least = 2e-5 if name.startswith(ROUNDED) else 1e-7
+            least = 2e-5 if name.startswith(ROUNDING_SENSITIVE) else 1e-7
             x, y = (np.asarray(v, np.float64) for v in (value, there[name]))
             np.testing.assert_allclose(y, x, rtol=1e-5, atol=least, err_msg=f"{name} of step {here['step']}")

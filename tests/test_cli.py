@@ -72,8 +72,8 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"coldstart.steps": 0}, "model.folder is empty.*--config.model.folder=DIR"),
         ({"coldstart.terse": 1.5}, r"coldstart.terse is 1.5; it is a share, from 0 to 1"),
         (
-            {"eval.correct": "format"},
-            "'format', which is no reward of this config; use one of exact_answer",
+            {"eval.correct": "answer_format"},
+            "'answer_format', which is no reward of this config; use one of exact_answer",
         ),
         ({"mesh.data": 0}, "data=0.*sizes must be positive"),
         ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3'"),

@@ -87,10 +87,10 @@ def test_the_state_before_the_first_batch_is_the_start(source, tokenizer):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 4}, "for seed 3, this run has 4"),
-        ({"prompts_per_batch": 4}, "for batch size 8, this run has 4"),
-        ({"max_prompt_length": 4}, "for usable prompts 30, this run has 10"),
-        ({"source": [make_record(i + 1) for i in range(30)]}, "for data checksum"),
+        ({"seed": 4}, "with seed 3, but this run has 4"),
+        ({"prompts_per_batch": 4}, "with batch size 8, but this run has 4"),
+        ({"max_prompt_length": 4}, "with usable prompts 30, but this run has 10"),
+        ({"source": [make_record(i + 1) for i in range(30)]}, "with data checksum"),
     ],
 )
 def test_a_state_of_another_run_is_refused(source, tokenizer, change, message):
@@ -117,10 +117,10 @@ def test_no_usable_prompt_is_an_error(source, tokenizer):
     # "0+0=?" has four tokens, "=?" being one, and "10+10=?" six; neither the first nor the last is the shortest.
     remedy = r"the shortest has 4, so set data\.max_prompt_length to 4 or more$"
     with pytest.raises(
-        UserError, match=rf"no usable prompt among the 30 .*\(30 prompt longer than 2 tokens\); {remedy}"
+        UserError, match=rf"none of the 30 records of .* is usable \(30 prompt longer than 2 tokens\); {remedy}"
     ):
         batches(source[15:] + source[:15], tokenizer, max_prompt_length=2)
-    with pytest.raises(UserError, match=r"no usable prompt in \[\], which has no records; give at least one$"):
+    with pytest.raises(UserError, match=r"\[\] has no records; give at least one$"):
         batches([], tokenizer)
     blank = [make_record(0, ""), make_record(1, " "), make_record(2)]
     with pytest.raises(UserError, match=r"2 tokens\); give each record a question$"):

@@ -76,12 +76,12 @@ def test_no_problem_is_in_both_splits(task, level, data_dir):
 
 def test_steps_carry_and_borrow():
     # Worked by hand: 7+8=15 keeps 5 and carries 1; 4+2+1=7. 2<8, so 12-8=4 and 5-1-3=1. 100-1 borrows twice.
-    assert generated._by_digit([47, 28], 1) == ["7+8=15", "4+2+1=7"]
-    assert generated._by_digit([52, 38], -1) == ["12-8=4", "5-3-1=1"]
-    assert generated._by_digit([100, 1], -1) == ["10-1=9", "10-0-1=9", "1-0-1=0"]
-    assert generated._by_digit([0, 0], 1) == ["0+0=0"]
-    assert generated._by_digit([7, 95], 1) == ["7+5=12", "0+9+1=10"]
-    assert generated._by_term([47, 28, 13], [1, 1, -1]) == ["47+28=75", "75-13=62"]
+    assert generated._digit_steps([47, 28], 1) == ["7+8=15", "4+2+1=7"]
+    assert generated._digit_steps([52, 38], -1) == ["12-8=4", "5-3-1=1"]
+    assert generated._digit_steps([100, 1], -1) == ["10-1=9", "10-0-1=9", "1-0-1=0"]
+    assert generated._digit_steps([0, 0], 1) == ["0+0=0"]
+    assert generated._digit_steps([7, 95], 1) == ["7+5=12", "0+9+1=10"]
+    assert generated._partial_sum_steps([47, 28, 13], [1, 1, -1]) == ["47+28=75", "75-13=62"]
 
 
 def test_the_seed_decides_everything(tmp_path):
@@ -121,18 +121,18 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "arithmetics"}, r"no task 'arithmetics'; did you mean 'arithmetic'\? there are"),
+        ({"task": "arithmetics"}, r"unknown task 'arithmetics'; did you mean 'arithmetic'\? there are"),
         ({"task": "x" * 30}, "there are arithmetic, countdown, gsm8k"),
         ({"split": "validation"}, "no split 'validation'"),
-        ({"difficulty": "insane"}, "no difficulty 'insane'; choose easy, medium, hard"),
+        ({"difficulty": "insane"}, "unknown difficulty 'insane'; use one of easy, medium, hard"),
         ({"dificulty": "easy"}, "no option 'dificulty'; did you mean 'difficulty'"),
-        ({"train_size": 0}, "train_size 0 is below 1"),
-        ({"limit": 0}, "limit 0 is below 1"),
+        ({"train_size": 0}, "train_size is 0; use 1 or more"),
+        ({"limit": 0}, "limit is 0; use 1 or more"),
         ({"folder": "/x"}, "reads no folder /x"),
         ({"data_dir": "gs://bucket/x"}, "data_dir gs://bucket/x is remote"),
-        ({"difficulty": "easy", "train_size": 5000}, "has about 1.* different problems, fewer than .* = 5128"),
+        ({"difficulty": "easy", "train_size": 5000}, "has only about 1.* different problems, fewer than .* = 5128"),
         ({"data_dir": "/proc/nowhere"}, "cannot be built in /proc/nowhere"),
-        ({"task": "gsm8k"}, "set data.folder to one with train.jsonl"),
+        ({"task": "gsm8k"}, "set it to one with train.jsonl"),
         ({"task": "gsm8k", "folder": "/x", "difficulty": "easy"}, "takes no difficulty"),
         ({"task": "gsm8k", "folder": "/nowhere"}, "/nowhere has no .jsonl file"),
     ],
@@ -258,12 +258,12 @@ def test_gsm8k_from_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"question": "\xff", "answer": "#### 1"}', r"train\.jsonl, line 2 is not UTF-8"),
-        (b'{"question": "\\ud800", "answer": "#### 1"}', r"train\.jsonl, line 2 is not UTF-8"),
-        (b'{"question": "a"', r"train\.jsonl, line 2 is no object"),
-        (b'["question"]', r"train\.jsonl, line 2 is no object"),
-        (b'{"question": "a"}', r"train\.jsonl, line 2 is no object with the texts question and answer: KeyError"),
-        (b'{"question": 5, "answer": "#### 1"}', r"train\.jsonl, line 2 is no object"),
+        (b'{"question": "\xff", "answer": "#### 1"}', r"train\.jsonl, line 2 is not valid UTF-8"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}', r"train\.jsonl, line 2 is not valid UTF-8"),
+        (b'{"question": "a"', r"train\.jsonl, line 2 is not a JSON object"),
+        (b'["question"]', r"train\.jsonl, line 2 is not a JSON object"),
+        (b'{"question": "a"}', r"line 2 is not a JSON object with the text fields question and answer: KeyError"),
+        (b'{"question": 5, "answer": "#### 1"}', r"train\.jsonl, line 2 is not a JSON object"),
         (b'{"question": "a", "answer": "one"}', r"train\.jsonl, line 2: the answer has no number after ####"),
     ],
 )
@@ -274,14 +274,14 @@ def test_bad_lines_are_named(tmp_path, line, message):
 
 
 def test_an_empty_file_has_no_records(tmp_path):
-    says = r"train\.jsonl has no records where the train split of gsm8k needs at least one; .* set data\.folder"
+    says = r"train\.jsonl, the train split of gsm8k, has no records; .* set data\.folder"
     with pytest.raises(UserError, match=says):
         tasks.load("gsm8k", split="train", folder=jsonl(tmp_path))
 
 
 @pytest.mark.parametrize(("split", "field"), [("train", r"data\.limit"), ("test", r"eval\.prompts")])
 def test_a_limit_below_one_names_the_field_that_set_it(split, field):
-    with pytest.raises(UserError, match=rf"limit -5 is below 1; .* None for all \(in a config {field}, 0 for all\)"):
+    with pytest.raises(UserError, match=rf"limit is -5; .* None for all records \(in a config: {field}, 0 for all\)"):
         tasks.load("arithmetic", split=split, limit=-5)
 
 

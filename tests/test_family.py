@@ -36,7 +36,7 @@ def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:
     config.model.architecture.update({"num_layers": 2, "num_experts": 8, "experts_per_token": 2})
     config.iterations = 3
     if config.data.task == "arithmetic":
-        config.rewards = ConfigDict({"exact_answer": 1.0, "format": 1.0})  # the second is easy: something to learn
+        config.rewards = ConfigDict({"exact_answer": 1.0, "answer_format": 1.0})  # the second is easy to learn
     config.coldstart.steps, config.coldstart.terse_steps = 220, 0
     config.critic.optimizer.update({"learning_rate": 3e-3, "warmup_updates": 0})
     config.eval.every = config.log.samples_every = config.checkpoint.every = 100
@@ -176,7 +176,7 @@ def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written
 
 def test_countdown_in_two_turns(data, counter, tmp_path, written):
     """Wrong answers are tried again, and what the environment says is not learned."""
-    rewards = ConfigDict({"countdown": 1.0, "format": 1.0})
+    rewards = ConfigDict({"countdown": 1.0, "answer_format": 1.0})
     config = settings(data, arg="countdown,runlocal", model__folder=str(counter), rewards=rewards, iterations=2)
     config.environment.name = "countdown_feedback"
     config.sampling.max_response_length = 64
@@ -235,7 +235,7 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, adder,
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
     """The tests above, run in this order, have written all there are."""
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text()))
-    rewards = {"reward/exact_answer", "reward/format", "reward/countdown", "reward/countdown_steps"}
+    rewards = {"reward/exact_answer", "reward/answer_format", "reward/countdown", "reward/countdown_steps"}
     assert written - rewards == documented - {"reward/NAME"}
 
 
@@ -247,7 +247,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
         ({"reference.estimator": "k4"}, "reference.estimator is 'k4'; use 'k1' or 'k2' or 'k3'"),
         ({"reference.place": "reward"}, "needs a critic; gspo has none, use 'loss'"),
         ({"critic.trunk": "both"}, "critic.trunk is 'both'; use 'own' or 'policy'"),
-        ({"overlong.penalty": 1.0}, "the overlong cache 0 is not in 1..32"),
+        ({"overlong.penalty": 1.0}, "overlong.cache is 0; use 1 to 32"),
         ({"mismatch.correction": "tis"}, "set training.old_logprobs to 'recompute'"),
         ({"mismatch.correction": "tiss"}, "did you mean 'tis'"),
         ({"sampling.rounds": 0}, "sampling.rounds is 0; it must be at least 1"),

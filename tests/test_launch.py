@@ -106,7 +106,7 @@ def test_the_newest_python_that_runs_is_picked(copy):
 
 def test_no_python_is_one_sentence(copy):
     for environment, says in (
-        ({}, "no working Python of 3.13, 3.12, 3.11 was found"),
+        ({}, "no working Python 3.13, 3.12, 3.11 was found"),
         ({"PYTHON": "nix"}, "PYTHON=nix"),
     ):
         done = _pick(copy, **environment)
@@ -179,7 +179,7 @@ def test_test_script_runs_everything_and_tells_the_truth(copy, broken):
     assert done.stdout.splitlines()[-1] == ("1 failed" if broken == "pytest" else "7 passed")
     assert ("findings of pyright" in done.stdout) == (broken == "pyright")
     assert "findings of ruff" not in done.stdout and "ok      shellcheck (" in done.stdout
-    assert ("failed before the tests: types" in done.stderr) == (broken == "pyright")
+    assert ("failed checks: types" in done.stderr) == (broken == "pyright")
 
 
 @pytest.mark.parametrize("arguments", [["-k", "gspo"], ["launch/test.sh::one"], ["-x", "--lf"]])

@@ -172,17 +172,17 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
 @pytest.mark.parametrize(
     "script, flags, says",
     [
-        ("tpu.sh", [], "unexpected end; use one of create, wait, "),
-        ("tpu.sh", ["creat", *PLACE], "unexpected creat; use one of create, wait, "),
+        ("tpu.sh", [], "unexpected command ''; use one of create, wait, "),
+        ("tpu.sh", ["creat", *PLACE], "unexpected command 'creat'; use one of create, wait, "),
         ("tpu.sh", ["push", *PLACE, "--spto"], "unexpected --spto"),
         ("tpu.sh", ["push", *PLACE[:2]], "--name= is missing"),
-        ("tpu.sh", ["push", *PLACE[:2], "--name=Gspo"], "--name=Gspo cannot be right"),
+        ("tpu.sh", ["push", *PLACE[:2], "--name=Gspo"], "--name=Gspo is not valid"),
         ("tpu.sh", ["push", *PLACE[1:]], "--project= is missing"),
-        ("tpu.sh", ["push", *PLACE, "--project=My Project"], "--project=My Project cannot be right"),
-        ("tpu.sh", ["push", *PLACE, "--zone=us-east5"], "--zone=us-east5 cannot be right; give the zone"),
+        ("tpu.sh", ["push", *PLACE, "--project=My Project"], "--project=My Project is not valid"),
+        ("tpu.sh", ["push", *PLACE, "--zone=us-east5"], "--zone=us-east5 is not valid; give the zone"),
         ("tpu.sh", ["create", *PLACE], "--type= is missing"),
         ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "such as --type=v5p-128"),
-        ("tpu.sh", ["create", *PLACE, "--type=v5p-8", "--slices=0"], "--slices=0 cannot be right"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p-8", "--slices=0"], "--slices=0 is not valid"),
         (
             "tpu.sh",
             ["create", *PLACE, "--type=v5p-8", "--spot", "--reserved"],
@@ -193,21 +193,21 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
         (
             "tpu.sh",
             ["run", *PLACE, RUN[0], "--workdir=runs/a"],
-            "--workdir=runs/a cannot be right; give a folder in a bucket",
+            "--workdir=runs/a is not valid; give a folder in a bucket",
         ),
         ("tpu.sh", ["run", *PLACE, RUN[1]], "--config= is missing"),
         ("tpu.sh", ["setup", *PLACE, "--fetch=Qwen3"], "unexpected --fetch=Qwen3"),
-        ("tpu.sh", ["babysit", *PLACE, *RUN, "--type=v5p-8", "--tries=0"], "--tries=0 cannot be right"),
-        ("tpu.sh", ["exec", *PLACE], "exec has nothing to run"),
-        ("tpu.sh", ["stop", *PLACE, "--", "uptime"], "stop takes nothing behind --"),
+        ("tpu.sh", ["babysit", *PLACE, *RUN, "--type=v5p-8", "--tries=0"], "--tries=0 is not valid"),
+        ("tpu.sh", ["exec", *PLACE], "exec has no command"),
+        ("tpu.sh", ["stop", *PLACE, "--", "uptime"], "stop takes no command after --"),
         ("tpu.sh", ["stop", *PLACE], "gcloud is not installed; see https://cloud.google.com/sdk"),
         ("gke.sh", [flag for flag in GKE if "cluster" not in flag], "--cluster= is missing"),
-        ("gke.sh", [*GKE, "--restarts=x"], "--restarts=x cannot be right"),
-        ("gke.sh", [*GKE, "--spot"], "--spot is the cluster's to say"),
+        ("gke.sh", [*GKE, "--restarts=x"], "--restarts=x is not valid"),
+        ("gke.sh", [*GKE, "--spot"], "--spot is a property of the cluster"),
         ("gke.sh", [*GKE, "--reserved"], "unexpected --reserved"),
         ("gke.sh", GKE, "xpk is not installed"),
-        ("sky.sh", [*PLACE, "--type=v5p-8", *RUN], "--project=my-project is not for sky.sh"),
-        ("sky.sh", ["--name=a", "--type=v5p-8", "--slices=2", *RUN], "--slices=2 is not for sky.sh"),
+        ("sky.sh", [*PLACE, "--type=v5p-8", *RUN], "sky.sh takes no --project=my-project"),
+        ("sky.sh", ["--name=a", "--type=v5p-8", "--slices=2", *RUN], "sky.sh takes no --slices=2"),
         ("sky.sh", ["--name=a", "--type=v5p-8", *RUN], "sky is not installed"),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_run_that_ends_well_because_its_machines_are_taken_away_is_not_finishe
 def test_it_gives_up_on_a_run_that_gets_nowhere(root):
     did, done = babysit(root, states="ACTIVE", statuses="a:~failed~with~exit~code~1", checkpoints="20", tries=3)
     assert done.returncode == 1 and did == ["setup", "start"] * 3
-    assert "3 attempts in a row have left no new checkpoint in gs://bucket/run" in done.stderr
+    assert "3 consecutive attempts made no new checkpoint in gs://bucket/run" in done.stderr
 
 
 def test_a_run_that_comes_on_between_failures_is_not_given_up(root):
@@ -359,7 +359,7 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
     assert worker(machine, "start", "sleep 60").returncode == 0  # and returns at once
     assert state_of(machine, "running") == "running"
     again = worker(machine, "start", "true")
-    assert again.returncode == 2 and "runs already; stop it first" in again.stderr
+    assert again.returncode == 2 and "is already running; stop it first" in again.stderr
     assert worker(machine, "stop").returncode == 0
     assert state_of(machine, "stopped") == "stopped"
     assert worker(machine, "start", "true").returncode == 0

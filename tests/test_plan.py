@@ -66,7 +66,7 @@ def test_dense_recipes_are_configs(size):
         (f"{RECIPE}:v7", "takes no argument 'v7'; there are v6e, v5e, long, a number of chips"),
         (f"{RECIPE}:48", "cannot be laid out on 48 chips; use 16, 32 or a multiple of 64"),
         ("configs/qwen3_dense.py:7B", "takes no argument '7B'; did you mean"),
-        ("configs/qwen3_235b_a22b.py:most", "takes no argument 'most'; use least or none"),
+        ("configs/qwen3_235b_a22b.py:most", "takes no argument 'most'; use least, or none"),
     ],
 )
 def test_wrong_arguments_of_recipes(config, says):

@@ -20,7 +20,7 @@ import pytest
 
 from gspo_jax.parallel import processes
 from gspo_jax.types import UserError
-from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, succeed
+from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes
 
 HEARTBEAT_S, LATE_S = 5, 5
 """Of tests/pod_config.py; and how late a process may be."""
@@ -52,7 +52,7 @@ def whole(data) -> Callable[[str], Path]:
         folder = data / (kind.replace(",", "-") or "plain")
         if not folder.exists():
             cold = run("") / "coldstart" if kind else None
-            succeed(1, *TRAIN, *command(folder, data / "data", kind, *KINDS[kind], iterations=5, cold=cold))
+            run_processes(1, *TRAIN, *command(folder, data / "data", kind, *KINDS[kind], iterations=5, cold=cold))
         return folder
 
     return run
@@ -68,13 +68,13 @@ KINDS = {
 
 
 def test_rows_are_spread_and_put_together_again():
-    first, second = succeed(2, "-m", "tests.pod_rows")
+    first, second = run_processes(2, "-m", "tests.pod_rows")
     assert first == "2 processes agree\n" and second == ""
 
 
 @slow
 def test_rows_of_four_processes():
-    assert succeed(4, "-m", "tests.pod_rows")[0] == "4 processes agree\n"
+    assert run_processes(4, "-m", "tests.pod_rows")[0] == "4 processes agree\n"
 
 
 @slow
@@ -82,7 +82,7 @@ def test_rows_of_four_processes():
 def test_any_number_of_processes_trains_the_same(kind, count, whole, data, tmp_path):
     one = whole(kind)
     cold = whole("") / "coldstart"
-    succeed(count, *TRAIN, *command(tmp_path, data / "data", kind, *KINDS[kind], iterations=5, cold=cold))
+    run_processes(count, *TRAIN, *command(tmp_path, data / "data", kind, *KINDS[kind], iterations=5, cold=cold))
     assert_same_metrics(one, tmp_path)
 
 
@@ -92,14 +92,14 @@ def test_a_run_goes_on_with_another_number_of_processes(kind, before, after, who
     one, cold = whole(kind), whole("") / "coldstart"
     for count, iterations in ((before, 3), (after, 5)):
         words = command(tmp_path, data / "data", kind, *KINDS[kind], iterations=iterations, cold=cold)
-        said = succeed(count, *TRAIN, *words)
+        said = run_processes(count, *TRAIN, *words)
     assert "resuming from iteration 3" in said[0]
     assert_same_metrics(one, tmp_path)
 
 
 @slow
 def test_a_cold_start_of_two_processes_is_that_of_one(whole, data, tmp_path):
-    succeed(2, *TRAIN, *command(tmp_path, data / "data", "", *KINDS[""], iterations=1, cold=None))
+    run_processes(2, *TRAIN, *command(tmp_path, data / "data", "", *KINDS[""], iterations=1, cold=None))
     assert not list(tmp_path.glob("*partial*"))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "coldstart" / name).read_bytes() == (whole("") / "coldstart" / name).read_bytes()
@@ -111,7 +111,7 @@ def test_a_cold_start_of_two_processes_is_that_of_one(whole, data, tmp_path):
 def test_evaluation_of_two_processes_repeats_the_runs_own(whole, data, tmp_path):
     run = whole("")
     words = command(run, data / "data", "", *KINDS[""], iterations=5, cold=run / "coldstart")
-    first, second = succeed(2, "-m", "gspo_jax.evaluate", *words, f"--json={tmp_path}/facts.json")
+    first, second = run_processes(2, "-m", "gspo_jax.evaluate", *words, f"--json={tmp_path}/facts.json")
     assert "iteration 5: mean@4" in first and second == ""
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["accuracy"] == pytest.approx(rows_of(run)[-1]["eval/accuracy"])
@@ -288,7 +288,7 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
     finally:
         end(process)
     assert process.returncode == 0, said
-    assert "process 1 of 2 has ended with code 137: all start again" in said
+    assert "process 1 of 2 exited with code 137: restarting all" in said
     assert re.search(r"resuming from iteration [234]", said)
     assert (workdir / "report").is_dir() and (workdir / "processes" / "1.log").exists()
     assert_same_metrics(one, workdir)
@@ -326,10 +326,10 @@ def test_the_launcher_asks_for_a_number(words, says, repository):
 @pytest.mark.parametrize(
     ("codes", "says"),
     [
-        ((processes.LOST, 7), "error: process 1 of 2 has ended with code 7"),
-        ((7, processes.LOST), "error: process 0 of 2 has ended with code 7"),
-        ((processes.LOST, processes.LOST), "error: process [01] of 2 has ended with code 3"),
-        ((0, 7), "error: process 1 of 2 has ended with code 7"),
+        ((processes.LOST, 7), "error: process 1 of 2 exited with code 7"),
+        ((7, processes.LOST), "error: process 0 of 2 exited with code 7"),
+        ((processes.LOST, processes.LOST), "error: process [01] of 2 exited with code 3"),
+        ((0, 7), "error: process 1 of 2 exited with code 7"),
     ],
 )
 def test_the_launcher_names_who_was_lost(codes, says, repository, monkeypatch):

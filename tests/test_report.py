@@ -61,10 +61,10 @@ def test_a_curve_has_one_point_per_iteration(tmp_path):
     assert last is not None and last.raw[0].tolist() == [0.5, 1.5, 2.5, 3.5]
     accuracy = runs.curve(group, "eval/accuracy")
     assert accuracy is not None and accuracy.steps.tolist() == [0, 2, 4, 6, 8]
-    layers = runs.vectors(group, "routing/flip_rate_per_layer")
+    layers = runs.list_curve(group, "routing/flip_rate_per_layer")
     assert layers is not None
     np.testing.assert_allclose(layers[1], [[0.0, 0.01]] * 4)
-    assert runs.curve(group, "no/such") is None and runs.vectors(group, "no/such") is None
+    assert runs.curve(group, "no/such") is None and runs.list_curve(group, "no/such") is None
 
 
 def test_smoothing_keeps_a_constant_and_a_line(tmp_path):
@@ -156,7 +156,7 @@ def test_numbers_that_are_null_are_passed_over(tmp_path):
     lines[1]["routing/flip_rate_per_layer"] = lines[2]["routing/flip_rate_per_layer"] = [None, 0.5]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (group,) = runs.group_runs([runs.load_run(run)])
-    reward, layers = runs.curve(group, "reward/mean"), runs.vectors(group, "routing/flip_rate_per_layer")
+    reward, layers = runs.curve(group, "reward/mean"), runs.list_curve(group, "routing/flip_rate_per_layer")
     assert reward is not None and reward.raw.tolist() == [[0.25, 1.5, 2.25, 3.25]]  # of 1.0 and 1.5 the 1.5 is left
     assert layers is not None and layers[0].tolist() == [4, 6, 8]  # iteration 0 does not know its first layer
     assert Path(report.report([run])["png"]).exists()
@@ -218,7 +218,7 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
     tail = ["15.00%", "5.00%", "0.50%", "0.134", "12.00"]
     assert header[-1] == "s per iteration"
     assert rows == [["grpo", "0.605 [0.600, 0.610]", *tail], ["gspo", "0.555 [0.500, 0.610]", *tail]]
-    assert "2 runs to a row, 8 updates to a run." in text
+    assert "2 runs per row, 8 updates per run." in text
     command = text.split("```bash\n")[1].split("\n```")[0].replace("\\\n", "")
     assert command.split() == ["python", "-m", "gspo_jax.report", *arguments]
     assert "python -m gspo_jax.train --config.seed=0 <&>" in text
@@ -227,9 +227,7 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
 def test_a_table_says_where_runs_are_of_different_length(tmp_path):
     folders = [_fake(tmp_path / "a", iterations=2), _fake(tmp_path / "b", seed=1), _fake(tmp_path / "c", name="grpo")]
     found = runs.facts(runs.group_runs([runs.load_run(folder) for folder in folders]))
-    assert "1 to 2 runs to a row, 4 to 8 updates to a run." in pages.family_table(
-        found, panels="training", command=["x"]
-    )
+    assert "1 to 2 runs per row, 4 to 8 updates per run." in pages.family_table(found, panels="training", command=["x"])
 
 
 VARIANTS = {"gspo": "none", "grpo": "none", "grpo, r2": "r2", "grpo, r3": "r3", "rspo": "none", "gmpo": "none"}
@@ -366,10 +364,10 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
 
 
 def test_labels_are_moved_apart_and_stay_inside():
-    assert drawing.apart([0.1, 0.5], gap=0.08) == [0.1, 0.5]
-    assert drawing.apart([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # around the middle of both
+    assert drawing.spread_labels([0.1, 0.5], gap=0.08) == [0.1, 0.5]
+    assert drawing.spread_labels([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # around the middle of both
     for ends in ([0.93, 0.95, 0.97], [0.0, 0.01, 0.02], [0.5] * 12):
-        close = drawing.apart(ends, gap=0.08)
+        close = drawing.spread_labels(ends, gap=0.08)
         assert min(close) >= 0 and max(close) <= 0.96 and min(np.diff(close)) > 0.079
 
 
@@ -389,12 +387,12 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(tmp_path, count):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["{}/rnu"], r"there is no folder .*did you mean .*run\?"),
+        (["{}/rnu"], r"folder .* does not exist; did you mean .*run\?"),
         (["{}/run", "--jsn=x"], r"did you mean --json\?"),
         (["{}/run", "--tabel=x"], r"did you mean --table\?"),
         (["{}/run", "--panels=router"], r"'router'.*training.*routing"),
         (["{}/run", "--table={}/run/metrics.jsonl/x"], "metrics.jsonl"),
-        (["{}/empty"], "metrics.jsonl has no whole line yet"),
+        (["{}/empty"], "metrics.jsonl has no complete line yet"),
         (["{}"], "metrics.jsonl is missing"),
         (["{}/run", "--out={}/run/metrics.jsonl/x"], "cannot be written to .*choose another --out"),
         (["{}/run", "--json={}/run/metrics.jsonl/x"], "metrics.jsonl"),

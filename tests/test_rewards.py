@@ -85,8 +85,8 @@ def test_exact_answer(completion, answer, expected):
         ("#### " + "7" * 300, 0),
     ],
 )
-def test_format(completion, expected):
-    assert score("format", completion) == expected
+def test_answer_format(completion, expected):
+    assert score("answer_format", completion) == expected
 
 
 @pytest.mark.parametrize(

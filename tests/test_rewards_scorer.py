@@ -80,20 +80,20 @@ def pids(scorer):
 
 
 def test_scores_are_weighted_and_kept_apart():
-    with Scorer({"exact_answer": 1.0, "format": 0.25, "countdown": 0.0}) as scorer:
+    with Scorer({"exact_answer": 1.0, "answer_format": 0.25, "countdown": 0.0}) as scorer:
         assert scorer._pool is None  # nothing needs a process
         scores = run(scorer, ["#### 3", "#### 4", "3", "#### 1+2"], numbers="1 2", target="3")
     np.testing.assert_array_equal(scores.total, np.asarray([1.25, 0.25, 0.0, 0.25], np.float32))
     assert scores.total.dtype == np.float32 and scores.failures == 0
     assert {name: s.tolist() for name, s in scores.by_name.items()} == {
         "exact_answer": [1, 0, 0, 0],
-        "format": [1, 1, 0, 1],
+        "answer_format": [1, 1, 0, 1],
         "countdown": [0, 0, 0, 1],
     }
 
 
 def test_an_empty_batch_is_empty():
-    with Scorer({"format": 1.0}) as scorer:
+    with Scorer({"answer_format": 1.0}) as scorer:
         assert scorer.score([], [], []).total.shape == (0,)
         with pytest.raises(ValueError, match="1 prompts, 0 completions and 0 records"):
             scorer.score(["a"], [], [])
@@ -105,11 +105,16 @@ def test_an_empty_batch_is_empty():
         ({}, {}, "no reward function"),
         ({"exact_anwser": 1.0}, {}, "no reward 'exact_anwser'; did you mean 'exact_answer'"),
         ({"math_verfy": 1.0}, {}, "did you mean 'math_verify'"),
-        ({"zzz": 1.0}, {}, "there are countdown, exact_answer, format, math_verify"),
+        ({"format": 1.0}, {}, "^reward 'format' is now called 'answer_format'; rename it in the config$"),
+        ({"zzz": 1.0}, {}, "there are answer_format, countdown, exact_answer, math_verify"),
         ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # a function, but no reward
-        ({"format": math.nan}, {}, "weight nan of reward 'format' is not finite"),
-        ({"format": 1.0}, {"workers": 0}, "workers 0 and timeout_s 2.0 must be above 0"),
-        ({"format": 1.0}, {"timeout_s": 0.0}, "must be above 0"),
+        ({"answer_format": math.nan}, {}, "weight nan of reward 'answer_format' is not finite"),
+        (
+            {"answer_format": 1.0},
+            {"workers": 0},
+            "scoring.workers is 0 and scoring.timeout_s 2.0; both must be above 0",
+        ),
+        ({"answer_format": 1.0}, {"timeout_s": 0.0}, "must be above 0"),
     ],
 )
 def test_wrong_settings_are_told(functions, options, message):
@@ -123,7 +128,7 @@ def test_what_is_no_score_is_nan_and_counted(fakes, name, caplog):
         scores = run(scorer, ["", "none", "nan", "inf", "raise", "true"])
     np.testing.assert_array_equal(scores.total, np.asarray([1, math.nan, math.nan, math.nan, math.nan, 2], np.float32))
     assert scores.failures == 4
-    assert f"reward '{name}' failed on 4 of 6 completions, first: returned None" in caplog.text
+    assert f"reward '{name}' failed on 4 of 6 completions; the first error: returned None" in caplog.text
 
 
 def test_a_weight_of_zero_only_records(fakes):
@@ -136,14 +141,12 @@ def test_a_weight_of_zero_only_records(fakes):
 def test_a_function_that_always_raises_ends_the_run(fakes):
     with (
         Scorer({"moody": 1.0, "broken": 1.0}, **fakes) as scorer,
-        pytest.raises(RuntimeError, match=r"(?s)'broken' raised on every one of 3 completions.*fake_here\.py.*Zero"),
+        pytest.raises(RuntimeError, match=r"(?s)'broken' raised on all 3 completions.*fake_here\.py.*Zero"),
     ):
         run(scorer, ["a", "b", "c"])
     with (
         Scorer({"picky": 1.0}, **fakes) as scorer,
-        pytest.raises(
-            RuntimeError, match=r"(?s)'picky' raised on every one of 2.*fake_there\.py.*no mood for prompt 0"
-        ),
+        pytest.raises(RuntimeError, match=r"(?s)'picky' raised on all 2.*fake_there\.py.*no mood for prompt 0"),
     ):
         run(scorer, ["raise", "raise"])
 
@@ -253,7 +256,7 @@ def test_workers_are_light_and_end_with_the_parent(tmp_path):
 
 def test_a_hung_worker_ends_without_its_parent():
     """The parent is gone and nobody kills it: its own watchdog does, at 2 timeouts + 10 s, here shortened."""
-    code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_S = 0.2\n" + (
+    code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_MARGIN_S = 0.2\n" + (
         "there = types.ModuleType('there'); there.hang = lambda prompt: 10 ** 10 ** 10\n"
         "sys.modules['there'] = there; sys.argv = ['', 'there', '0.1']; worker.main()"
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
+from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
 from gspo_jax.types import UserError
 
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -83,16 +83,16 @@ def test_what_is_no_step_leaves_a_completion_without_and_is_counted(caplog):
     assert scores.steps == [[(1, 0.5), (2, 1.5), (4, 1.0)], *[[]] * 7] and scores.failed.sum() == 7
     np.testing.assert_array_equal(scores.by_name["moody"], np.asarray([1, *[NAN] * 7], np.float32))
     assert np.isfinite(scores.by_name["words"]).all()
-    assert "step reward 'moody' failed on 7 of 8 completions, first: returned the reward nan" in caplog.text
+    assert "step reward 'moody' failed on 7 of 8 completions; the first error: returned the reward nan" in caplog.text
     assert len(caplog.records) == 1
     assert run(scorer(moody=1.0), ["far"]).failed.sum() == 1
-    assert "returned a step that ends at 4 of 3 characters" in caplog.text
+    assert "returned a step that ends at character 4 of 3" in caplog.text
 
 
 def test_a_function_that_always_raises_ends_the_run():
-    with pytest.raises(RuntimeError, match=r"(?s)step reward 'broken' raised on every one of 2.*fake_steps\.py.*Zero"):
+    with pytest.raises(RuntimeError, match=r"(?s)step reward 'broken' raised on all 2.*fake_steps\.py.*Zero"):
         run(scorer(words=1.0, broken=1.0), ["a", "b"])
-    with pytest.raises(RuntimeError, match=r"(?s)'moody' raised on every one of 2.*no mood for prompt 0"):
+    with pytest.raises(RuntimeError, match=r"(?s)'moody' raised on all 2.*no mood for prompt 0"):
         run(scorer(moody=1.0), ["raise", "raise"])
 
 
@@ -137,7 +137,7 @@ def batch(*rows):
 
 def where(steps, ids):
     """The tokens on which the steps of one response land, with their rewards."""
-    rewards, is_step = to_tokens([steps], *batch(ids), TOKENIZER.decode)
+    rewards, is_step = place_step_rewards([steps], *batch(ids), TOKENIZER.decode)
     assert rewards.dtype == np.float32 and is_step.dtype == bool and rewards.shape == is_step.shape == (1, len(ids) + 1)
     assert not rewards[~is_step].any()
     return {int(i): float(rewards[0, i]) for i in np.flatnonzero(is_step[0])}
@@ -176,7 +176,7 @@ def test_special_tokens_have_no_characters():
 def test_only_what_is_under_the_mask_counts():
     tokens, mask = batch(TOKENIZER.encode("12345"), TOKENIZER.encode("1"), [])
     mask[0, 1] = False  # so the text is 1345
-    rewards, is_step = to_tokens([[(2, 1.0), (4, 2.0)], [], []], tokens, mask, TOKENIZER.decode)
+    rewards, is_step = place_step_rewards([[(2, 1.0), (4, 2.0)], [], []], tokens, mask, TOKENIZER.decode)
     np.testing.assert_array_equal(rewards, [[0, 0, 1, 0, 2, 0], [0] * 6, [0] * 6])
     np.testing.assert_array_equal(is_step, rewards > 0)
 
@@ -184,9 +184,9 @@ def test_only_what_is_under_the_mask_counts():
 def test_steps_that_do_not_belong_to_the_tokens_are_an_error():
     tokens, mask = batch(TOKENIZER.encode("12"), TOKENIZER.encode("123"))
     with pytest.raises(ValueError, match="1 lists of steps for 2 responses"):
-        to_tokens([[]], tokens, mask, TOKENIZER.decode)
+        place_step_rewards([[]], tokens, mask, TOKENIZER.decode)
     with pytest.raises(ValueError, match="a step of response 0 ends at 3, beyond its 2 characters"):
-        to_tokens([[(3, 1.0)], [(3, 1.0)]], tokens, mask, TOKENIZER.decode)
+        place_step_rewards([[(3, 1.0)], [(3, 1.0)]], tokens, mask, TOKENIZER.decode)
 
 
 def naive(end, ids, decode):
@@ -212,7 +212,7 @@ IDS = st.one_of(
 def test_every_place_is_found_as_by_trying_each_token(decode, ids, data):
     length = len(decode(ids))
     ends = data.draw(st.lists(st.integers(1, length), max_size=6)) if length else []
-    rewards, is_step = to_tokens([[(end, 1.0) for end in ends]], *batch(ids), decode)
+    rewards, is_step = place_step_rewards([[(end, 1.0) for end in ends]], *batch(ids), decode)
     expected = np.zeros(len(ids) + 1)
     for end in ends:
         expected[naive(end, ids, decode)] += 1
@@ -238,8 +238,8 @@ def test_thousands_of_steps_in_a_long_response_stay_cheap(before, step, count):
 
     start = time.perf_counter()
     ends = [len(before) + len(step) * (i + 1) - 1 for i in range(count)]
-    _, is_step = to_tokens([[(end, 1.0) for end in ends]], *batch(ids), counting)
+    _, is_step = place_step_rewards([[(end, 1.0) for end in ends]], *batch(ids), counting)
     assert is_step.sum() == count and time.perf_counter() - start < 5
     decoded = 0
-    _, is_step = to_tokens([[(len(text) - 1, 1.0)]], *batch(ids), counting)
+    _, is_step = place_step_rewards([[(len(text) - 1, 1.0)]], *batch(ids), counting)
     assert is_step.sum() == 1 and decoded < 6 * len(ids)

@@ -74,9 +74,9 @@ def test_regimes_differ_in_updates_only():
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("", r"begins with a variant, not ''; there are gspo, .*gmpo"),
-        ("offpolicy", "begins with a variant, not 'offpolicy'"),
-        ("grpo,r2", "no argument 'r2' after its variant; there are offpolicy, runlocal"),
+        ("", r"has no variant ''; begin with one of gspo, .*gmpo"),
+        ("offpolicy", "has no variant 'offpolicy'"),
+        ("grpo,r2", "no argument 'r2' after the variant; use offpolicy, runlocal"),
     ],
 )
 def test_a_wrong_argument_is_told_what_there_is(arguments, says):

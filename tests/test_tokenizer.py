@@ -70,7 +70,7 @@ def test_special_tokens_and_ids_beyond_the_vocabulary(trained):
 
 def test_a_vocabulary_below_the_bytes_is_refused():
     assert Tokenizer.train(["abc"], 259).vocab_size == 259
-    with pytest.raises(UserError, match="vocab_size 258 is below the 259"):
+    with pytest.raises(UserError, match="vocab_size is 258, but all bytes and special tokens need 259"):
         Tokenizer.train(["abc"], 258)
 
 
@@ -165,10 +165,10 @@ def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refused the conversation: roles must alternate"),
-        ("{% for %}", "not valid at line 1"),
-        ("{{ ''.__class__.__mro__ }}", "refused the conversation"),  # the sandbox
-        ("{{ messages.append(1) }}", "refused the conversation"),  # and its immutability
+        ("{{ raise_exception('roles must alternate') }}", "rejected the conversation: roles must alternate"),
+        ("{% for %}", "invalid at line 1"),
+        ("{{ ''.__class__.__mro__ }}", "rejected the conversation"),  # the sandbox
+        ("{{ messages.append(1) }}", "rejected the conversation"),  # and its immutability
     ],
 )
 def test_bad_templates_say_so(trained, tmp_path, template, message):
@@ -187,16 +187,18 @@ def test_truncation_and_padding_of_the_file_are_dropped(trained, tmp_path):
 
 
 def test_what_is_wrong_with_a_folder_is_said(trained, tmp_path):
-    with pytest.raises(UserError, match=r"no tokenizer\.json in"):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path / "absent")
     folder = folder_with(tmp_path / "a", trained)
-    with pytest.raises(UserError, match="names no end-of-sequence token"):
+    with pytest.raises(UserError, match="defines no end-of-sequence token"):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
-    with pytest.raises(UserError, match=r"'<\|eot\|>' .* is not in the tokenizer's vocabulary; name a token that is$"):
+    with pytest.raises(UserError, match=r"'<\|eot\|>' .* is not in the tokenizer's vocabulary; set it to a token"):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON .*; download it again or mend it"):
+    with pytest.raises(
+        UserError, match=r"tokenizer_config\.json is not valid JSON .*; download it again or correct it"
+    ):
         Tokenizer.load(folder)
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(UserError, match="holds a JSON list, not an object; download it again"):

@@ -19,7 +19,7 @@ from gspo_jax.run.log import response_metrics
 from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
 from gspo_jax.types import UserError
-from tests.pods import assert_same_metrics, succeed
+from tests.pods import assert_same_metrics, run_processes
 from tests.tiny import CONFIG, quick_compilation
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def test_two_processes_train_as_one_does(tiny_run, tmp_path):
     fields = ("data.data_dir", "sampling.group_size", "overlong.penalty", "overlong.cache")
     flat = {field: functools.reduce(operator.getitem, field.split("."), config) for field in fields}
     words += [f"--config.{field}={value}" for field, value in flat.items()]
-    first, second = succeed(2, "-m", "gspo_jax.train", *words)
+    first, second = run_processes(2, "-m", "gspo_jax.train", *words)
     assert_same_metrics(workdir, tmp_path)
     assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "there is something to learn"
     assert read_samples(tmp_path) == read_samples(workdir)
@@ -195,7 +195,7 @@ def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, t
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 5
     assert rows[-1]["timing/score_s"] > 0
-    assert {"reward/math_verify", "reward/format"} <= rows[-1].keys()
+    assert {"reward/math_verify", "reward/answer_format"} <= rows[-1].keys()
     printed = capsys.readouterr().out
     assert printed.count("reward 0") >= 2
     assert "How many has she now?" in printed

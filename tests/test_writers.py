@@ -144,7 +144,7 @@ def test_a_fresh_start_sets_the_old_lines_aside(tmp_path):
 def test_a_gap_before_the_resumed_step_is_said(tmp_path, caplog):
     _write(tmp_path, range(3))
     MetricsWriter(tmp_path, after_step=6).close()
-    assert "ends at step 2 but the run continues from step 6" in caplog.text
+    assert "ends at step 2, but the run continues from step 6" in caplog.text
 
 
 def test_tensorboard_gets_scalars_and_spread_lists(tmp_path):
@@ -173,7 +173,7 @@ def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, caplog, whe
         monkeypatch.setattr(writers.EventsWriter, "write_event", full_after_three)
     _write(tmp_path, range(50))
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(50))
-    assert caplog.text.count("TensorBoard is off") == 1
+    assert caplog.text.count("TensorBoard output is off") == 1
 
 
 def test_reader_leaves_out_a_half_written_line_and_names_a_broken_one(tmp_path):

@@ -1,4 +1,4 @@
-"""The smallest mixture of experts with all of its parts, and helpers to put it on a mesh."""
+"""A minimal mixture-of-experts model with all parts of a real one, and helpers to place it on a mesh."""
 
 import contextlib
 import functools
@@ -38,15 +38,15 @@ MESHES = [
     {"fsdp": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "tensor": 2},
 ]
-"""Ways to split eight devices that the tiny model allows."""
+"""Meshes of eight devices that the tiny model can be sharded over."""
 
 
 @contextlib.contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Leaves out most of the compiler's optimisations, for large programs that run once on little.
+    """Compile with most optimisations off, for large programs that run once on little data.
 
-    What programs mean stays, and how they are partitioned over devices. They are not kept in the cache on disk: no
-    other test would ask for them, and XLA has crashed in writing one with very many kernels.
+    The programs' semantics and their partitioning over devices stay the same. The programs bypass the cache on disk: no
+    other test would use them, and XLA has crashed while writing one with very many kernels.
     """
     kept = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_disable_most_optimizations", True)
@@ -59,7 +59,7 @@ def quick_compilation() -> Iterator[None]:
 
 
 def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
-    """The cases of a parametrised test: those in `always` for every run of the tests, the others marked `slow`."""
+    """Return the cases of a parametrised test, with those not in `always` marked `slow`."""
     marks = {False: pytest.mark.slow, True: ()}
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in always]) for case in cases
@@ -67,7 +67,7 @@ def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
 
 
 def mesh_id(sizes: dict[str, int]) -> str:
-    """Names a parametrised test."""
+    """Return the id of a mesh in parametrised tests."""
     return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
@@ -78,7 +78,7 @@ def _host_params(config: ModelConfig) -> nnx.State:
 
 
 def params(config: ModelConfig = CONFIG) -> nnx.State:
-    """Random parameters in fresh buffers, larger than Qwen's so that logits and routes are far from uniform."""
+    """Return random parameters in fresh buffers, scaled up so that logits and router probabilities are not uniform."""
     return jax.tree.map(jnp.array, _host_params(config))
 
 
@@ -88,12 +88,12 @@ def weights(config: ModelConfig = CONFIG) -> Weights:
 
 
 def place(state: nnx.State, mesh: jax.sharding.Mesh, config: ModelConfig = CONFIG) -> nnx.State:
-    """The parameters in the trainer's layout."""
+    """Return the parameters in the trainer's layout."""
     return jax.device_put(state, mesh_lib.param_shardings(transformer.abstract(config)[1], mesh))
 
 
 def prompts(P: int = 8, S: int = 10, seed: int = 0, vocab: int = 64) -> Prompts:
-    """Ragged random prompts."""
+    """Return random prompts of random lengths."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, S + 1, P).astype(np.int32)
     lengths[0] = S
@@ -102,6 +102,6 @@ def prompts(P: int = 8, S: int = 10, seed: int = 0, vocab: int = 64) -> Prompts:
 
 
 def leaf_errors(a, b) -> float:
-    """The largest difference of two trees of arrays, relative to each leaf's largest entry."""
+    """Return the largest difference between two trees of arrays, relative to each leaf's largest entry."""
     pairs = zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True)
     return max(float(np.abs(x - y).max() / (np.abs(x).max() + 1e-30)) for x, y in pairs)

@@ -1,6 +1,7 @@
-"""Chat templates: the jinja2 environment that Hugging Face templates are written for.
+"""Render chat templates in the jinja2 environment that Hugging Face templates are written for.
 
-Templates come with a checkpoint, so they run sandboxed. Leaves out tools and documents: they render as absent.
+Templates come with a checkpoint and are not trusted, so they run in a sandbox. Tools and documents are not supported:
+templates see them as absent.
 """
 
 import datetime
@@ -17,11 +18,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gspo_jax.types import UserError
 
 Message = Mapping[str, str]
-"""One turn: `role` and `content`."""
+"""One turn of a conversation: `role` and `content`."""
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's tokens for other trainers; here it only renders."""
+    """Ignores `{% generation %}` and `{% endgeneration %}`, by which other trainers find the assistant's tokens."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -35,12 +36,12 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, which would change the prompt.
+    # jinja2's own filter escapes <, > and & for HTML, which would alter the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compiles a chat template; raises UserError where its syntax is wrong."""
+    """Compile a chat template; raises UserError if its syntax is invalid."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -50,12 +51,12 @@ def compile_template(source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the chat template is not valid at line {error.lineno}: {error.message}") from error
+        raise UserError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
 
 
 def render(template: jinja2.Template, messages: Sequence[Message], **variables: Any) -> str:
-    """The prompt text of a conversation; raises UserError where the template refuses it."""
+    """Return the prompt text of a conversation; raises UserError if the template rejects it."""
     try:
         return template.render(messages=[dict(m) for m in messages], tools=None, documents=None, **variables)
     except jinja2.TemplateError as error:
-        raise UserError(f"the chat template refused the conversation: {error.message}") from error
+        raise UserError(f"the chat template rejected the conversation: {error.message}") from error

@@ -1,7 +1,7 @@
-"""Two tasks made up on the spot, arithmetic and countdown, as TFDS builders: seeded, train and test without overlap.
+"""TFDS builders of two synthetic tasks, arithmetic and countdown: seeded, with disjoint train and test splits.
 
-They are small enough for a model of a hundred thousand parameters, and need no download. Problems that differ only in
-the order of their numbers count as one, so that none of them is in both splits.
+The tasks need no download and are easy enough for a model of a hundred thousand parameters. Problems that differ only
+in the order of their numbers count as the same problem, so that no variant of a test problem is in the train split.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from google.protobuf import json_format
 from gspo_jax.data.records import Record
 from gspo_jax.types import UserError
 
-_MOST_TRIES = 200
-"""Draws in a row that give nothing new before a difficulty counts as exhausted."""
+_MAX_TRIES = 200
+"""Consecutive draws without a new problem after which a difficulty counts as exhausted."""
 
 
 @dataclasses.dataclass
 class TaskConfig(tfds.core.BuilderConfig):
-    """What both tasks can be asked for; the name of the config names its folder."""
+    """Options of both tasks. The data set's folder is named after the config's name."""
 
     difficulty: str = ""
     train_size: int = 0
@@ -37,29 +37,29 @@ class TaskConfig(tfds.core.BuilderConfig):
 
 @dataclasses.dataclass
 class ArithmeticConfig(TaskConfig):
-    """`digits`: the most digits of each number, one entry per number."""
+    """Options of arithmetic; `digits` has one entry per number, its maximum number of digits."""
 
     digits: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
 class CountdownConfig(TaskConfig):
-    """`largest`: the numbers are 1..largest. `operators`: those of the hidden solution."""
+    """Options of countdown; numbers are 1..`largest`, and the hidden solution uses only `operators`."""
 
     largest: int = 0
     operators: str = ""
 
 
 class _Generated(tfds.core.GeneratorBasedBuilder):
-    """What the two builders share: the splits, and drawing problems until enough are distinct."""
+    """Base of both builders: draws distinct problems and divides them into splits."""
 
     VERSION = tfds.core.Version("1.0.0")
-    SKIP_REGISTERING = True  # they are loaded by tasks.load, not by tfds.load's name
+    SKIP_REGISTERING = True  # loaded through tasks.load, never by name through tfds.load
     FIELDS: tuple[str, ...] = ()
 
     @property
     def options(self) -> Any:
-        """The TaskConfig it was built with; TFDS's own property may be None."""
+        """The builder's TaskConfig; unlike TFDS's `builder_config` never None."""
         return self.builder_config
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -67,13 +67,13 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
             builder=self,
             description=self.options.description,
             features=tfds.features.FeaturesDict({field: tfds.features.Text() for field in self.FIELDS}),
-            disable_shuffling=True,  # generated in random order already; keys stay the record's index
+            disable_shuffling=True,  # already in random order; keys stay the records' indices
         )
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         del dl_manager  # nothing to download
         config = self.options
-        problems = self._distinct()
+        problems = self._distinct_problems()
         return {
             "train": self._generate_examples("train", problems[: config.train_size]),
             "test": self._generate_examples("test", problems[config.train_size :]),
@@ -83,7 +83,7 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         for i, problem in enumerate(problems):
             yield i, {"id": f"{self.name}/{self.options.difficulty}/{split}/{i}"} | problem
 
-    def _distinct(self) -> list[Record]:
+    def _distinct_problems(self) -> list[Record]:
         config = self.options
         wanted = config.train_size + config.test_size
         rng = random.Random(f"{self.name} {config.difficulty} {config.seed}")
@@ -93,10 +93,10 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         while len(problems) < wanted:
             key, problem = self.draw(rng)
             tries = tries + 1 if key in seen else 0
-            if tries > _MOST_TRIES:
+            if tries > _MAX_TRIES:
                 raise UserError(
-                    f"{self.name} {config.difficulty} has about {len(seen)} different problems, fewer than "
-                    f"train_size + test_size = {wanted}; ask for fewer or for a harder difficulty"
+                    f"{self.name} {config.difficulty} has only about {len(seen)} different problems, fewer than "
+                    f"train_size + test_size = {wanted}; lower the sizes or choose a harder difficulty"
                 )
             if tries == 0:
                 seen.add(key)
@@ -104,14 +104,14 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         return problems
 
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
-        """One problem, and a key that is equal for problems that are the same up to the order of numbers."""
+        """Draw (key, problem); problems that differ only in the order of their numbers have equal keys."""
         raise NotImplementedError
 
 
 class Arithmetic(_Generated):
-    """Sums and differences, such as `47+28=?`, worked digit by digit (two numbers) or by partial sums (three).
+    """Sums and differences such as `47+28=?`, worked digit by digit (two numbers) or by partial sums (three numbers).
 
-    No result on the way is negative.
+    No intermediate result is negative.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
@@ -132,13 +132,13 @@ class Arithmetic(_Generated):
             signs.append(sign)
         key = tuple(sorted(s * n for s, n in zip(signs, numbers, strict=True)))
         text = str(numbers[0]) + "".join(f"{_sign(s)}{n}" for s, n in zip(signs[1:], numbers[1:], strict=True))
-        steps = _by_digit(numbers, signs[1]) if len(numbers) == 2 else _by_term(numbers, signs)
+        steps = _digit_steps(numbers, signs[1]) if len(numbers) == 2 else _partial_sum_steps(numbers, signs)
         answer = str(total)
         return key, {"question": f"{text}=?", "answer": answer, "worked": " ".join([*steps, "####", answer])}
 
 
 class Countdown(_Generated):
-    """Reach a target with three numbers, each used once, and + - *, such as `22 from 3 5 7:` by `3*5+7`."""
+    """Reach a target from three numbers, each used once, with + - *: `22 from 3 5 7:` is solved by `3*5+7`."""
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
         CountdownConfig(name="easy", difficulty="easy", train_size=768, test_size=128, largest=12, operators="+-"),
@@ -156,7 +156,7 @@ class Countdown(_Generated):
             target = _apply(middle, second, c)
             if middle > 0 and 0 < target < 100:
                 break
-        # a+b or a-b must be bracketed before a product; every other form reads from left to right anyway.
+        # Only a sum or difference that is then multiplied needs brackets; anything else evaluates left to right.
         inner = f"({a}{first}{b})" if second == "*" and first != "*" else f"{a}{first}{b}"
         expression = f"{inner}{second}{c}"
         given = [a, b, c]
@@ -172,7 +172,7 @@ class Countdown(_Generated):
 
 
 BUILDERS: dict[str, type[_Generated]] = {"arithmetic": Arithmetic, "countdown": Countdown}
-"""The generated tasks by name."""
+"""Builders of the generated tasks, by name."""
 
 
 def prepare(
@@ -184,54 +184,56 @@ def prepare(
     train_size: int | None = None,
     test_size: int | None = None,
 ) -> tfds.core.DatasetBuilder:
-    """Builds the data set under `data_dir` unless it is there, and returns its builder.
+    """Return the builder of a data set under `data_dir`, building the data set first if it is missing.
 
-    A lock file beside the data makes a second process wait; what a killed build left is removed by the next one. Raises
-    UserError for an unknown difficulty, or for more problems than there are.
+    A lock file beside the data makes concurrent processes wait; a build removes what a killed one has left. Raises
+    UserError for an unknown difficulty, or if the task does not have enough distinct problems.
     """
     if data_dir is not None and "://" in data_dir:
-        raise UserError(f"data_dir {data_dir} is remote; generated tasks are built on a local disk")
+        raise UserError(
+            f"data_dir {data_dir} is remote; generated tasks are built on local disk, so use a local folder"
+        )
     config = _config(BUILDERS[task], difficulty=difficulty, seed=seed, train_size=train_size, test_size=test_size)
     builder = _open(task, config, data_dir)
     folder = Path(builder.data_dir)
-    if folder.exists():  # TFDS renames it into place when it is complete
+    if folder.exists():  # complete: TFDS renames it into place at the end
         return builder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / ".lock"):
-        for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # of a dead process: the living hold the lock
+        for left in folder.parent.glob(f"incomplete.*_{folder.name}"):  # of a dead process: a live one holds the lock
             shutil.rmtree(left)
             logging.info("removed %s, left by a build that was killed", left)
-        # Both bars and the printed notice of a download would be noise: this takes a second and downloads nothing.
+        # Silences TFDS's progress bars and its printed download notice: this takes a second and downloads nothing.
         tfds.disable_progress_bar()
         with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare()  # does nothing where another process was faster
+            builder.download_and_prepare()  # does nothing if another process has built it meanwhile
         logging.info("built %s in %s", task, folder)
-    # A fresh builder: the first one that found the folder complete has not read what the other process wrote.
+    # A fresh builder, since the first one has not read what another process may have written.
     return _open(task, config, data_dir)
 
 
 @contextlib.contextmanager
-def complete(folder: str | None) -> Iterator[None]:
-    """Turns TFDS's error about a damaged dataset_info.json into a UserError that names the folder."""
+def report_damage(folder: str | None) -> Iterator[None]:
+    """Turn TFDS's error about a damaged dataset_info.json into a UserError that names the folder."""
     try:
         yield
     except json_format.ParseError as error:
-        where = "TFDS's own folder" if folder is None else folder
-        raise UserError(f"the data set in {where} is damaged: {error}; delete it to have it built again") from error
+        where = "TFDS's default folder" if folder is None else folder
+        raise UserError(f"the data set in {where} is damaged: {error}; delete it, and it is built again") from error
 
 
 def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.DatasetBuilder:
-    with complete(data_dir):
+    with report_damage(data_dir):
         return BUILDERS[task](data_dir=data_dir, config=config, file_format="array_record")
 
 
 def _config(
     cls: type[_Generated], *, difficulty: str, seed: int, train_size: int | None, test_size: int | None
 ) -> TaskConfig:
-    """The named difficulty, or a copy of it under its own name where a size or the seed differs."""
+    """Return the config of a difficulty, or a copy under a name of its own if a size or the seed differs."""
     named: dict[str, Any] = {config.name: config for config in cls.BUILDER_CONFIGS}
     if difficulty not in named:
-        raise UserError(f"no difficulty {difficulty!r}; choose {', '.join(named)}")
+        raise UserError(f"unknown difficulty {difficulty!r}; use one of {', '.join(named)}")
     base = named[difficulty]
     sizes = {
         "train_size": base.train_size if train_size is None else train_size,
@@ -240,7 +242,7 @@ def _config(
     }
     for key in ("train_size", "test_size"):
         if sizes[key] < 1:
-            raise UserError(f"{key} {sizes[key]} is below 1; ask for one problem or more")
+            raise UserError(f"{key} is {sizes[key]}; use 1 or more")
     config = dataclasses.replace(base, **sizes)
     if config == base or all(getattr(config, k) == getattr(base, k) for k in sizes):
         return base
@@ -250,7 +252,7 @@ def _config(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the kernel frees it when its process dies."""
+    """Hold an exclusive lock on `path`; the kernel releases it if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -264,13 +266,13 @@ def _apply(a: int, operator: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[operator]
 
 
-def _by_digit(numbers: list[int], sign: int) -> list[str]:
-    """47+28 -> `7+8=15`, `4+2+1=7`; 52-38 -> `12-8=4`, `5-3-1=1`: from the last digit, with what is carried."""
+def _digit_steps(numbers: list[int], sign: int) -> list[str]:
+    """Work a sum or difference by columns: 47+28 -> `7+8=15`, `4+2+1=7`; 52-38 -> `12-8=4`, `5-3-1=1`."""
     mark = _sign(sign)
     steps, carry = [], 0
     for place in range(len(str(max(numbers)))):
         x, y = (number // 10**place % 10 for number in numbers)
-        # A column that is too small borrows ten, shown in front of its digit; the next column pays it back.
+        # A column that is too small borrows ten, written before its digit; the next column gives it back.
         borrow = int(sign < 0 and x < y + carry)
         x += 10 * borrow
         value = x + sign * (y + carry)
@@ -279,8 +281,8 @@ def _by_digit(numbers: list[int], sign: int) -> list[str]:
     return steps
 
 
-def _by_term(numbers: list[int], signs: list[int]) -> list[str]:
-    """47+28-13 -> `47+28=75`, `75-13=62`."""
+def _partial_sum_steps(numbers: list[int], signs: list[int]) -> list[str]:
+    """Work a sum by partial sums: 47+28-13 -> `47+28=75`, `75-13=62`."""
     total, steps = numbers[0], []
     for number, sign in zip(numbers[1:], signs[1:], strict=True):
         steps.append(f"{total}{_sign(sign)}{number}={total + sign * number}")

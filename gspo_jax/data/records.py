@@ -1,21 +1,21 @@
-"""Records at random access: what `tasks.load` returns and the pipeline reads."""
+"""Random-access records, the type that `tasks.load` returns and the pipeline reads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 Record = dict[str, str]
-"""One problem: `id`, `question`, `answer`, `worked`, `instruction`, and what the task's reward needs besides."""
+"""One problem: `id`, `question`, `answer`, `worked`, `instruction`, and fields that only the task's rewards read."""
 
 
 class CorruptRecord(RuntimeError):
-    """A record that cannot be read; the message names the record and the file."""
+    """Raised for a record that cannot be read; the message names the record and its file."""
 
 
 class Records(Sequence[Record]):
-    """A sequence of records read on demand from `source`, each made by `convert(index, raw)`.
+    """A sequence of records, read from `source` on demand and converted by `convert(index, raw)`.
 
-    `name` is what messages and Grain call it. `where(index)` names the file of a record: reading one that is damaged
-    raises CorruptRecord with it, and the records around it can still be read.
+    `name` is its name in messages and for Grain. `where(index)` names the file of a record: reading a damaged record
+    raises CorruptRecord with that name, and the other records can still be read.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Records(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        """One record, or the list of a slice."""
+        """Return one record, or for a slice a list of records."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
         if not -self._length <= index < self._length:
-            raise IndexError(f"record {index} of {self._length} in {self.name}")
+            raise IndexError(f"record {index} is out of range of the {self._length} records in {self.name}")
         index %= self._length
         try:
             return self._convert(index, self._source[index])
-        except (RuntimeError, ValueError, KeyError) as error:  # ArrayRecord's checksum; protobuf; UTF-8; a lost feature
+        except (RuntimeError, ValueError, KeyError) as error:  # ArrayRecord checksum, protobuf, UTF-8, missing feature
             raise CorruptRecord(f"record {index} of {self._where(index)} is corrupt: {error}") from error
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Text to token ids and back, over the `tokenizers` library: load a Hugging Face folder, or train a small one.
+"""Encode and decode text with the `tokenizers` library: load a tokenizer from a Hugging Face folder, or train one.
 
-Leaves out truncation and padding: a prompt is never cut, and the pipeline pads.
+No truncation and no padding here: prompts are never cut, and the pipeline pads.
 """
 
 import json
@@ -17,25 +17,25 @@ from gspo_jax.data import chat
 from gspo_jax.types import UserError
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
-"""The special tokens of a trained tokenizer, ids 0, 1 and 2."""
+"""Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
 
-_WORDS = (  # Qwen's split: digits stand alone, so that a number's digits are always the same tokens.
+_SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 class Tokenizer:
-    """A tokenizer with its stop ids, padding id and chat template.
+    """A tokenizer with its EOS ids, padding id and chat template.
 
-    `eos_ids`: every id that ends a response, the one to append first. `pad_id`: fills a row's tail. `unk_id`: stands
-    for what the vocabulary lacks, None where every text can be written.
+    `eos_ids`: all ids that end a response; the first is the one to append. `pad_id`: pads rows on the right. `unk_id`:
+    the unknown token, or None if the tokenizer has none.
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], pad_id: int, settings: dict[str, Any]
     ) -> None:
-        """Wraps `backend`; `settings` is the content of `tokenizer_config.json`, its `chat_template` a string."""
-        backend.no_truncation()  # A tokenizer.json may carry both, and a prompt must never be cut silently.
+        """Wrap `backend`; `settings` is the content of `tokenizer_config.json`, `chat_template` a string or None."""
+        backend.no_truncation()  # tokenizer.json may enable both, and prompts must never be cut silently
         backend.no_padding()
         self.eos_ids = tuple(eos_ids)
         self.pad_id = pad_id
@@ -48,46 +48,48 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads a Hugging Face folder: `tokenizer.json`, and what it has of the configuration files beside it.
+        """Load the tokenizer of a Hugging Face folder: `tokenizer.json`, and the configuration files that are present.
 
-        Stop ids are the union of `tokenizer_config.json`'s `eos_token` and the `eos_token_id` (one or a list) of
-        `generation_config.json` and `config.json`. Raises UserError where a file or the end-of-sequence token is
-        missing.
+        EOS ids are the union of `eos_token` in `tokenizer_config.json` and `eos_token_id` (one id or a list) in
+        `generation_config.json` and `config.json`. Raises UserError if `tokenizer.json` or every EOS token is missing,
+        or if a file is malformed.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise UserError(f"no tokenizer.json in {folder}; give a folder with a fast (tokenizers) tokenizer")
+            raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # The library raises bare Exception.
+        except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path} cannot be read as a tokenizer ({error}); download or save it again") from error
         settings = _read_json(folder / "tokenizer_config.json")
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
         generation, model = _read_json(folder / "generation_config.json"), _read_json(folder / "config.json")
 
         eos = [_token_id(backend, settings, "eos_token", folder)]
-        eos += _as_list(generation.get("eos_token_id")) + _as_list(model.get("eos_token_id"))
+        eos += _to_list(generation.get("eos_token_id")) + _to_list(model.get("eos_token_id"))
         eos_ids = list(dict.fromkeys(i for i in eos if i is not None))
         if not eos_ids:
-            raise UserError(f"{folder} names no end-of-sequence token; set eos_token in its tokenizer_config.json")
+            raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its tokenizer_config.json")
         pads = [_token_id(backend, settings, "pad_token", folder)]
         pads += [generation.get("pad_token_id"), model.get("pad_token_id"), eos_ids[0]]
         return cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """A byte-level BPE of at most `vocab_size` tokens, digits split singly; the same texts give the same result."""
+        """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, with single digits; deterministic."""
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         specials = [PAD, EOS, TURN]
         least = len(alphabet) + len(specials)
         if vocab_size < least:
-            raise UserError(f"vocab_size {vocab_size} is below the {least} that every byte needs; use {least} or more")
+            raise UserError(
+                f"vocab_size is {vocab_size}, but all bytes and special tokens need {least}; use {least} or more"
+            )
         backend = tokenizers.Tokenizer(models.BPE())
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
         backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
             [
-                pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+                pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -98,30 +100,30 @@ class Tokenizer:
         backend.train_from_iterator(texts, trainer)
         settings = {"eos_token": EOS, "pad_token": PAD, "chat_template": None}
         pad, eos = backend.token_to_id(PAD), backend.token_to_id(EOS)
-        assert pad is not None and eos is not None  # the trainer was given both
+        assert pad is not None and eos is not None  # both are special tokens of the trainer
         return cls(backend, eos_ids=[eos], pad_id=pad, settings=settings)
 
     @property
     def vocab_size(self) -> int:
-        """The largest id + 1, added tokens included: the least rows an embedding needs."""
+        """Largest id + 1, added tokens included: the minimum number of rows of an embedding."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added; special tokens written in the text are recognised."""
+        """Return the token ids of `text`; no special tokens are added, but those written in the text are recognised."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts at once, on the library's threads."""
+        """Return `encode` of each text, on the library's threads."""
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of `ids`; an id beyond the vocabulary (a padded model can sample one) reads as nothing."""
+        """Return the text of `ids`; ids beyond the vocabulary, which a padded model may sample, decode to nothing."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation under the folder's template, or its contents one after the other where none is.
+        """Return the text of a conversation under the chat template; without a template, the contents concatenated.
 
-        `variables` go to the template, such as Qwen3's `enable_thinking=False`.
+        `variables` are passed to the template, such as Qwen3's `enable_thinking=False`.
         """
         if self._template is None:
             return "".join(message["content"] for message in messages)
@@ -130,15 +132,15 @@ class Tokenizer:
         return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
 
     def user_turn(self, content: str) -> str:
-        """What follows an assistant's end-of-sequence token, up to its next turn, where a user says `content`."""
-        mark = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the assistant's turn
+        """Return the text between an assistant's EOS and its next turn for a user turn that says `content`."""
+        mark = "\N{OBJECT REPLACEMENT CHARACTER}"  # placeholder for the assistant's turn
         turns = (("user", "?"), ("assistant", mark), ("user", content))
         text = self.chat([{"role": role, "content": said} for role, said in turns])
         end = self.decode(self.eos_ids[:1], skip_special=False)
         return text.partition(mark)[2].removeprefix(end)
 
     def save(self, folder: str | Path) -> None:
-        """Writes what `load` reads; other keys of a `generation_config.json` that is there are kept."""
+        """Write the files that `load` reads; an existing `generation_config.json` keeps its other keys."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
@@ -152,11 +154,11 @@ class Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raises UserError where the tokenizer has ids the model has no row for; a model padded to more rows is fine."""
+    """Raise UserError if the tokenizer has ids without an embedding row; a model may have more rows than ids."""
     if tokenizer.vocab_size > model_vocab_size:
         raise UserError(
             f"the tokenizer's largest id {tokenizer.vocab_size - 1} does not fit the model's vocabulary of "
-            f"{model_vocab_size}; use the tokenizer of this model, or vocab_size={tokenizer.vocab_size} or more"
+            f"{model_vocab_size}; use the model's own tokenizer, or a vocab_size of {tokenizer.vocab_size} or more"
         )
 
 
@@ -166,7 +168,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download it again or mend it there") from error
+        raise UserError(f"{path} is not valid JSON ({error}); download it again or correct it") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object; download it again")
     return content
@@ -177,7 +179,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _template_source(folder: Path, setting: Any) -> str | None:
-    """`chat_template.jinja` where there is one; else the setting: a string, or a list of named templates."""
+    """Return `chat_template.jinja` if it exists, else the setting, which is a string or a list of named templates."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -185,13 +187,13 @@ def _template_source(folder: Path, setting: Any) -> str | None:
         named = {entry["name"]: entry["template"] for entry in setting}
         if "default" not in named:
             given = ", ".join(named)
-            raise UserError(f"{folder} names the chat templates {given} but no 'default'; add chat_template.jinja")
+            raise UserError(f"{folder} has the chat templates {given} but no 'default'; add chat_template.jinja")
         return named["default"]
     return setting
 
 
 def _text(token: Any) -> str | None:
-    """A special token's text; older folders write it as an object with its `content`."""
+    """Return a special token's text; older folders store an object with the text as `content`."""
     return token["content"] if isinstance(token, dict) else token if isinstance(token, str) else None
 
 
@@ -202,11 +204,11 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str,
     index = backend.token_to_id(text)
     if index is None:
         where = folder / "tokenizer_config.json"
-        raise UserError(f"{key} {text!r} of {where} is not in the tokenizer's vocabulary; name a token that is")
+        raise UserError(f"{key} {text!r} in {where} is not in the tokenizer's vocabulary; set it to a token that is")
     return index
 
 
-def _as_list(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 

@@ -1,6 +1,7 @@
-"""What pictures share: type and colours, the file, labels beside lines; and flags whose errors are one sentence.
+"""Shared parts of all pictures: style, colours, PNG files and labels at line ends; and a flag parser.
 
-What is drawn, and from what, is report.py's and atlas.py's. matplotlib is imported only where something is drawn.
+The contents of pictures are up to report.py, atlas.py and scaling.py. matplotlib is imported only when something is
+drawn.
 """
 
 import argparse
@@ -21,7 +22,7 @@ PALETTE = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444"),
     *("#562866", "#664F0A", "#B2B24A", "#B0123B", "#2A2AD8"),
 )
-"""Colours of lines: the first seven are told apart by any eye, twelve still where each line has its name beside it."""
+"""Line colours: the first seven are safe for colour-blind readers, all twelve if each line is labelled as well."""
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.titlesize": 12.5,
@@ -40,13 +41,13 @@ STYLE: dict[Any, Any] = {
     "ytick.color": GREY,
     "lines.solid_capstyle": "round",
 }
-POINTS = 72
-"""Per inch."""
+POINTS_PER_INCH = 72
+"""Points per inch."""
 
 
 @contextmanager
 def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Iterator["Figure"]:
-    """A figure in the house style, inches wide and high, written to `path` as a PNG when the block ends.
+    """Yield a figure of `width` × `height` inches in the house style; it is written to `path` as a PNG on exit.
 
     Raises:
       UserError: matplotlib is not installed.
@@ -55,7 +56,7 @@ def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Ite
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}: pictures need matplotlib; pip install 'gspo_jax[report]'") from None
+        raise UserError(f"{error}: pictures need matplotlib; run pip install 'gspo_jax[report]'") from None
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
@@ -63,56 +64,58 @@ def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Ite
 
 
 def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float) -> None:
-    """Writes the labels (y, text, colour) beside the right ends of their lines, apart from each other.
+    """Write labels (y, text, colour) at the right ends of their lines, without overlaps.
 
-    A label that had to move is joined to the end of its line.
+    A label that had to move is connected to the end of its line.
     """
-    wide, panel = (POINTS / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
+    wide, panel = (POINTS_PER_INCH / axes.figure.dpi * pixels for pixels in (axes.bbox.width, axes.bbox.height))
     size = min(size, panel / (1.2 * max(1, len(ends))))
     near, far, text_at = 1 + 2 / wide, 1 + 7 / wide, 1 + 8 / wide
     order = sorted(ends)
-    heights = [_height(axes, y) for y, _, _ in order]
-    for (_, text, color), end, y in zip(order, heights, apart(heights, gap=1.2 * size / panel), strict=True):
+    heights = [_axes_fraction(axes, y) for y, _, _ in order]
+    for (_, text, color), end, y in zip(order, heights, spread_labels(heights, gap=1.2 * size / panel), strict=True):
         if abs(y - end) > 0.01:
             line = {"color": color, "linewidth": 0.8, "clip_on": False}
             axes.plot([near, far], [end, y], transform=axes.transAxes, **line)
         axes.text(text_at, y, text, transform=axes.transAxes, color=color, va="center", weight="bold", fontsize=size)
 
 
-def _height(axes: "Axes", y: float) -> float:
-    """Where y stands between the bottom (0) and the top (1) of the axes, on any scale; at the bottom if it is below."""
+def _axes_fraction(axes: "Axes", y: float) -> float:
+    """Return y as a fraction of the axes' height, 0 at the bottom, on any scale; values below the axes give 0."""
     point = (axes.get_xlim()[0], max(y, axes.get_ylim()[0]))
     return float(axes.transAxes.inverted().transform(axes.transData.transform(point))[1])
 
 
-def apart(heights: Sequence[float], *, gap: float) -> list[float]:
-    """Moves ascending label heights (0 to 1) so far apart that they can be read, and none into the axes' title.
+def spread_labels(heights: Sequence[float], *, gap: float) -> list[float]:
+    """Spread ascending label heights (0 to 1) at least `gap` apart, keeping them inside the axes and off the title.
 
-    Labels that get in each other's way are spread around the middle of their lines' ends.
+    Labels that would overlap are spread around the mean height of their lines' ends.
     """
-    blocks: list[list[float]] = []  # each: the heights of labels that touch
+    blocks: list[list[float]] = []  # heights of labels that touch, block by block
     for height in heights:
         blocks.append([height])
-        while len(blocks) > 1 and _bottom(blocks[-1], gap) < _bottom(blocks[-2], gap) + gap * len(blocks[-2]):
+        while len(blocks) > 1 and _lowest_label(blocks[-1], gap) < _lowest_label(blocks[-2], gap) + gap * len(
+            blocks[-2]
+        ):
             last = blocks.pop()
             blocks[-1] += last
-    return [_bottom(block, gap) + gap * i for block in blocks for i in range(len(block))]
+    return [_lowest_label(block, gap) + gap * i for block in blocks for i in range(len(block))]
 
 
-def _bottom(block: Sequence[float], gap: float) -> float:
-    """Where the lowest label of a block goes: the block is centred, but stays inside."""
+def _lowest_label(block: Sequence[float], gap: float) -> float:
+    """Return the height of a block's lowest label: the block is centred on its lines, but stays inside the axes."""
     span = gap * (len(block) - 1)
     return max(0.0, min(sum(block) / len(block) - span / 2, 1.0 - gap / 2 - span))
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with a mistake as a UserError that names the nearest option when one is mistyped."""
+    """An argparse parser that raises a UserError on a mistake, naming the nearest option if one is mistyped."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError; argparse would print its usage and exit."""
+        """Raise UserError, where argparse would print the usage and exit."""
         options = [option for action in self._actions for option in action.option_strings]
         words = [word.partition("=")[0] for word in message.split() if word.startswith("-")]
         near = [match for word in words for match in difflib.get_close_matches(word, options, n=1)]

@@ -1,6 +1,6 @@
-"""What a report says in words: the self-contained HTML page, and the markdown table of a family of runs.
+"""Report texts: the self-contained HTML page, and the markdown table that compares groups of runs.
 
-Text out; what is told is `runs.facts`, and the picture is report.py's.
+The numbers come from `runs.facts`, and the picture from report.py.
 """
 
 import base64
@@ -18,7 +18,7 @@ from gspo_jax.reporting.runs import SUMMARY, Group, Run, differences
 from gspo_jax.reporting.writers import read_samples
 
 _Facts = Mapping[str, Any]
-"""Of one group, as `runs.facts` tells them."""
+"""Numbers of one group, from `runs.facts`."""
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>
@@ -37,14 +37,14 @@ $parts
 """)
 
 
-def page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
-    """Returns the HTML page: picture, numbers, runs, differences, samples, config; nothing is loaded from elsewhere."""
+def html_page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
+    """Return a self-contained HTML page: picture, numbers, runs, differing settings, samples, config."""
     picture = f'<img alt="curves of the runs" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     numbers = _html_table(number_rows(found)) + (
-        "<p>Held-out accuracy: first and last evaluation. The others: mean of the first and of the last tenth of the "
-        "iterations. In brackets: minimum and maximum over the seeds.</p>"
+        "<p>Held-out accuracy: first and last evaluation. Other metrics: mean over the first and over the last tenth "
+        "of the iterations. In brackets: minimum and maximum over seeds.</p>"
     )
-    firsts = [group.runs[0] for group in groups]  # the settings within a group are the same
+    firsts = [group.runs[0] for group in groups]  # all runs of a group share their settings
     parts = [("", picture), ("Numbers", numbers), ("Runs", _html_table(_run_rows(found)))]
     labels = [group.label for group in groups]
     differing = [{"setting": name, **dict(zip(labels, x, strict=True))} for name, x in differences(firsts).items()]
@@ -61,7 +61,7 @@ def page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
 
 
 def number_rows(found: Sequence[_Facts]) -> list[dict[str, str]]:
-    """How each metric of each group began and ended: one row for both."""
+    """Return one row per metric and group, with its initial and final value and the change."""
     rows = []
     for name, (title, unit, how) in SUMMARY.items():
         for group in found:
@@ -69,13 +69,13 @@ def number_rows(found: Sequence[_Facts]) -> list[dict[str, str]]:
                 several = len(group["runs"]) > 1
                 who = {"runs": group["label"]} if len(found) > 1 else {}
                 ends = group["metrics"][name]
-                cells = {key: _range(ends[key], how, several, key == "change") for key in ends}
+                cells = {key: _format_mean_and_range(ends[key], how, several, key == "change") for key in ends}
                 rows.append({"metric": f"{title}, {unit}", **who, **cells})
     return rows
 
 
 def family_rows(found: Sequence[_Facts], panels: str) -> list[dict[str, str]]:
-    """Where each group ended, one row for each, the best first; `panels` chooses columns as it does panels."""
+    """Return one row of final values per group, the most accurate first; `panels` selects the columns."""
     ordered = sorted(found, key=lambda group: (-_final_accuracy(group), group["label"]))
     return [
         {"runs": group["label"]} | {name: cell(group) for name, cell in COLUMNS[panels].items()} for group in ordered
@@ -83,36 +83,36 @@ def family_rows(found: Sequence[_Facts], panels: str) -> list[dict[str, str]]:
 
 
 def family_table(found: Sequence[_Facts], *, panels: str, command: Sequence[str]) -> str:
-    """The markdown of `family_rows`, with how to read it and the command that makes it again.
+    """Return `family_rows` as markdown, with notes on how to read it and the command that reproduces it.
 
-    `command` is the report's, one part for each line.
+    `command` is the report's command line, one part per output line.
     """
     rows = family_rows(found, panels)
     lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     runs = [run for group in found for run in group["runs"]]
     updates, seeds = {run["updates"] for run in runs}, {len(group["runs"]) for group in found}
-    how = f"{_span(seeds, 'run')} to a row, {_span(updates, 'update')} to a run. {HOW_TO_READ[panels]}"
+    how = f"{_format_count(seeds, 'run')} per row, {_format_count(updates, 'update')} per run. {HOW_TO_READ[panels]}"
     made = " \\\n    ".join(command)
     parts = [table, how, f"```bash\n{made}\n```"]
     if runs[0]["command"]:
-        parts.append(f"The first of these runs was made by\n\n```bash\n{runs[0]['command']}\n```")
+        parts.append(f"The first of these runs was made with\n\n```bash\n{runs[0]['command']}\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _final(name: str, how: str, *, spread: bool = False) -> Callable[[_Facts], str]:
-    """The cell of a metric: where it ended; with `spread` also the range over the runs."""
+def _final_cell(name: str, how: str, *, spread: bool = False) -> Callable[[_Facts], str]:
+    """Return a formatter for a metric's final value; with `spread` also its range over the runs."""
 
     def cell(group: _Facts) -> str:
         if name not in group["metrics"]:
             return "–"
-        return _range(group["metrics"][name]["final"], how, spread and len(group["runs"]) > 1, False)
+        return _format_mean_and_range(group["metrics"][name]["final"], how, spread and len(group["runs"]) > 1, False)
 
     return cell
 
 
-def _of_minibatches(name: str, how: str) -> Callable[[_Facts], str]:
-    """The cell of a metric in the first, the second and the last mini-batch."""
+def _minibatch_cell(name: str, how: str) -> Callable[[_Facts], str]:
+    """Return a formatter for a metric's final values in the first, second and last mini-batch."""
 
     def cell(group: _Facts) -> str:
         values = group["minibatches"][name]
@@ -122,56 +122,56 @@ def _of_minibatches(name: str, how: str) -> Callable[[_Facts], str]:
     return cell
 
 
-def _seconds(group: _Facts) -> str:
+def _seconds_cell(group: _Facts) -> str:
     seconds = group["seconds_per_iteration"]
     return "–" if seconds is None else f"{seconds:.2f}"
 
 
-def _collapsed(group: _Facts) -> str:
+def _collapsed_cell(group: _Facts) -> str:
     return f"{sum(run['collapsed'] for run in group['runs'])} of {len(group['runs'])}"
 
 
 COLUMNS = {
     "training": {
-        "held-out accuracy": _final("eval/accuracy", ".3f", spread=True),
-        "clip fraction, token": _final("clip_fraction/token", ".2%"),
-        "clip fraction, sequence": _final("clip_fraction/sequence", ".2%"),
-        "flip rate": _final("routing/flip_rate", ".2%"),
-        "entropy": _final("actor/entropy", ".3f"),
-        "s per iteration": _seconds,
+        "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
+        "clip fraction, token": _final_cell("clip_fraction/token", ".2%"),
+        "clip fraction, sequence": _final_cell("clip_fraction/sequence", ".2%"),
+        "flip rate": _final_cell("routing/flip_rate", ".2%"),
+        "entropy": _final_cell("actor/entropy", ".3f"),
+        "s per iteration": _seconds_cell,
     },
     "routing": {
-        "held-out accuracy": _final("eval/accuracy", ".3f", spread=True),
-        "reward": _final("reward/mean", ".3f"),
-        "collapsed": _collapsed,
-        "flip rate, 1 / 2 / last": _of_minibatches("routing/flip_rate", ".2%"),
-        "ratio spread, token": _final("ratio/token_log_std", ".4f"),
-        "ratio spread, sequence": _final("ratio/sequence_log_std", ".5f"),
-        "clipped, token": _final("clip_fraction/token", ".3%"),
-        "clipped, sequence": _final("clip_fraction/sequence", ".3%"),
-        "mismatch KL": _final("mismatch/kl", ".1e"),
+        "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
+        "reward": _final_cell("reward/mean", ".3f"),
+        "collapsed": _collapsed_cell,
+        "flip rate, 1 / 2 / last": _minibatch_cell("routing/flip_rate", ".2%"),
+        "ratio spread, token": _final_cell("ratio/token_log_std", ".4f"),
+        "ratio spread, sequence": _final_cell("ratio/sequence_log_std", ".5f"),
+        "clipped, token": _final_cell("clip_fraction/token", ".3%"),
+        "clipped, sequence": _final_cell("clip_fraction/sequence", ".3%"),
+        "mismatch KL": _final_cell("mismatch/kl", ".1e"),
     },
 }
-"""What a table tells of each group, by the page that it goes with: heading, cell."""
+"""Columns of the table, by page: heading -> formatter of a group's cell."""
 HOW_TO_READ = {
     "training": (
-        "Accuracy: the last evaluation, mean and in brackets minimum and maximum over the runs. Clip fractions, flip "
-        "rate and entropy: mean of the last tenth of the iterations. Seconds: median over all iterations but each "
-        "run's first, which holds the compilation."
+        "Accuracy: last evaluation, mean over the runs and in brackets their minimum and maximum. Clip fractions, flip "
+        "rate and entropy: mean over the last tenth of the iterations. Seconds: median over all iterations except each "
+        "run's first, which includes compilation."
     ),
     "routing": (
-        "Accuracy: the last evaluation, mean and in brackets minimum and maximum over the runs. Collapsed: runs whose "
-        "last evaluation is below half of their best. All else: mean of the last tenth of the iterations. Flip rate: "
-        "in the first, the second and the last mini-batch of an iteration, which is after none, one, and all but one "
-        "of its updates. Ratio spread: standard deviation of log π_new − log π_old over tokens, and over responses of "
-        "its mean per token. Mismatch: KL of the trainer's log-probabilities to the sampler's, with the same weights."
+        "Accuracy: last evaluation, mean over the runs and in brackets their minimum and maximum. Collapsed: runs "
+        "whose last evaluation is below half of their best. All else: mean over the last tenth of the iterations. Flip "
+        "rate: in the first, second and last mini-batch of an iteration, that is after none, one, and all but one of "
+        "its updates. Ratio spread: standard deviation of log π_new − log π_old over tokens, and over responses of its "
+        "per-token mean. Mismatch: KL of the trainer's log-probabilities to the sampler's, with the same weights."
     ),
 }
-"""What stands under the table."""
+"""Notes under the table, by page."""
 
 
 def report_command(groups: Sequence[Group], *, flags: Sequence[str]) -> list[str]:
-    """The report's command line, cut into lines: one for each group."""
+    """Return the report's command line in parts: one for each group, and one for the flags."""
     folders = [shlex.join(str(run.folder) for run in group.runs) for group in groups]
     return ["python -m gspo_jax.report", *folders, shlex.join(flags)]
 
@@ -181,13 +181,13 @@ def _final_accuracy(group: _Facts) -> float:
     return -np.inf if accuracy is None else accuracy["final"]["mean"]
 
 
-def _span(numbers: set[int], noun: str) -> str:
-    """3 runs; 2 to 3 runs."""
+def _format_count(numbers: set[int], noun: str) -> str:
+    """Format a range of counts: "3 runs", "2 to 3 runs"."""
     low, high = min(numbers), max(numbers)
     return f"{low} {noun}{'s' * (high != 1)}" if low == high else f"{low} to {high} {noun}s"
 
 
-def _range(value: Mapping[str, float], how: str, several: bool, signed: bool) -> str:
+def _format_mean_and_range(value: Mapping[str, float], how: str, several: bool, signed: bool) -> str:
     how = f"{'+' if signed else ''},{how}"
     text = f"{value['mean']:{how}}"
     return f"{text} [{value['min']:{how}}, {value['max']:{how}}]" if several else text
@@ -210,7 +210,7 @@ def _run_rows(found: Sequence[_Facts]) -> list[dict[str, Any]]:
 
 
 def _samples(run: Run) -> str:
-    """Shows completions of the first and the last step that kept some: the best, a middling and the worst of each."""
+    """Return a table of the best, a median and the worst completion of the first and the last sampled step."""
     samples = {step: rows for step, rows in read_samples(run.folder).items() if rows}
     shown = []
     for step in sorted({min(samples), max(samples)}) if samples else []:

@@ -1,7 +1,7 @@
-"""What a run shows while it goes on: a live bar with an ETA on a terminal, one plain line per iteration elsewhere.
+"""Progress display of a run: a live bar with an ETA on a terminal, one plain line per iteration elsewhere.
 
-Nothing here is a record: the numbers are kept by metrics.py. A stream that breaks (a closed terminal) is let go, and
-the run goes on in silence.
+Nothing here is a record; writers.py keeps the numbers. If the stream breaks, for example because the terminal is
+closed, the run continues without output.
 """
 
 import io
@@ -20,31 +20,30 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-SHOWN: Mapping[str, Callable[[Any], str]] = {
+FORMATS: Mapping[str, Callable[[Any], str]] = {
     "reward": lambda x: f"reward {x:.3f}",
     "accuracy": lambda x: f"accuracy {x:.1%}",
     "clip_fraction": lambda x: f"clipped {x:.1%}",
     "flip_rate": lambda x: f"flipped {x:.1%}",
     "tokens_per_s": lambda x: f"{x:,.0f} tok/s",
 }
-"""How the usual numbers of `Progress.advance` are written; any other name is shown as `name value`."""
+"""Formats of the usual numbers of `Progress.advance`; any other is shown as `name value`."""
 ETA_WINDOW = 50
-"""Newest iterations that the ETA is estimated from."""
+"""Number of most recent iterations from which the ETA is estimated."""
 
 
 class _Console(Console):
-    """rich ends the process when a pipe breaks; a run must not end for that."""
+    """A console that raises on a broken pipe, where rich would exit the process and end the run."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError("the pipe that shows the progress is closed")
+        raise BrokenPipeError("the pipe of the progress display is closed")
 
 
 class Progress:
-    """Shows how far `total` iterations have come, for how long they have run and how long they will still take.
+    """Displays completed iterations out of `total`, elapsed time and ETA; `done` counts those of earlier processes.
 
-    The ETA is the mean time of the newest iterations times what is left. The first iteration of a process contains
-    compilation and is kept out of that mean, so an ETA appears from the second on. `done` are the iterations that an
-    earlier process finished.
+    The ETA is the mean duration of recent iterations times the number left. The first iteration of a process includes
+    compilation and is excluded from the mean, so the ETA appears after the second.
     """
 
     def __init__(self, total: int, *, label: str, stream: TextIO | None = None, done: int = 0):
@@ -72,7 +71,7 @@ class Progress:
         else:
             since = f" from iteration {self._done + 1}" if self._done else ""
             count = f"{self._total} iteration{'s' if self._total != 1 else ''}"
-            self.say(f"{self._label}: {count}{since}; the first compiles and is left out of the ETA")
+            self.say(f"{self._label}: {count}{since}; the first one compiles and does not count for the ETA")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -81,13 +80,13 @@ class Progress:
             self._safely(self._live.stop)
 
     def phase(self, name: str) -> None:
-        """Names what the current iteration does now ("sampling"); seen on a terminal only."""
+        """Set the current phase of the iteration, such as "sampling"; shown only on a terminal."""
         self._phase = name
 
     def advance(self, **shown: float | None) -> None:
-        """Ends an iteration. `shown` as in SHOWN; None is passed over, and on a terminal the number before it stays."""
+        """End an iteration and show numbers (see FORMATS); for None, a terminal keeps showing the previous number."""
         now = time.monotonic()
-        if self._done > self._first:  # the first one compiles
+        if self._done > self._first:  # the first iteration compiles
             self._durations = [*self._durations, now - self._iteration_started][-ETA_WINDOW:]
         self._iteration_started = now
         self._done += 1
@@ -98,18 +97,18 @@ class Progress:
             self.say(f"{self._label} {self._done}/{self._total}{numbers}  {self._clock()}")
 
     def say(self, text: str) -> None:
-        """Prints a line; on a terminal it goes above the bar."""
-        # Without a terminal a line stays a line, however long: soft wrapping is rich's name for none.
+        """Print a line, on a terminal above the bar."""
+        # Without a terminal, lines of any length stay whole: rich's soft_wrap disables wrapping.
         self._safely(lambda: self._console.print(Text(printable(text)), soft_wrap=self._live is None))
 
     def table(self, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
-        """Prints one line per row; the columns are the keys of the first one."""
+        """Print a table with one line per row; the columns are the keys of the first row."""
         if rows:
             self._safely(lambda: self._console.print(make_table(rows, title=title)))
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that are left; None while only the first iteration, which compiles, is known."""
+        """Estimated seconds left; None until an iteration after the first, which compiles, has ended."""
         left = self._total - self._done
         if left <= 0:
             return 0.0
@@ -127,7 +126,7 @@ class Progress:
         return f"{elapsed}  ETA after iteration {self._first + 2}" if self._first + 2 < self._total else elapsed
 
     def _render(self) -> RenderableType:
-        """Two lines: how far, and the newest numbers."""
+        """Render two lines: the bar, and the most recent numbers."""
         first = Table.grid(padding=(0, 1), expand=True)
         first.add_column(no_wrap=True)
         first.add_column(no_wrap=True)
@@ -152,12 +151,12 @@ class Progress:
         try:
             show()
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal was closed, or the stream: no reason to end a run of days
+        except (OSError, ValueError):  # a closed terminal or stream must not end a run of days
             self._broken = True
 
 
 def make_table(rows: Sequence[Mapping[str, Any]], *, title: str = "") -> Table:
-    """Returns a rich table of the rows: floats to four figures and to the right, texts as they are, without markup."""
+    """Return a rich table of the rows: numbers right-aligned, floats to four figures, texts verbatim without markup."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in rows[0]:
         numbers = all(isinstance(row.get(name), (int, float, type(None))) for row in rows)
@@ -168,7 +167,7 @@ def make_table(rows: Sequence[Mapping[str, Any]], *, title: str = "") -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Writes seconds as h:mm:ss, from a day on as d h:mm."""
+    """Format seconds as h:mm:ss, or from one day on as `Nd h:mm`."""
     whole = math.ceil(max(seconds, 0.0))
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours >= 24:
@@ -177,14 +176,14 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes what would move the cursor or change colours: a sampled completion may hold any character."""
+    """Escape control characters except line feeds: a sampled completion may contain any character."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _shown(numbers: Mapping[str, Any]) -> list[str]:
-    """Writes the numbers, the usual ones first, in a fixed order."""
-    usual = [write(numbers[name]) for name, write in SHOWN.items() if name in numbers]
-    return usual + [f"{name} {value:.4g}" for name, value in numbers.items() if name not in SHOWN]
+    """Format the numbers, the usual ones first and in a fixed order."""
+    usual = [write(numbers[name]) for name, write in FORMATS.items() if name in numbers]
+    return usual + [f"{name} {value:.4g}" for name, value in numbers.items() if name not in FORMATS]
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""Run folders read back for reports: groups of runs that differ in their seed only, their curves and their numbers.
+"""Read run folders back for reports: groups of runs that differ only in their seed, their curves and their numbers.
 
-Files in, NumPy out; drawing is report.py's. What the files hold is metrics.py's.
+Reads files and returns NumPy arrays; report.py draws them. The file formats are defined in writers.py.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from gspo_jax.reporting.drawing import PALETTE
 from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_metrics
 from gspo_jax.types import UserError
 
-NOT_A_SETTING = ("seed", "workdir", "command")
-"""Config fields, by their last name, in which runs of one group may differ."""
-TOLD_BY_VALUE = ("name", "replay")
-"""Settings, by their last name, whose value beside others says in a label what they are."""
+IGNORED_FIELDS = ("seed", "workdir", "command")
+"""Config fields, by the last part of their name, in which runs of one group may differ."""
+LABELLED_BY_VALUE = ("name", "replay")
+"""Settings, by the last part of their name, whose value alone identifies them in a label."""
 SUMMARY = {
     "eval/accuracy": ("Held-out accuracy", "share of problems", ".3f"),
     "reward/mean": ("Reward", "per response", ".3f"),
@@ -34,26 +34,26 @@ SUMMARY = {
     "ratio/sequence_log_std": ("Ratio spread, responses", "nats per token", ".4f"),
     "mismatch/kl": ("Sampler to trainer KL", "nats per token", ".1e"),
 }
-"""What `facts` tells of a group: metric, its title, its unit, the format of its numbers."""
+"""Metrics that `facts` reports for a group: metric -> (title, unit, number format)."""
 BY_MINIBATCH = ("routing/flip_rate",)
-"""Metrics that `facts` also tells of each mini-batch."""
+"""Metrics that `facts` also reports for each mini-batch."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read."""
+    """The contents of one run folder."""
 
     folder: Path
     rows: list[dict[str, Any]]
-    """Of metrics.jsonl, by step."""
+    """Rows of metrics.jsonl, by step."""
     config: dict[str, Any] | None
-    """Flat, dotted names; None where there is no config.json."""
+    """Config by dotted field name; None without a config.json."""
     command: str
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed."""
 
     label: str
     color: str
@@ -61,33 +61,33 @@ class Group:
 
     @property
     def caption(self) -> str:
-        """The label with the number of runs."""
+        """The label, with the number of seeds if above one."""
         return f"{self.label} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.label
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of the runs of a group (R runs) at the N steps they share."""
+    """A metric of a group's R runs at the N steps that they share."""
 
     steps: np.ndarray
     raw: np.ndarray
-    """[R, N]"""
+    """[R, N]; values as logged."""
     smooth: np.ndarray
-    """[R, N] centred moving average of each run."""
+    """[R, N]; centred moving average of each run."""
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads a run folder; raises UserError where there is nothing to report yet."""
+    """Read a run folder; raises UserError if it has no metrics yet."""
     rows = read_metrics(folder)
     if not rows:
-        raise UserError(f"{Path(folder) / METRICS_FILE} has no whole line yet; wait for the run's first update")
+        raise UserError(f"{Path(folder) / METRICS_FILE} has no complete line yet; wait for the run's first update")
     config = read_config(folder)
     command = "" if config is None else str(config.pop("command", ""))
-    return Run(folder=Path(folder), rows=rows, config=None if config is None else _flat(config), command=command)
+    return Run(folder=Path(folder), rows=rows, config=None if config is None else _flatten(config), command=command)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Puts runs that share every setting into one group, and names groups by what differs: settings, else folders."""
+    """Group runs that share every setting, and label groups by the settings that differ, else by their folders."""
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
         key = str(run.folder) if run.config is None else json.dumps(_settings(run.config), sort_keys=True)
@@ -99,10 +99,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         label = _common_name([run.folder.resolve() for run in group])
         if 0 < len(differing) <= 3 and all(run.config is not None for run in runs):
             settings = group[0].config or {}
-            said = {name: settings.get(name) for name in differing}
-            something = {name: value for name, value in said.items() if not _says_none(value)}
-            told = TOLD_BY_VALUE if len(said) > 1 else ("name",)
-            label = ", ".join(_setting(name, value, told) for name, value in (something or said).items())
+            values = {name: settings.get(name) for name in differing}
+            switched_on = {name: value for name, value in values.items() if not _is_off(value)}
+            by_value = LABELLED_BY_VALUE if len(values) > 1 else ("name",)
+            label = ", ".join(_setting_label(*item, by_value) for item in (switched_on or values).items())
         labels.append(label)
     labels = [
         str(group[0].folder) if labels.count(label) > 1 else label for label, group in zip(labels, members, strict=True)
@@ -111,7 +111,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Returns the settings in which the runs differ, with the value of each run (None where it has no such field)."""
+    """Return the settings in which the runs differ, with each run's value (None if it has no such field)."""
     settings = [_settings(run.config or {}) for run in runs]
     names = sorted({name for one in settings for name in one})
     table = {name: [one.get(name) for one in settings] for name in names}
@@ -119,7 +119,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def curve(group: Group, name: str, *, minibatch: int | None = None) -> Curve | None:
-    """Returns a metric of a group, one point per iteration (the mean over its mini-batches, or one of them)."""
+    """Return a metric of a group, one point per iteration: the mean over its mini-batches, or the value in one."""
     per_run = [found for run in group.runs if (found := _per_iteration(run.rows, name, minibatch))]
     shared = sorted(set.intersection(*map(set, per_run))) if per_run else []
     if not shared:
@@ -132,8 +132,8 @@ def curve(group: Group, name: str, *, minibatch: int | None = None) -> Curve | N
     return Curve(np.array(shared), raw, smooth)
 
 
-def vectors(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns (steps [N], values [N, L]) of a metric that is a list, the mean over runs and mini-batches, smoothed."""
+def list_curve(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (steps [N], values [N, L]) of a list metric of length L: smoothed means over runs and mini-batches."""
     rows = [row for row in group.runs[0].rows if isinstance(row.get(name), list)]
     columns = [curve(group, f"{name}/{i}") for i in range(len(rows[0][name]))] if rows else []
     present = [column for column in columns if column is not None]
@@ -144,41 +144,45 @@ def vectors(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     return (np.array(shared), np.stack(values, axis=1)) if shared else None
 
 
-def late_by_minibatch(group: Group, name: str) -> dict[int, float]:
-    """Returns {mini-batch: mean over the last tenth of the iterations and over the runs} of a metric."""
+def tail_mean_by_minibatch(group: Group, name: str) -> dict[int, float]:
+    """Return {mini-batch: mean over the last tenth of the iterations and over the runs} of a metric."""
     numbers = {row.get("minibatch") for run in group.runs for row in run.rows}
     found = {i: curve(group, name, minibatch=i) for i in sorted(i for i in numbers if i is not None)}
-    return {i: late(column.raw.mean(axis=0)) for i, column in found.items() if column is not None}
+    return {i: tail_mean(column.raw.mean(axis=0)) for i, column in found.items() if column is not None}
 
 
-def late(values: np.ndarray) -> float:
-    """The mean of the last tenth."""
+def tail_mean(values: np.ndarray) -> float:
+    """Return the mean of the last tenth of the values."""
     return float(values[-max(1, len(values) // 10) :].mean())
 
 
 def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Returns initial and final value and change (mean, min, max over runs) of each SUMMARY metric of each group.
+    """Return each group's SUMMARY metrics: initial value, final value and change (mean, min and max over runs).
 
-    Evaluations: the first and the last. All else: the mean of the first and of the last tenth of the iterations.
-    `minibatches` has a list of the final values of each mini-batch for the metrics that BY_MINIBATCH names.
-    `seconds_per_iteration` is the median over all iterations but each run's first, which holds the compilation.
+    Initial and final are the first and the last evaluation, or for other metrics the means over the first and the last
+    tenth of the iterations. `minibatches` lists the final values of BY_MINIBATCH metrics by mini-batch.
+    `seconds_per_iteration` is the median over all iterations except each run's first, which includes compilation.
     """
     found = []
     for group in groups:
         metrics = {}
         for name in SUMMARY:
-            ends = [_ends(points, name) for run in group.runs if (points := _per_iteration(run.rows, name, None))]
+            ends = [
+                _initial_and_final(points, name)
+                for run in group.runs
+                if (points := _per_iteration(run.rows, name, None))
+            ]
             if ends:
                 initial, final = np.array(ends).T
                 values = {"initial": initial, "final": final, "change": final - initial}
-                metrics[name] = {key: _spread(value) for key, value in values.items()}
+                metrics[name] = {key: _statistics(value) for key, value in values.items()}
         seconds = [s for run in group.runs for s in _iteration_seconds(run)[1:]]
         found.append(
             {
                 "label": group.label,
                 "runs": [_run_facts(run) for run in group.runs],
                 "metrics": metrics,
-                "minibatches": {name: list(late_by_minibatch(group, name).values()) for name in BY_MINIBATCH},
+                "minibatches": {name: list(tail_mean_by_minibatch(group, name).values()) for name in BY_MINIBATCH},
                 "seconds_per_iteration": float(np.median(seconds)) if seconds else None,
             }
         )
@@ -186,7 +190,7 @@ def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _iteration_seconds(run: Run) -> list[float]:
-    """In order."""
+    """Return the seconds of each iteration, in order."""
     return [seconds for _, seconds in sorted(_per_iteration(run.rows, "timing/iteration_s", None).items())]
 
 
@@ -199,7 +203,7 @@ def _run_facts(run: Run) -> dict[str, Any]:
         "updates": run.rows[-1]["step"],
         "collapsed": bool(accuracies) and accuracies[-1] < 0.5 * max(accuracies),
         "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
-        # Not the last line's time less the first's: a run that was stopped and resumed did not run in between.
+        # A sum, since the first and last lines' times would count the pause of a run that was stopped and resumed.
         "seconds": round(sum(row.get("timing/iteration_s") or 0 for row in run.rows), 1),
         "tokens_per_s": float(np.median(speeds)) if speeds else None,
         "command": run.command,
@@ -207,7 +211,7 @@ def _run_facts(run: Run) -> dict[str, Any]:
 
 
 def _common_name(folders: Sequence[Path]) -> str:
-    """Names seeds of one experiment: tiny-0, tiny-1 are "tiny"; tiny/seed0, tiny/seed1 too."""
+    """Return what folders of different seeds have in common: "tiny" for tiny-0, tiny-1 or tiny/seed0, tiny/seed1."""
     if len(folders) == 1:
         return folders[0].name
     columns = zip(*(folder.name for folder in folders), strict=False)
@@ -217,7 +221,7 @@ def _common_name(folders: Sequence[Path]) -> str:
 
 
 def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int | None) -> dict[int, float]:
-    """Returns {last step of the iteration: mean}. `name/3` also finds element 3 of the list metric `name`."""
+    """Return {last step of an iteration: mean of its rows}; `name/3` also finds element 3 of the list metric `name`."""
     parent, _, index = name.rpartition("/")
     points: dict[Any, list[tuple[int, float]]] = {}
     for row in rows:
@@ -229,32 +233,32 @@ def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int 
     return {found[-1][0]: float(np.mean([value for _, value in found])) for found in points.values()}
 
 
-def _ends(points: Mapping[int, float], name: str) -> tuple[float, float]:
+def _initial_and_final(points: Mapping[int, float], name: str) -> tuple[float, float]:
     values = [points[step] for step in sorted(points)]
     count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
     return float(np.mean(values[:count])), float(np.mean(values[-count:]))
 
 
-def _spread(values: np.ndarray) -> dict[str, float]:
+def _statistics(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name.rpartition(".")[2] not in NOT_A_SETTING}
+    return {name: value for name, value in config.items() if name.rpartition(".")[2] not in IGNORED_FIELDS}
 
 
-def _setting(name: str, value: Any, told: Sequence[str]) -> str:
+def _setting_label(name: str, value: Any, by_value: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
-    return str(value) if last in told else f"{last}={value}"
+    return str(value) if last in by_value else f"{last}={value}"
 
 
-def _says_none(value: Any) -> bool:
-    """What a label can leave out beside other settings. 0 is a number as others are."""
+def _is_off(value: Any) -> bool:
+    """Return whether a value means "off" and can be left out of a label; 0 is a value like any other."""
     return value is None or value is False or value in ("", "none")

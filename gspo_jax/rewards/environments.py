@@ -1,14 +1,14 @@
-"""Environments of multi-turn episodes, none of which can hang: (prompt, completion, record) -> what is said next.
+"""Environments for multi-turn episodes: (prompt, completion, record) -> the reply, or None to end the episode.
 
-The completion is all that has been said since the prompt, replies included. None ends the episode. A new environment is
-a function here and its name in `__all__`.
+`completion` is everything since the prompt, earlier replies included. Environments run in the trainer's process, so
+they must not hang. To add one, write a function here and list its name in `__all__`.
 """
 
 import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from gspo_jax.rewards.functions import LONGEST, Record, evaluate, expression_value, final_answer
+from gspo_jax.rewards.functions import MAX_CHARACTERS, Record, evaluate, expression_value, final_answer
 from gspo_jax.rewards.scorer import check_names
 
 __all__ = ["calculator", "countdown_feedback"]
@@ -16,18 +16,19 @@ __all__ = ["calculator", "countdown_feedback"]
 Environment = Callable[[str, str, Record], str | None]
 
 
-_ASKED = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{LONGEST}}}=\Z")
+_EXPRESSION_BEFORE_EQUALS = re.compile(rf"(?<![0-9+\-*/().])[0-9+\-*/().]{{1,{MAX_CHARACTERS}}}=\Z")
 
 
 def calculator(prompt: str, completion: str, record: Record) -> str | None:
-    """The value of what stands right before an `=` at the end, such as `15` after `7+8=`; ends nothing else.
+    """Reply to a trailing `=` with the value of the expression before it, `15` after `7+8=`; otherwise end the episode.
 
-    Nothing is said where it is no expression of whole numbers, + - * / and brackets. Needs "=" in sampling.stop_ids.
+    The reply is empty if the expression has anything but whole numbers, + - * / and brackets, or divides by zero. Needs
+    "=" in sampling.stop_ids.
     """
     del prompt, record
     if not completion.endswith("="):
         return None
-    asked = _ASKED.search(completion[-LONGEST - 2 :])
+    asked = _EXPRESSION_BEFORE_EQUALS.search(completion[-MAX_CHARACTERS - 2 :])
     value = None if asked is None else evaluate(asked[0][:-1])
     if value is None:
         return ""
@@ -35,9 +36,10 @@ def calculator(prompt: str, completion: str, record: Record) -> str | None:
 
 
 def countdown_feedback(prompt: str, completion: str, record: Record) -> str | None:
-    r"""After a wrong answer to a countdown what it came to, and the question again; nothing more after a right one.
+    r"""Reply to a wrong countdown answer with its value and the question again; end the episode after a right one.
 
-    Such as `\n8 is wrong. 22 from 3 5 7:`, or `\nwrong. 22 from 3 5 7:` where it is no expression of the numbers.
+    Replies look like `\n8 is wrong. 22 from 3 5 7:`, or `\nwrong. 22 from 3 5 7:` if the answer is not an expression
+    that uses each number once.
     """
     del prompt
     answer = final_answer(completion)
@@ -49,7 +51,7 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
 
 
 def find(name: str) -> Environment:
-    """The environment of this name; raises a UserError that names those there are."""
+    """Return the environment called `name`; raises UserError listing the known names if it is unknown."""
     check_names("environment", [name], __all__)
     environment: Environment = globals()[name]
     return environment

@@ -1,7 +1,8 @@
-r"""Reward functions that are cheap and cannot hang: (prompt, completion, record) -> score, in the trainer's process.
+r"""Reward functions that run in the trainer's process: (prompt, completion, record) -> score.
 
-A final answer is what follows the last `####` on its line, or the content of the last `\boxed{}`, whichever is later.
-Anything that may take long goes to isolated.py. A new reward is a function here and its name in `__all__`.
+They must be cheap and must not hang; anything that may take long belongs in isolated.py. The final answer is the text
+after the last `####` up to the end of its line, or the content of the last `\boxed{}`, whichever comes later. To add a
+reward, write a function here and list its name in `__all__`.
 """
 
 import ast
@@ -11,19 +12,19 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-__all__ = ["countdown", "exact_answer", "format"]
+__all__ = ["answer_format", "countdown", "exact_answer"]
 
 Record = dict[str, str]
 
-LONGEST = 200
-"""Characters of a final answer, or of a number in a step; longer ones are wrong, which keeps every function linear."""
-_MARK = re.compile(r"(?<!#)####(?!#)")
-_BOX = "\\boxed{"
+MAX_CHARACTERS = 200
+"""Maximum characters of a final answer, or of a number in a step. Longer ones score 0: every function stays linear."""
+_ANSWER_MARK = re.compile(r"(?<!#)####(?!#)")
+_BOX_START = "\\boxed{"
 _NUMBER = re.compile(  # 65 | 1,234.50 | 1{,}234 | -$7 | .5 | 65% | 65 apples
     r"(?:\\?\$)?(?P<sign>[-+−]?)\s*(?:\\?\$)?(?P<whole>[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+|[0-9]*)(?P<part>\.[0-9]*)?"
     r"\s*(?:\\?%|[A-Za-z°][A-Za-z° ]*\.?)?"
 )
-_FORM = re.compile(r"(?=.*[0-9])[0-9+\-−*/()., $%]+")
+_ARITHMETIC = re.compile(r"(?=.*[0-9])[0-9+\-−*/()., $%]+")
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -34,8 +35,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def exact_answer(prompt: str, completion: str, record: Record) -> float:
-    """1 where the final answer is record["answer"], compared as numbers (1,234.0 is 1234), else as text."""
-    del prompt  # every reward has the same arguments
+    """Score 1 if the final answer equals record["answer"], else 0.
+
+    Compares them as numbers (1,234.0 equals 1234); if neither is a number, as text up to white space.
+    """
+    del prompt  # all rewards share one signature
     answer = final_answer(completion)
     if answer is None:
         return 0.0
@@ -45,24 +49,28 @@ def exact_answer(prompt: str, completion: str, record: Record) -> float:
     return float(got == wanted)
 
 
-def format(prompt: str, completion: str, record: Record) -> float:
-    r"""1 where the completion has one final answer and no second: `#### ` with a number or sum at its end, or a box."""
+def answer_format(prompt: str, completion: str, record: Record) -> float:
+    r"""Score 1 if the completion has exactly one final answer, else 0, whether or not it is right.
+
+    That is either one `####` followed by a number or an arithmetic expression up to the end of the completion, or one
+    `\boxed{}` that is not empty.
+    """
     del prompt, record
-    marks = len(_MARK.findall(completion))
-    if completion.count(_BOX):
-        return float(marks == 0 and completion.count(_BOX) == 1 and bool(final_answer(completion)))
+    marks = len(_ANSWER_MARK.findall(completion))
+    if completion.count(_BOX_START):
+        return float(marks == 0 and completion.count(_BOX_START) == 1 and bool(final_answer(completion)))
     if marks != 1:
         return 0.0
     last = completion[completion.rfind("####") + 4 :].strip()
-    if len(last) > LONGEST:
+    if len(last) > MAX_CHARACTERS:
         return 0.0
-    return float(_FORM.fullmatch(last) is not None)
+    return float(_ARITHMETIC.fullmatch(last) is not None)
 
 
 def countdown(prompt: str, completion: str, record: Record) -> float:
-    """1 where the final answer is an expression that uses each of record["numbers"] once and equals record["target"].
+    """Score 1 if the final answer uses each of record["numbers"] exactly once and equals record["target"], else 0.
 
-    Allows + - * / and brackets, exactly evaluated; `= 22` after the expression is ignored.
+    Expressions may use + - * / and brackets and are evaluated exactly; a trailing `= 22` is ignored.
     """
     del prompt
     answer = final_answer(completion)
@@ -70,9 +78,9 @@ def countdown(prompt: str, completion: str, record: Record) -> float:
 
 
 def expression_value(answer: str, numbers: str) -> Fraction | None:
-    """The value of an expression that uses each of `numbers`, such as "3 5 7", once; None for anything else.
+    """Return the value of an expression that uses each of `numbers`, such as "3 5 7", exactly once, else None.
 
-    `= 22` after it is ignored.
+    A trailing `= 22` is ignored.
     """
     text = ascii_operators(answer.partition("=")[0]).strip()
     if _EXPRESSION.fullmatch(text) is None:
@@ -83,31 +91,37 @@ def expression_value(answer: str, numbers: str) -> Fraction | None:
 
 
 def evaluate(text: str, used: list[int] | None = None) -> Fraction | None:
-    """The value of whole numbers, + - * / and brackets; None for anything else. The numbers are added to `used`."""
+    """Return the exact value of an expression, or None if it has anything but whole numbers, + - * / and brackets.
+
+    Appends the numbers to `used`. Also None on division by zero.
+    """
     try:
         return _evaluate(ast.parse(text, mode="eval").body, [] if used is None else used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # MemoryError: nested too deep
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # MemoryError: nested too deeply
         return None
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The text after the last `####` on its line, or in the last closed `\boxed{}`; None if absent or too long."""
-    mark, box = completion.rfind("####"), completion.rfind(_BOX)
-    answer = _boxed(completion, box + len(_BOX)) if box > mark else None
+    r"""Return the completion's final answer (see the module docstring), or None if missing or too long.
+
+    A `\boxed{}` that never closes does not count.
+    """
+    mark, box = completion.rfind("####"), completion.rfind(_BOX_START)
+    answer = _boxed(completion, box + len(_BOX_START)) if box > mark else None
     if answer is None and mark >= 0:
         end = completion.find("\n", mark)
         answer = completion[mark + 4 : end if end >= 0 else None]
-    if answer is None or len(answer) > LONGEST:
+    if answer is None or len(answer) > MAX_CHARACTERS:
         return None
     return answer.strip(" \t*`")
 
 
 def number(text: str) -> Decimal | None:
-    """The value of a number as people write it, with separators, a currency or a unit; None for anything else."""
+    """Parse a number as people write it, with separators, a currency sign or a unit; None if it is not a number."""
     text = text.strip()
     if len(text) > 2 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()  # LaTeX's $65$
-    match = _NUMBER.fullmatch(text) if len(text) <= LONGEST else None
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
     if match is None:
         return None
     digits = re.sub(r"[,{}]", "", match["whole"]) + (match["part"] or "")
@@ -117,14 +131,17 @@ def number(text: str) -> Decimal | None:
 
 
 def ascii_operators(text: str) -> str:
-    r"""`text` with × and \times as *, ÷ as /."""
+    r"""Return `text` with × and \times written as *, and ÷ as /."""
     return text.replace("×", "*").replace("÷", "/").replace("\\times", "*")
 
 
 def _boxed(text: str, start: int) -> str | None:
-    """The content of a box that opens before `start`, its braces balanced; None if it never closes."""
+    """Return the content of the `\\boxed{` that opens right before `start`; None if it does not close in time.
+
+    Braces inside are balanced; the content has at most MAX_CHARACTERS characters.
+    """
     depth = 1
-    for i in range(start, min(len(text), start + LONGEST + 1)):
+    for i in range(start, min(len(text), start + MAX_CHARACTERS + 1)):
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
             return text[start:i]
@@ -132,7 +149,7 @@ def _boxed(text: str, start: int) -> str | None:
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of an expression of whole numbers, which are added to `used`; raises ValueError for anything else."""
+    """Evaluate a syntax tree of whole numbers, appending them to `used`; raises ValueError for any other node."""
     match node:
         case ast.Constant(value=int(value)):
             used.append(value)

@@ -1,6 +1,7 @@
-"""Reward functions that may hang or eat memory on a hostile answer: run only in a worker process that can be killed.
+"""Reward functions that may hang or exhaust memory on a hostile answer; they run only in killable worker processes.
 
-Imported by workers, so it must stay without jax. A new one is a function here and its name in `__all__`.
+Workers import this module, so it must not import jax. To add a reward, write a function here and list its name in
+`__all__`.
 """
 
 import logging
@@ -9,18 +10,19 @@ from math_verify import parse, verify
 
 __all__ = ["math_verify"]
 
-# It warns that its own timeouts are off: they use signals, fail off the main thread, and killing the worker is surer.
+# Silences the warning that its own timeouts are off. They rely on signals, which work only in the main thread; killing
+# the worker is more reliable.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline runs
+parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline starts
 
 
 def math_verify(prompt: str, completion: str, record: dict[str, str]) -> float:
-    """1 where the completion's final answer equals record["answer"] as mathematics (1/2 is 0.5), by math-verify.
+    """Score 1 if math-verify finds the final answer mathematically equal to record["answer"] (1/2 is 0.5), else 0.
 
-    Raises ValueError where record["answer"] itself cannot be read.
+    Raises ValueError if record["answer"] itself cannot be parsed.
     """
-    del prompt  # every reward has the same arguments
+    del prompt  # all rewards share one signature
     answer = record["answer"]
     gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:

@@ -1,7 +1,7 @@
-"""Worker processes that can be killed: a call that outlives its timeout ends with its process, and a new one starts.
+"""A pool of killable worker processes: a call that exceeds its timeout has its worker killed and replaced.
 
-Workers are plain child processes talking JSON over pipes. multiprocessing is not used: its fork would copy jax's
-threads, and its spawn imports the parent's `__main__`, jax and all, into every replacement.
+Workers are plain child processes that exchange JSON over pipes. multiprocessing would not do: its fork copies jax's
+threads, and its spawn imports the parent's `__main__`, jax included, into every replacement.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-_START_S = 60.0
-"""How long a worker may take to import its functions."""
-_TRIES = 2
+_STARTUP_TIMEOUT_S = 60.0
+"""Seconds a worker may take to import its functions."""
+_MAX_TRIES = 2
 
 
 Value = TypeVar("Value", covariant=True)
@@ -27,27 +27,27 @@ Value = TypeVar("Value", covariant=True)
 
 @dataclass(frozen=True)
 class Outcome(Generic[Value]):
-    """What came of one call: a value, or None and why there is none."""
+    """The result of one call: a value, or None and the reason."""
 
     value: Value | None
     error: str | None = None
     raised: bool = False
-    """True where the function itself raised; `error` is then its traceback."""
+    """True if the function itself raised; `error` is then its traceback."""
 
 
-def scored(score: float | None) -> Outcome[float]:
-    """The outcome of a reward function that returned: None, NaN and infinities are no scores."""
+def to_outcome(score: float | None) -> Outcome[float]:
+    """Return the outcome of a reward function's return value; None, NaN and infinities are failures."""
     if score is None or not math.isfinite(score):
         return Outcome(None, f"returned {score}")
     return Outcome(float(score))
 
 
 class WorkerDied(RuntimeError):
-    """A worker ended although nobody timed it out."""
+    """A worker exited on its own, without having been timed out."""
 
 
 class Pool:
-    """`workers` processes that import `module` and call its functions, each call within `timeout_s` seconds."""
+    """`workers` processes that call the functions of `module`, each call limited to `timeout_s` seconds."""
 
     def __init__(self, module: str, *, workers: int, timeout_s: float) -> None:
         self._module, self._timeout_s = module, timeout_s
@@ -64,26 +64,26 @@ class Pool:
         return sorted(worker.process.pid for worker in self._all)
 
     def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
-        """Queues `module.name(prompt, completion, record)`; the future never raises for what the function does.
+        """Queue `module.name(prompt, completion, record)`; the future never raises for what the function does.
 
-        A call that is too slow has its worker killed. A worker that dies by itself is replaced and the call tried once
-        more.
+        A call that exceeds the timeout has its worker killed. If a worker dies by itself, it is replaced and the call
+        is tried once more.
         """
         request = json.dumps({"name": name, "prompt": prompt, "completion": completion, "record": record}) + "\n"
         return self._threads.submit(self._call, request.encode())
 
     def close(self) -> None:
-        """Kills the workers; calls that have not begun are dropped. A second call does nothing."""
+        """Kill the workers and drop calls that have not begun; a second call does nothing."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._all):
             self._stop(worker)
 
     def _call(self, request: bytes) -> Outcome[float]:
-        worker = self._idle.get()  # there is one per thread
+        worker = self._idle.get()  # never blocks: one worker per thread
         error = ""
         try:
-            for _ in range(_TRIES):
+            for _ in range(_MAX_TRIES):
                 try:
                     return worker.call(request, self._timeout_s)
                 except TimeoutError:
@@ -91,7 +91,7 @@ class Pool:
                     return Outcome(None, f"killed after {self._timeout_s:g} s")
                 except WorkerDied as death:
                     worker = self._replace(worker)
-                    error = f"{death}, {_TRIES} times"
+                    error = f"{death}, {_MAX_TRIES} times"
             return Outcome(None, error)
         finally:
             self._idle.put(worker)
@@ -116,23 +116,23 @@ class _Worker:
     """One child process, used by one thread at a time."""
 
     def __init__(self, module: str, timeout_s: float) -> None:
-        # The worker finds what this process finds; -P keeps a folder that happens to be current out of it.
+        # The worker gets this process's import path; -P keeps the current directory off it.
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gspo_jax.rewards.worker", module, str(timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the trainer, which then closes its workers
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which then closes its workers
         )
         self._module = module
         self._ready = False
         self._expired = False
 
     def call(self, request: bytes, timeout_s: float) -> Outcome[float]:
-        """Sends one request and waits for the answer; raises TimeoutError (the worker is dead then) or WorkerDied."""
+        """Send one request and wait for its outcome; raises TimeoutError (the worker is dead by then) or WorkerDied."""
         if not self._ready:
-            with self._deadline(_START_S):
+            with self._deadline(_STARTUP_TIMEOUT_S):
                 self._read()
             self._ready = True
         with self._deadline(timeout_s):
@@ -141,19 +141,19 @@ class _Worker:
                 self.process.stdin.write(request)
                 self.process.stdin.flush()
             except OSError:
-                pass  # it is dead; reading says how
+                pass  # the worker is dead; reading finds out how it ended
             reply = self._read()
         if "error" in reply:
             return Outcome(None, reply["error"], raised=True)
-        return scored(reply["score"])
+        return to_outcome(reply["score"])
 
     def kill(self) -> None:
-        """Ends the process at once and collects it."""
+        """Kill the process and reap it."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # flushing what it never read
+            with contextlib.suppress(OSError):  # closing flushes what the worker never read
                 pipe.close()
 
     def _read(self) -> dict[str, Any]:
@@ -165,13 +165,15 @@ class _Worker:
             raise TimeoutError
         code = self.process.wait()
         if code > 0 and not self._ready:
-            # It will not get better by trying again; its traceback is on stderr.
-            raise RuntimeError(f"a reward worker for {self._module} could not start: exit code {code}")
-        raise WorkerDied(f"the reward worker ended with {_ending(code)}")
+            # Trying again would not help.
+            raise RuntimeError(
+                f"the reward worker for {self._module} could not start: exit code {code}; see its traceback above"
+            )
+        raise WorkerDied(f"the reward worker ended with {_describe_exit(code)}")
 
     @contextlib.contextmanager
     def _deadline(self, seconds: float) -> Iterator[None]:
-        """Kills the process unless the block ends within `seconds`; a blocked read or write then returns."""
+        """Kill the process unless the block ends within `seconds`; a blocked read or write then returns."""
         timer = threading.Timer(seconds, self._expire)
         timer.daemon = True
         timer.start()
@@ -185,5 +187,5 @@ class _Worker:
         self.process.kill()
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,6 +1,6 @@
-"""Scores of a batch of completions under weighted reward functions, whatever the completions do to them.
+"""Score batches of completions with weighted reward functions, tolerating functions that fail on single rows.
 
-Cheap functions (functions.py) run here; those that may hang (isolated.py) run in processes that can be killed.
+Cheap functions (functions.py) run in this process; functions that may hang (isolated.py) run in killable workers.
 """
 
 import importlib
@@ -14,32 +14,34 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
-from gspo_jax.rewards.pool import Outcome, Pool, scored
+from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.types import UserError, choices
 
 Row = tuple[str, str, dict[str, str]]
-"""A prompt, a completion of it and its record: the arguments of every reward."""
+"""(prompt, completion, record): the arguments of every reward function."""
+RENAMED = {"format": "answer_format"}
+"""Former names of rewards, for the error of a config that still has one: old -> new."""
 Function = TypeVar("Function")
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of one batch."""
+    """Rewards of one batch of B completions."""
 
     total: Float[np.ndarray, " B"]
-    """float32; the weighted sum, NaN where a function with a weight failed."""
+    """Weighted sum of the functions, float32; NaN where a function with a nonzero weight failed."""
     by_name: dict[str, Float[np.ndarray, " B"]]
-    """Each function's own scores, unweighted; NaN where it failed."""
+    """Unweighted scores of each function, float32; NaN where it failed."""
     failures: int
-    """Rows without a total."""
+    """Number of rows whose total is NaN."""
 
 
 class Scorer:
-    """Calls reward functions by name and adds them up.
+    """Scores completions with reward functions, given by name and weight.
 
-    A function that raises, or returns None, NaN or an infinity, gives that row NaN; so does an isolated one that is
-    killed after `timeout_s` or whose worker dies twice. Rows are never given a made-up score.
+    A row's score is NaN if the function raises or returns None, NaN or an infinity, and for isolated functions also if
+    the call is killed after `timeout_s` or its worker dies twice. No row ever gets a made-up score.
     """
 
     def __init__(
@@ -51,21 +53,21 @@ class Scorer:
         module: str = "gspo_jax.rewards.functions",
         isolated_module: str = "gspo_jax.rewards.isolated",
     ) -> None:
-        """Finds the functions; starts workers only if one needs them.
+        """Look up the functions, and start workers if one of them needs to be isolated.
 
         Args:
-          functions: name -> weight; a weight of 0 records a score without adding it.
-          timeout_s: of one call of an isolated function.
-          workers: processes for isolated functions.
-          module: where in-process functions are, named in its `__all__`.
-          isolated_module: where isolated functions are, named in its `__all__`; it must not import jax.
+          functions: name -> weight; with weight 0 a score is recorded but not added.
+          timeout_s: seconds that one call of an isolated function may take.
+          workers: number of processes for isolated functions.
+          module: module of the in-process functions, which its `__all__` lists.
+          isolated_module: module of the isolated functions, which its `__all__` lists; it must not import jax.
 
         Raises:
-          UserError: no function, an unknown one, or a number out of range.
+          UserError: no function is given, one is unknown, or a number is out of range.
         """
         check_weights("reward", functions)
         if workers < 1 or not timeout_s > 0:
-            raise UserError(f"workers {workers} and timeout_s {timeout_s} must be above 0")
+            raise UserError(f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0")
         self._weights = dict(functions)
         here = importlib.import_module(module)
         self._functions: dict[str, Callable[[str, str, dict[str, str]], float | None]] = {
@@ -79,23 +81,23 @@ class Scorer:
             self._pool = Pool(isolated_module, workers=workers, timeout_s=timeout_s)
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> Scores:
-        """The scores of B completions; raises RuntimeError with the first traceback if a function raises on all."""
-        rows = join_rows(prompts, completions, records)
+        """Score B completions; raises RuntimeError with the first traceback if a function raises on all of them."""
+        rows = zip_rows(prompts, completions, records)
         outcomes = self._run(rows)
         for name, results in outcomes.items():
-            report("reward", name, results)
+            report_failures("reward", name, results)
         by_name = {
             name: np.asarray([math.nan if o.value is None else o.value for o in outcomes[name]], np.float32)
             for name in self._weights
         }
         total = np.zeros(len(rows), np.float32)
         for name, weight in self._weights.items():
-            if weight:  # 0 * NaN would void rows for a score that is only recorded
+            if weight:  # 0 * NaN would make rows NaN over a score that is only recorded
                 total += np.float32(weight) * by_name[name]
         return Scores(total, by_name, int(np.isnan(total).sum()))
 
     def close(self) -> None:
-        """Ends the workers; a second call does nothing."""
+        """Kill the workers; a second call does nothing."""
         if self._pool is not None:
             self._pool.close()
 
@@ -115,51 +117,56 @@ class Scorer:
         finally:
             for futures in pending.values():
                 for future in futures:
-                    future.cancel()  # only where one raised, or on Ctrl-C: the rest is not wanted any more
+                    future.cancel()  # has an effect only after an exception or Ctrl-C
 
 
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:
-    """Raises UserError where there is no function, or a weight is not finite; `kind` is what they are called."""
+    """Raise UserError if `functions` is empty or a weight is not finite; `kind` names them in messages."""
     if not functions:
-        raise UserError(f"no {kind} function is given; name one or more with their weights")
+        raise UserError(f"no {kind} function is given; name at least one with its weight")
     for name, weight in functions.items():
         if not math.isfinite(weight):
-            raise UserError(f"the weight {weight} of {kind} {name!r} is not finite")
+            raise UserError(f"the weight {weight} of {kind} {name!r} is not finite; use a finite number")
 
 
 def check_names(kind: str, names: Iterable[str], known: Sequence[str], *, also: Sequence[str] = ()) -> None:
-    """Raises UserError for a name that is not known; `also`: names that its message lists beside them."""
+    """Raise UserError for a name that is not in `known`; its message lists `also` and `known`."""
     for name in names:
-        if name not in known:
-            raise UserError(f"no {kind} {name!r}; {choices(name, [*also, *known])}")
+        if name in known:
+            continue
+        if RENAMED.get(name) in (*also, *known):
+            raise UserError(f"{kind} {name!r} is now called {RENAMED[name]!r}; rename it in the config")
+        raise UserError(f"no {kind} {name!r}; {choices(name, [*also, *known])}")
 
 
-def join_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:
-    """The arguments of each completion's call; raises ValueError where their numbers differ."""
+def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:
+    """Return (prompt, completion, record) rows; raises ValueError if the lengths differ."""
     if not len(prompts) == len(completions) == len(records):
-        raise ValueError(f"{len(prompts)} prompts, {len(completions)} completions and {len(records)} records")
+        raise ValueError(
+            f"lengths differ: {len(prompts)} prompts, {len(completions)} completions and {len(records)} records"
+        )
     return list(zip(prompts, completions, records, strict=True))
 
 
 def attempt(call: Callable[[Function, Row], Outcome[Value]], function: Function, row: Row) -> Outcome[Value]:
-    """What `call` makes of a function on one row, or the outcome of its raising."""
+    """Return `call(function, row)`, or an outcome with the traceback if it raises."""
     try:
         return call(function, row)
     except Exception:
         return Outcome(None, traceback.format_exc(), raised=True)
 
 
-def report(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> None:
-    """Raises where all raised: the function is broken, not the answers. Warns once where some failed."""
+def report_failures(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> None:
+    """Log a warning if some calls failed; raise RuntimeError if all raised: the function itself is broken."""
     errors = [o.error for o in outcomes if o.error is not None]
     if not errors:
         return
     if all(o.raised for o in outcomes):
-        raise RuntimeError(f"{kind} {name!r} raised on every one of {len(outcomes)} completions, first:\n{errors[0]}")
+        raise RuntimeError(f"{kind} {name!r} raised on all {len(outcomes)} completions; the first error:\n{errors[0]}")
     logging.warning(
-        "%s %r failed on %d of %d completions, first: %s", kind, name, len(errors), len(outcomes), errors[0]
+        "%s %r failed on %d of %d completions; the first error: %s", kind, name, len(errors), len(outcomes), errors[0]
     )
 
 
 def _score(function: Callable[[str, str, dict[str, str]], float | None], row: Row) -> Outcome[float]:
-    return scored(function(*row))
+    return to_outcome(function(*row))

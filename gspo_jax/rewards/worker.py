@@ -1,7 +1,7 @@
-"""The process that isolated reward functions run in: `python -m gspo_jax.rewards.worker MODULE TIMEOUT_S`.
+"""Worker process for isolated reward functions: `python -m gspo_jax.rewards.worker MODULE TIMEOUT_S`.
 
 Reads one JSON request per line, `{"name", "prompt", "completion", "record"}`, and answers each with one line,
-`{"score"}` or `{"error"}`. It must not import jax: it starts in the time of its functions' imports.
+`{"score"}` or `{"error"}`. It must not import jax, so that starting it takes no longer than importing its functions.
 """
 
 import faulthandler
@@ -13,22 +13,22 @@ import sys
 import traceback
 from typing import Any
 
-_MEMORY_BYTES = 4 << 30
-"""Address space; an answer that wants more gets a MemoryError instead of the machine."""
-_ORPHAN_S = 10.0
-"""A hang beyond two timeouts and this has no parent any more that would kill it."""
+_MAX_MEMORY_BYTES = 4 << 30
+"""Limit of the address space; an answer that needs more gets a MemoryError instead of exhausting the machine."""
+_ORPHAN_MARGIN_S = 10.0
+"""Seconds beyond two timeouts after which a hanging call must have lost the parent that would have killed it."""
 
 
 def main() -> None:
-    """Answers requests until its input closes."""
+    """Answer requests until stdin closes."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not end up among the replies
+    os.dup2(2, 1)  # what libraries print must not mix with the replies
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
+    most = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     module = importlib.import_module(sys.argv[1])
-    # The parent kills at its timeout. This ends a hang whose parent is gone; it runs without Python's lock.
-    orphan_s, silence = 2 * float(sys.argv[2]) + _ORPHAN_S, open(os.devnull, "w")  # noqa: SIM115 - for life
+    # The parent kills a slow call. This ends a call that hangs after the parent is gone; it does not need the GIL.
+    orphan_s, silence = 2 * float(sys.argv[2]) + _ORPHAN_MARGIN_S, open(os.devnull, "w")  # noqa: SIM115 - open until exit
     _send(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.scorer import Scorer
-from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
+from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
 from gspo_jax.rollout.episodes import Played
 from gspo_jax.types import Rollout
 
@@ -68,7 +68,7 @@ def score_episodes(
     if step_scorer is not None:
         found = step_scorer.score(texts, completions, records)
         total, by_name = np.where(found.failed, np.float32(np.nan), total), by_name | found.by_name
-        step_rewards, steps = to_tokens(found.steps, tokens, mask, tokenizer.decode)
+        step_rewards, steps = place_step_rewards(found.steps, tokens, mask, tokenizer.decode)
         # An environment's reply is not a step of the policy.
         step_rewards, steps = np.where(drawn, step_rewards, 0), steps & drawn
     columns = {
