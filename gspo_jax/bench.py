@@ -41,12 +41,13 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
-from gspo_jax.rollout.sampler import Sampler, Spent
+from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.training.scoring import make_old_policy
 from gspo_jax.training.state import new_state, state_shardings
 from gspo_jax.training.update import make_update
-from gspo_jax.types import Prompts, UserError
+from gspo_jax.types import Prompts, SamplerStats, UserError
 
 PARTS = ("sample", "score", "update")
 """Of an iteration, in their order."""
@@ -243,7 +244,7 @@ class Iterations:
         shardings = state_shardings(shapes, optimizer, mesh)
         scoring = experiment.scoring(config)
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
-        self.spent = Spent()
+        self.stats = SamplerStats()
         """What sampling took in the newest iteration."""
         self._random, self._key = np.random.default_rng(0), experiment.run_key(config)
         self._sampler = Sampler(
@@ -252,10 +253,8 @@ class Iterations:
             mesh,
             dtype=dtype,
             group_size=work.group,
-            length=work.new_tokens,
             sampling=experiment.make_sampling(config),
-            eos_ids=(),
-            pad_id=0,
+            stop=StopRule(max_length=work.new_tokens, eos_ids=()),
             slots=config.sampling.slots,
             router_logprobs=experiment.keeps_router_logprobs(config, model),
         )
@@ -296,7 +295,7 @@ class Iterations:
         key = experiment.sample_key(self._key, number)
         limits = None if work.lengths is None else work.limits
         rollout = self._sampler(Prompts(tokens, lengths), key, limits=limits)
-        self.spent = self._sampler.spent
+        self.stats = self._sampler.stats
         self._sampler.release()
         times.append(time.perf_counter())
 
@@ -324,10 +323,10 @@ def measure(work: Workload) -> dict[str, Any]:
         raise UserError(f"--devices is {work.devices} and there are {len(jax.devices())}; use what there is")
     mesh = mesh_lib.make_mesh(work.mesh, devices=jax.devices()[: work.devices])
     with jax.set_mesh(mesh):
-        iterations, seen, spent = Iterations(work, model, mesh), [], []
+        iterations, seen, stats = Iterations(work, model, mesh), [], []
         for number in range(work.warmup + work.repeats):
             seen.append(iterations.run(number))
-            spent.append(iterations.spent)
+            stats.append(iterations.stats)
             note = ", compilation included" if number == 0 else ", warm-up" if number < work.warmup else ""
             print(f"iteration {number + 1}: {seen[-1]['iteration']:.2f} s{note}", file=sys.stderr)
         peak = peak_rss_mb()
@@ -345,10 +344,10 @@ def measure(work: Workload) -> dict[str, Any]:
             }
             for name, column in columns.items()
         },
-        "prefill_s": statistics.median(s.prefill_s for s in spent[work.warmup :]),
-        "decode_s": statistics.median(s.decode_s for s in spent[work.warmup :]),
-        "decode_steps": spent[-1].steps,
-        "occupancy": spent[-1].occupancy,
+        "prefill_s": statistics.median(s.prefill_s for s in stats[work.warmup :]),
+        "decode_s": statistics.median(s.decode_s for s in stats[work.warmup :]),
+        "decode_steps": stats[-1].steps,
+        "occupancy": stats[-1].occupancy,
         "peak_rss_mb": peak,
         "compile_s": sum(max(0.0, seen[0][part] - medians[part]) for part in PARTS),
         "floor": {

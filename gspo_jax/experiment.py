@@ -38,7 +38,7 @@ from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler
-from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, Restored, load_newest
@@ -308,10 +308,10 @@ def make_dispatch(config: ConfigDict) -> Dispatch:
     return Dispatch(config.model.dispatch, config.model.capacity_factor)
 
 
-def make_sampling(config: ConfigDict) -> Sampling:
+def make_sampling(config: ConfigDict) -> SamplingParams:
     """How training rollouts are drawn."""
     s = config.sampling
-    return Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+    return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
 
 def make_objective(config: ConfigDict) -> Objective:
@@ -428,10 +428,12 @@ def make_sampler(config: ConfigDict, policy: Policy, mesh: Mesh) -> Sampler:
         own,
         dtype=jnp.dtype(config.model.dtype),
         group_size=config.sampling.group_size,
-        length=config.sampling.max_response_length,
         sampling=make_sampling(config),
-        eos_ids=(*policy.tokenizer.eos_ids, *stop_ids(config, policy.tokenizer)),
-        pad_id=policy.tokenizer.pad_id,
+        stop=StopRule(
+            max_length=config.sampling.max_response_length,
+            eos_ids=(*policy.tokenizer.eos_ids, *stop_ids(config, policy.tokenizer)),
+            pad_id=policy.tokenizer.pad_id,
+        ),
         slots=config.sampling.slots,
         router_logprobs=keeps_router_logprobs(config, policy.config),
     )
@@ -476,7 +478,7 @@ def make_player(config: ConfigDict, policy: Policy, sampler: Sampler) -> Player:
         # Behind a stop id of sampling.stop_ids, such as that of a tool's call, the reply stands as it is.
         return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
 
-    return Player(sampler, reply=reply, turns=environment.turns, opening=begins)
+    return Player(sampler, reply=reply, max_turns=environment.turns, opening=begins)
 
 
 def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None) -> Buffer | None:
@@ -488,10 +490,9 @@ def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None
         player,
         groups=config.data.prompts_per_batch,
         group_size=config.sampling.group_size,
-        under_way=partial.prompts,
-        share=partial.share,
-        budget=partial.tokens,
-        left=left,
+        in_flight=partial.prompts,
+        early_exit=EarlyExit(min_ended=partial.share, max_tokens=partial.tokens),
+        episodes=left,
     )
 
 

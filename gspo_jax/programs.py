@@ -19,6 +19,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
+from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.training.scoring import make_old_policy
 from gspo_jax.training.state import new_state, state_shardings
 from gspo_jax.training.update import make_update
@@ -111,7 +112,6 @@ class _Programs:
     def sample_prefill(self) -> Program:
         """The prompts of a batch."""
         options = {
-            "group_size": self.group,
             "sampling": experiment.make_sampling(self.config),
             "router_logprobs": experiment.keeps_router_logprobs(self.config, self.model),
         }
@@ -126,30 +126,30 @@ class _Programs:
         config, prefill = self.config, self.sample_prefill()
         graph, weights, prompts, keys = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
-            begun = jax.eval_shape(partial(decoder.prefill, graph, **prefill.options), weights, prompts, keys)
-            slots = decoder.check_slots(config.sampling.slots, self.rows)
+            prefilled = jax.eval_shape(partial(decoder.prefill, graph, **prefill.options), weights, prompts, keys)
+            slots = decoder.resolve_slots(config.sampling.slots, self.rows)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
-            decoder.layout(None),
-            begun,
+            decoder.prefilled_specs(None),
+            prefilled,
         )
         options = {
-            "length": self.T,
             "sampling": prefill.options["sampling"],
-            "eos_ids": self.model.eos_token_ids,
-            "pad_id": self.model.pad_token_id or 0,
+            "stop": StopRule(max_length=self.T, eos_ids=self.model.eos_token_ids, pad_id=self.model.pad_token_id or 0),
             "slots": slots,
         }
-        return Program(decoder.decode, (graph, weights, _placed(begun, places), keys), options, self.sampler_mesh)
+        return Program(decoder.decode, (graph, weights, _placed(prefilled, places), keys), options, self.sampler_mesh)
 
     def reshard(self) -> Program:
         """The trainer's weights to the sampler."""
         params = _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
-        return Program(decoder.to_sampler(self.shapes, self.sampler_mesh, self.dtype), (params,), {}, self.sampler_mesh)
+        return Program(
+            decoder.make_reshard(self.shapes, self.sampler_mesh, self.dtype), (params,), {}, self.sampler_mesh
+        )
 
     def _weights(self) -> nnx.State:
         """The sampler's copy."""
-        copy = jax.eval_shape(decoder.to_sampler(self.shapes, self.sampler_mesh, self.dtype), self.shapes)
+        copy = jax.eval_shape(decoder.make_reshard(self.shapes, self.sampler_mesh, self.dtype), self.shapes)
         return _placed(copy, mesh_lib.param_shardings(self.shapes, self.sampler_mesh, mesh_lib.SAMPLER))
 
     def _rollout(self) -> Rollout:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Shaped
 
 from gspo_jax.parallel import hosts
-from gspo_jax.rollout.episodes import rows_of
+from gspo_jax.rollout.episodes import group_rows
 from gspo_jax.types import Rollout
 
 
@@ -31,8 +31,8 @@ class Scored:
     """Responses that met their limit without an EOS."""
     turns: Int[np.ndarray, " B"]
     """Turns of the policy."""
-    older: Int[np.ndarray, " B"]
-    """Tokens that policies before the current one have drawn."""
+    stale_tokens: Int[np.ndarray, " B"]
+    """Tokens sampled by policies older than the current one."""
     records: Shaped[np.ndarray, " B"]
     """What the data says of each prompt, such as its answer."""
     total: Float[np.ndarray, " B"]
@@ -90,7 +90,7 @@ class Rounds:
             return self._rounds[0]
         kept = self._kept()
         groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
-        rows = rows_of(groups, self._group_size)
+        rows = group_rows(groups, self._group_size)
         rounds = [dataclasses.replace(scored, rollout=hosts.everywhere(scored.rollout)) for scored in self._rounds]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
         worth = np.repeat(kept[groups], self._group_size)

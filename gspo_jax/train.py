@@ -26,7 +26,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
             clock = Clock(run.progress)
 
             clock.phase("reshard")
-            run.newer_policy(state)
+            run.sync_weights(state)
 
             rounds = run.rounds()
             while not rounds.full:

@@ -34,7 +34,7 @@ from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metric
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.shaping import overlong
 from gspo_jax.rewards.step_scorer import StepScorer, to_tokens
-from gspo_jax.rollout.episodes import Buffer, Episodes, Played, Player
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rounds import Rounds, Scored
 from gspo_jax.storage import PUBLISH_S, RunFolder, open_folder
@@ -44,7 +44,7 @@ from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.state import TrainState
 from gspo_jax.training.update import UpdateFn, make_update, take_minibatch
-from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, UserError
+from gspo_jax.types import EpisodeBatch, Experience, OldPolicy, Prompts, Rollout, UserError
 
 SHOWN_CHARACTERS = 400
 """Of a completion, on the terminal; the file under samples/ has all of it."""
@@ -165,13 +165,13 @@ class Run:
         groups, limit = self.config.data.prompts_per_batch, self.config.sampling.rounds
         return Rounds(groups=groups, group_size=self.group_size, limit=limit)
 
-    def newer_policy(self, state: TrainState) -> None:
+    def sync_weights(self, state: TrainState) -> None:
         """From now on the sampler draws with the weights of this state."""
         self.sampler.load(state.params)
         if self.buffer is not None:
-            self.buffer.newer_policy()
+            self.buffer.on_weight_sync()
 
-    def sample(self, iteration: int, first: int, clock: "Clock") -> Played:
+    def sample(self, iteration: int, first: int, clock: "Clock") -> EpisodeBatch:
         """The next batch of episodes: of new prompts, or out of the buffer of partial rollouts.
 
         `first` is the number of responses that the iteration has had before.
@@ -187,9 +187,9 @@ class Run:
         if self.buffer is None:
             return self.player.play(*prompts(), key, first=first)
         clock.phase("sample")
-        return self.buffer.batch(lambda begun: self.player.begin(*prompts(), key, first=begun))
+        return self.buffer.batch(lambda started: self.player.begin(*prompts(), key, first=started))
 
-    def score(self, played: Played) -> Scored:
+    def score(self, played: EpisodeBatch) -> Scored:
         """The rewards of a batch's responses."""
         if self.config.environment.name and played.turns.max() == 1:
             self.warn(
@@ -256,22 +256,22 @@ class Run:
         self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: "Clock"
     ) -> None:
         """One line for each update; what is known of the whole iteration goes on the last."""
-        columns, spent = self.columns(scored), self.sampler.spent
+        columns, stats = self.columns(scored), self.sampler.stats
         of_iteration = {
             **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             **rounds.metrics(),
             **({} if self.buffer is None else {"partial/calls": self.buffer.calls, "partial/left": len(self.buffer)}),
             "reward/failed": rounds.failures,
             "reshard/bytes": self.sampler.copy_bytes,
-            "timing/prefill_s": spent.prefill_s,
-            "timing/decode_s": spent.decode_s,
-            "decode/steps": spent.steps,
-            "decode/occupancy": spent.occupancy,
-            "decode/wasted": spent.slot_steps - spent.tokens,
+            "timing/prefill_s": stats.prefill_s,
+            "timing/decode_s": stats.decode_s,
+            "decode/steps": stats.steps,
+            "decode/occupancy": stats.occupancy,
+            "decode/wasted": stats.slot_steps - stats.decode_tokens,
             "compile/programs": clock.compiled.programs,
             "compile/seconds": clock.compiled.seconds,
-            "throughput/tokens_per_s": spent.drawn / clock.seconds["iteration"],
-            "throughput/sample_tokens_per_s": spent.drawn / clock.seconds["sample"],
+            "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
+            "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],
         }
         for i, seen in enumerate(metrics):
             own = take_minibatch(columns, i, count=self.minibatches, group_size=self.group_size)
@@ -306,7 +306,7 @@ class Run:
             "learned": self.learned(scored),
             "drawn": scored.drawn,
             **({"turns": scored.turns} if self.config.environment.name or self.config.sampling.prefix else {}),
-            **({} if self.buffer is None else {"older": scored.older}),
+            **({} if self.buffer is None else {"older": scored.stale_tokens}),
         }
 
     def guard_config(self) -> None:
