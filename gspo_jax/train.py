@@ -30,9 +30,9 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
             rounds = run.rounds()
             while not rounds.full:
-                played = run.sample(iteration, rounds.sampled, clock)  # prompts, and the decoder's responses
+                episodes = run.sample(iteration, rounds.sampled, clock)  # prompts, and the decoder's responses
                 clock.phase("reward")
-                rounds.add(run.score(played))
+                rounds.add(run.score(episodes))
             run.sampler.release()
             scored = rounds.batch(run.mesh)
 

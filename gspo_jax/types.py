@@ -79,8 +79,8 @@ class Rollout(Responses):
     """Log-prob of each token under the behaviour policy, i.e. the distribution it was actually sampled from, including
     temperature, top-k, top-p and min-p; 0 outside the action mask."""
     logprobs: Float[Array, "B T"]
-    """Log-prob of each token under the same weights' full softmax at the sampling temperature, which the trainer's scoring
-    must agree with; 0 outside the action mask."""
+    """Log-prob of each token under the same weights' full softmax at the sampling temperature, which the trainer's
+    scoring must agree with; 0 outside the action mask."""
     routes: RouterRecord
     """Experts the sampler's routers chose for prompt and response."""
 

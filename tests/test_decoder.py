@@ -121,7 +121,7 @@ LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
 
 
 def long(slots=None, **changes):
-    """32 responses of all lengths, one limit each; and the work that they took."""
+    """32 responses of all lengths, one limit each, with the statistics of the decode loop."""
     keys = response_keys(jax.random.key(1), jnp.arange(32))
     return generate(GRAPH, params(), prompts(), keys, **SETTINGS | LONG | {"slots": slots, "limits": LIMITS} | changes)
 
@@ -143,21 +143,21 @@ EARLY = [(early_exit, slots) for early_exit in EXITS for slots in (None, 7)]
 
 
 @pytest.mark.parametrize(("early_exit", "slots"), mostly_slow(EARLY, always=[EARLY[3]]), ids=str)
-def test_an_early_end_goes_on_from_where_it_was(early_exit, slots, one_by_one):
+def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     """Responses cut off, read again as prefixes and gone on with, end as if they had never been cut off."""
-    begun = long(slots, early_exit=early_exit)
-    assert 0 < begun.unfinished.sum() < 32
+    cut = long(slots, early_exit=early_exit)
+    assert 0 < cut.unfinished.sum() < 32
     if early_exit.max_tokens is not None:
-        assert early_exit.max_tokens <= begun.stats.decode_tokens[0] < early_exit.max_tokens + 32
+        assert early_exit.max_tokens <= cut.stats.decode_tokens[0] < early_exit.max_tokens + 32
     else:
-        assert 13 <= 32 - begun.unfinished.sum() < 20
-    kept, mask = begun.rollout.tokens, begun.rollout.mask
+        assert 13 <= 32 - cut.unfinished.sum() < 20
+    kept, mask = cut.rollout.tokens, cut.rollout.mask
     one_by_one_there = np.where(mask, one_by_one.tokens, 0)
     np.testing.assert_array_equal(kept, one_by_one_there)
-    assert not (begun.unfinished & begun.rollout.truncated).any()
-    groups = np.unique(np.flatnonzero(begun.unfinished) // 4)  # go on whole, but for members that have ended
+    assert not (cut.unfinished & cut.rollout.truncated).any()
+    groups = np.unique(np.flatnonzero(cut.unfinished) // 4)  # go on whole, but for members that have ended
     rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
-    left = begun.unfinished[rows]
+    left = cut.unfinished[rows]
     lengths = jnp.where(left, mask[rows].sum(axis=1), 0)
     batch = prompts()
     keys = response_keys(jax.random.key(1), jnp.asarray(rows))
@@ -173,7 +173,7 @@ def test_an_early_end_goes_on_from_where_it_was(early_exit, slots, one_by_one):
     )
     assert not found.unfinished.any()
     assert not found.rollout.mask[~left].any()
-    assert begun.stats.decode_tokens + found.stats.decode_tokens == one_by_one.mask.sum() - 32 - left.sum(), (
+    assert cut.stats.decode_tokens + found.stats.decode_tokens == one_by_one.mask.sum() - 32 - left.sum(), (
         "each is drawn once"
     )
     expected = jax.tree.map(lambda x: x[rows[np.asarray(left)]], one_by_one)

@@ -40,8 +40,10 @@ from gspo_jax.rollout.responses import ResponseBuffer
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule, draw
 from gspo_jax.types import Prompts, Rollout, UserError
 
-_MAX_SHRINKS, _MIN_SLOTS = 3, 4
-"""Towards the end the slots are halved at most this often, since every size is compiled separately, and no lower."""
+_MAX_SHRINKS = 3
+"""Maximum number of times the slots are halved; each number of slots is compiled separately."""
+_MIN_SLOTS = 4
+"""The slots are not halved below this number."""
 
 _ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
 _KV: Any = PrefilledKV(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, _ROWS)))
@@ -59,7 +61,7 @@ class DecodeStats(NamedTuple):
     steps: Int[Array, " shards"]
     """Decode steps; each feeds one token per slot."""
     slot_steps: Int[Array, " shards"]
-    """Steps times the slots in use by the program at the time: the cost of a step grows with its slots."""
+    """Sum over steps of the number of slots, busy or idle, which the cost of a step grows with."""
     decode_tokens: Int[Array, " shards"]
     """Tokens sampled by the loop."""
     sampled_tokens: Int[Array, " shards"]
@@ -113,7 +115,7 @@ def generate(
       router_logprobs: also return the router's log-probs of the experts it chose.
 
     Raises:
-      UserError: `slots` does not divide over the shards of the batch, or is not in 1..B.
+      UserError: `slots` is not in 1..B, or is not divisible by the number of batch shards.
     """
     slots = resolve_slots(slots, keys.shape[0])
     prefilled = prefill(graph, params, prompts, keys, prefix, sampling=sampling, router_logprobs=router_logprobs)
@@ -126,7 +128,8 @@ def resolve_slots(slots: int | None, responses: int) -> int:
     """The number of slots: `slots` after checks, or one per response for None.
 
     Raises:
-      UserError: `slots` is not in 1..`responses`, or does not divide over the shards of the mesh in scope.
+      UserError: `slots` is not in 1..`responses`, or is not divisible by the number of batch shards of the mesh in
+        scope.
     """
     if slots is None:
         return responses

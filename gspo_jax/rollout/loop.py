@@ -19,9 +19,9 @@ slots (the real decoder does not shrink below 4), where prefill has already samp
       row 0            D5 EOS
 
 D4 is token 4 of response D, counting from 0; prefill samples token 0, or the token after a response's prefix. A row
-holds the tokens sampled in its step, and the routes of the tokens fed to the model in its step, which were sampled just
-before. Token t of the response at queue position p is in row `first_row[p] + t` and column `slot[p]` of the log: in phase
-1 `first_row` is -1 for A and C, 0 for D and 1 for E; in phase 2 it is -5 for D. At the end of a phase
+holds the tokens sampled in its step, and the routes of the tokens fed to the model in its step, which were sampled
+just before. Token t of the response at queue position p is in row `first_row[p] + t` and column `slot[p]` of the log.
+Phase 1 has `first_row` -1 for A and C, 0 for D and 1 for E; phase 2 has -5 for D. At the end of a phase
 `responses.ResponseBuffer` collects its tokens from the log.
 
 Nothing here is written with a scatter: scatters are slow on TPUs, and some have crashed the TPU's compiler.
