@@ -41,11 +41,11 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
-from gspo_jax.rollout.sampler import Spent
 from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import check_sizes, make_meshes
+from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.training.experience import Rewards
-from gspo_jax.types import Prompts, UserError, Weights
+from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
 
 PARTS = ("sample", "score", "update")
 """Of an iteration, in their order."""
@@ -234,9 +234,10 @@ class Iterations:
 
     def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
         config = work.config
-        self._engine = engine.build(config, model, make_meshes(config, model, mesh), eos_ids=(), pad_id=0)
+        stop = make_stop_rule(config, eos_ids=(), pad_id=0)
+        self._engine = engine.build(config, model, make_meshes(config, model, mesh), stop)
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
-        self.spent = Spent()
+        self.stats = SamplerStats()
         """Sampling effort of the newest iteration."""
         self._random, self._key = np.random.default_rng(0), keys.run_key(config)
         weights = self._engine.load(work.model)
@@ -260,7 +261,7 @@ class Iterations:
         key = keys.sample_key(self._key, number)
         limits = None if work.lengths is None else work.limits
         rollout = sampler(Prompts(tokens, lengths), key, limits=limits)
-        self.spent = sampler.spent
+        self.stats = sampler.stats
         sampler.release()
         times.append(time.perf_counter())
 
@@ -289,10 +290,10 @@ def measure(work: Workload) -> dict[str, Any]:
         raise UserError(f"--devices is {work.devices} and there are {len(jax.devices())}; use what there is")
     mesh = mesh_lib.make_mesh(work.mesh, devices=jax.devices()[: work.devices])
     with jax.set_mesh(mesh):
-        iterations, seen, spent = Iterations(work, model, mesh), [], []
+        iterations, seen, stats = Iterations(work, model, mesh), [], []
         for number in range(work.warmup + work.repeats):
             seen.append(iterations.run(number))
-            spent.append(iterations.spent)
+            stats.append(iterations.stats)
             note = ", compilation included" if number == 0 else ", warm-up" if number < work.warmup else ""
             print(f"iteration {number + 1}: {seen[-1]['iteration']:.2f} s{note}", file=sys.stderr)
         peak = peak_rss_mb()
@@ -310,10 +311,10 @@ def measure(work: Workload) -> dict[str, Any]:
             }
             for name, column in columns.items()
         },
-        "prefill_s": statistics.median(s.prefill_s for s in spent[work.warmup :]),
-        "decode_s": statistics.median(s.decode_s for s in spent[work.warmup :]),
-        "decode_steps": spent[-1].steps,
-        "occupancy": spent[-1].occupancy,
+        "prefill_s": statistics.median(s.prefill_s for s in stats[work.warmup :]),
+        "decode_s": statistics.median(s.decode_s for s in stats[work.warmup :]),
+        "decode_steps": stats[-1].steps,
+        "occupancy": stats[-1].occupancy,
         "peak_rss_mb": peak,
         "compile_s": sum(max(0.0, seen[0][part] - medians[part]) for part in PARTS),
         "floor": {

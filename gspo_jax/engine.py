@@ -16,6 +16,7 @@ from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.rollout.sampler import Sampler
+from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup import learning, policy, sampling
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import Policy
@@ -72,15 +73,14 @@ class Engine:
         return new_state(weights, self.optimizer, critic=self.critic)
 
 
-def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, *, eos_ids: tuple[int, ...], pad_id: int) -> Engine:
+def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule) -> Engine:
     """The engine for a model of this shape.
 
     Args:
       config: a checked config.
       model: the policy's shape.
       meshes: the trainer's and the sampler's.
-      eos_ids: tokens that end a response; empty: only the length limit does.
-      pad_id: token after a response's end.
+      stop: when a response ends.
     """
     made, objective = policy.make_policy(config, model), learning.make_objective(config)
     optimizer, schedule = learning.make_update_rule(config)
@@ -108,7 +108,7 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, *, eos_ids: tu
         objective=objective,
         critic=critic,
         optimizer=optimizer,
-        sampler=make_sampler(config, made, meshes, eos_ids=eos_ids, pad_id=pad_id),
+        sampler=make_sampler(config, made, meshes, stop),
         score=score,
         experience=make_experience(
             group_size=config.sampling.group_size,
@@ -131,7 +131,7 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
     )
 
 
-def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, *, eos_ids: tuple[int, ...], pad_id: int) -> Sampler:
+def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRule) -> Sampler:
     """The sampler, for training and evaluation alike: what is measured is what is trained, and compiled once."""
     return Sampler(
         made.graph,
@@ -139,10 +139,8 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, *, eos_ids: t
         meshes.sampler,
         dtype=jnp.dtype(config.model.dtype),
         group_size=config.sampling.group_size,
-        length=config.sampling.max_response_length,
         sampling=sampling.make_sampling(config),
-        eos_ids=eos_ids,
-        pad_id=pad_id,
+        stop=stop,
         slots=config.sampling.slots,
         router_logprobs=sampling.keeps_router_logprobs(config, made.config),
     )

@@ -112,7 +112,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
         batches = data.held_out_prompts(config, tokenizer, data.load_records(config, "test"))
         meshes = make_meshes(config, model)
         with jax.set_mesh(meshes.trainer), data.make_scorer(config) as scorer:
-            made = engine.build(config, model, meshes, **sampling.ends(config, tokenizer))
+            made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             weights, name = policy.newest_weights(config, files, made.policy, meshes.trainer)
             made.sampler.load(weights)
             key = keys.eval_key(keys.run_key(config))

@@ -35,6 +35,7 @@ from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import show_header, show_program
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
+from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -120,8 +121,8 @@ def plan(
     model = check(config)
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
     meshes = make_meshes(config, model, mesh)
-    ends = {"eos_ids": model.eos_token_ids, "pad_id": model.pad_token_id or 0}
-    setting = Setting(engine_lib.build(config, model, meshes, **ends), CHIPS[topology.generation(name)])
+    stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
+    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[topology.generation(name)])
     facts = topology_facts(name, slices, mesh)
     with jax.set_mesh(mesh):
         key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"

@@ -1,28 +1,30 @@
-"""The pytrees that flow between parts: frozen, documented field by field, with shapes.
+"""Records that flow between packages: frozen and documented field by field, with shapes.
 
-B rows = P prompts x G responses, the rows of a group adjacent; S prompt slots; T response tokens; L layers; K experts
-per token. Every array is right padded.
+Shape letters: B = P · G rows for P prompts and G responses each, the rows of a group adjacent; S prompt tokens;
+T response tokens; N = S + T; L layers; K experts per token. All arrays are right-padded.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 from flax import nnx, struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 Module = TypeVar("Module", bound=nnx.Module)
 
 
 class UserError(ValueError):
-    """Something the user can mend: one sentence with the value, the limit and the remedy.
+    """An error the user can fix: one sentence with the value, the limit and the remedy.
 
-    Entry points print it alone, without a traceback.
+    Entry points print the message without a traceback.
     """
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about a name that is not among `known`: the nearest one, and all there are."""
+    """The end of an error message about an unknown `name`: the closest of the `known` names, if any, then all."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + f"there are {', '.join(names)}"
@@ -33,88 +35,92 @@ class Prompts:
     """A batch of tokenised prompts."""
 
     tokens: Int[Array, "P S"]
-    """Token ids, right padded."""
+    """Token ids, right-padded."""
     lengths: Int[Array, " P"]
-    """Real tokens of each prompt, 1..S."""
+    """Number of tokens in each prompt, 1..S."""
 
 
 @struct.dataclass
 class RouterRecord:
-    """What a router did at every position of prompts and responses, N = S + T of them.
+    """Router choices at every prompt and response position, N = S + T.
 
-    -1 stands where nothing was routed or it is not known: at padding, and at a response's last token, which a sampler
-    never feeds. Replay lets the router choose there.
+    Experts are -1 where nothing was routed or the routing is unknown: at padding, and at a response's last token, which
+    the sampler never feeds to the model. At these positions replay leaves the choice to the router.
     """
 
     experts: Int[Array, "B N L K"]
-    """The experts that were used: its choice, most probable first, or what was replayed. In the smallest integer."""
+    """Expert ids used, most probable first: the router's own choice, or the replayed one. Smallest integer dtype that
+    holds them."""
     logprobs: Float[Array, "B N L K"] | None
-    """log softmax of the router at those experts, float32; None if they were not asked for."""
+    """Log-softmax of the router at those experts, float32; None if not requested."""
 
 
 @struct.dataclass
 class Responses:
-    """Responses to prompts, whoever wrote them: what scoring needs."""
+    """Prompts and responses, from any source: the input of scoring."""
 
     prompts: Int[Array, "B S"]
-    """The prompt of each row, right padded (repeated within a group)."""
+    """Prompt of each row (repeated within a group), right-padded."""
     prompt_lengths: Int[Array, " B"]
-    """Real tokens of each prompt."""
+    """Number of tokens in each prompt."""
     tokens: Int[Array, "B T"]
-    """The response's ids, EOS included; the padding id after it."""
+    """Response token ids, EOS included; the padding id after the end."""
     mask: Bool[Array, "B T"]
-    """True on the response's tokens, EOS included, and on what an environment said between them."""
+    """True on response tokens: the policy's, EOS included, and the environment's replies between them."""
 
 
 @struct.dataclass
 class Rollout(Responses):
-    """What the decoder returns: responses, what the sampler thought of them, and the experts it chose."""
+    """Sampled responses, with the sampler's log-probs and expert choices."""
 
     action_mask: Bool[Array, "B T"]
-    """True on the tokens that the policy drew: those of the mask that no environment said."""
+    """True on the tokens sampled from the policy: `mask` without an environment's tokens."""
     truncated: Bool[Array, " B"]
-    """True where the response met its limit without an EOS."""
+    """True for responses that reached their token limit without an EOS."""
     behaviour_logprobs: Float[Array, "B T"]
-    """Log-prob under the distribution really sampled from (temperature, top-k, top-p, min-p), of the policy that drew
-    the token; 0 outside the action mask."""
+    """Log-prob of each token under the behaviour policy, i.e. the distribution it was actually sampled from, including
+    temperature, top-k, top-p and min-p; 0 outside the action mask."""
     logprobs: Float[Array, "B T"]
-    """Its log-prob under the full softmax at the sampling temperature; what the trainer's scoring must agree with."""
+    """Log-prob of each token under the same weights' full softmax at the sampling temperature, which the trainer's
+    scoring must agree with; 0 outside the action mask."""
     routes: RouterRecord
-    """What the sampler's routers did with prompt and response."""
+    """Experts the sampler's routers chose for prompt and response."""
 
 
 @struct.dataclass
 class OldPolicy:
-    """What the policies that do not change during an iteration say of its responses."""
+    """Log-probs, values and routes of a rollout under the policies that stay fixed during an iteration."""
 
     logprobs: Float[Array, "B T"]
-    """log π_old of the sampled tokens: the sampler's or the trainer's, by config."""
+    """log π_old of the sampled tokens, by the sampler or by the trainer, depending on the config."""
     reference_logprobs: Float[Array, "B T"] | None = None
-    """log π_ref, under the reference's own routing; None without a reference."""
+    """log π_ref of the sampled tokens, under the reference policy's own routing; None without a reference policy."""
     values: Float[Array, "B T"] | None = None
-    """The critic's value before each token; None without a critic."""
+    """The critic's value estimate before each token; None without a critic."""
     routes: RouterRecord | None = None
-    """How the trainer's forward routed under the old policy, under r3 as the sampler did; None unless recomputed."""
+    """Routes of the trainer's forward pass under the old policy, which under r3 follow the sampler's; None unless
+    recomputed."""
 
 
 @struct.dataclass
 class Experience:
-    """A rollout with what the update learns from it."""
+    """A rollout with everything the update learns from it."""
 
     rollout: Rollout
     mask: Bool[Array, "B T"]
-    """True on the tokens to learn from: those of the action mask, less the rows that are filtered out."""
+    """True on the tokens to learn from: the action mask, without rows that are filtered out."""
     old: OldPolicy
+    """The fixed policies' view of the rollout."""
     advantages: Float[Array, " B"] | Float[Array, "B T"]
     """Â of each response, or of each token."""
     returns: Float[Array, "B T"] | None = None
-    """What the critic learns to say before each token; None without a critic."""
+    """The critic's regression target before each token; None without a critic."""
     correction: Float[Array, "B T"] | None = None
-    """Factor on the weight of each token, for what sampler and trainer disagree on; None for none."""
+    """Weight of each token that corrects for the mismatch between sampler and trainer; None without a correction."""
 
     @property
     def routes(self) -> RouterRecord:
-        """Where the old policy routed: by the trainer's record where there is one, else by the sampler's."""
+        """Routes under the old policy: the trainer's if recorded, otherwise the sampler's."""
         return self.rollout.routes if self.old.routes is None else self.old.routes
 
 
@@ -140,3 +146,41 @@ class Weights:
     def model(self, graph: nnx.GraphDef[Module]) -> Module:
         """The module that `graph` describes, with these parameters."""
         return nnx.merge(graph, self.trainable, self.frozen)
+
+
+class EpisodeBatch(NamedTuple):
+    """A batch of finished episodes: the rollout on the devices, all other fields on the host, one entry per row."""
+
+    rollout: Rollout
+    """The responses."""
+    texts: Shaped[np.ndarray, " B"]
+    """Prompt text of each response."""
+    records: Shaped[np.ndarray, " B"]
+    """Data record of each prompt, such as its answer."""
+    turns: Int[np.ndarray, " B"]
+    """Turns the policy took."""
+    stale_tokens: Int[np.ndarray, " B"]
+    """Tokens sampled by policies older than the current one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerStats:
+    """Sampling time and work since the sampler last loaded weights."""
+
+    prefill_s: float = 0.0
+    """Wall-clock seconds spent in prefill."""
+    decode_s: float = 0.0
+    """Wall-clock seconds spent in the decode loop."""
+    steps: int = 0
+    """Decode steps, of the shard that took the most in each call."""
+    slot_steps: int = 0
+    """Decode steps times slots, summed over shards."""
+    decode_tokens: int = 0
+    """Tokens sampled by the decode loop."""
+    sampled_tokens: int = 0
+    """All sampled tokens: those of the decode loop, and the first of each response, which prefill samples."""
+
+    @property
+    def occupancy(self) -> float:
+        """Fraction of slot-steps that sampled a token; 1 before any decode step."""
+        return self.decode_tokens / self.slot_steps if self.slot_steps else 1.0

@@ -15,16 +15,17 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
-from gspo_jax.rollout.decoder import Prefix, generate, response_keys, to_sampler
-from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_keys
+from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
-from gspo_jax.types import Prompts, UserError
-from tests.tiny import CONFIG, MESHES, mesh_id, mostly_slow, params, place, prompts, quick_compilation
+from gspo_jax.types import Prompts, UserError, Weights
+from tests.tiny import CONFIG, MESHES, mesh_id, mostly_slow, params, place, prompts, quick_compilation, weights
 
-GRAPH, SHAPES = transformer.abstract(CONFIG)
+GRAPH, _SHAPES = transformer.abstract(CONFIG)
+SHAPES = Weights.full(_SHAPES)
 G, T = 2, 12
 EOS = (3, 5, 7, 9)
-SETTINGS = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": EOS, "router_logprobs": True}
+SETTINGS = {"sampling": SamplingParams(), "stop": StopRule(max_length=T, eos_ids=EOS), "router_logprobs": True}
 
 
 def decode(*args, **settings):
@@ -42,12 +43,14 @@ def quick():
 @pytest.fixture(scope="module")
 def rollout():
     batch = prompts()
-    return jax.device_get(decode(params(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G))))
+    return jax.device_get(decode(weights(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G))))
 
 
 def scored(rollout, *, temperature):
     """What the trainer's forward says of the same weights' responses."""
-    return jax.jit(partial(score, GRAPH, scoring=Scoring(temperature=temperature, logprob_chunk=64)))(params(), rollout)
+    return jax.jit(partial(score, GRAPH, scoring=Scoring(temperature=temperature, logprob_chunk=64)))(
+        weights(), rollout
+    )
 
 
 def test_log_probs_equal_the_trainers(rollout):
@@ -60,8 +63,8 @@ def test_log_probs_equal_the_trainers(rollout):
 
 
 def test_temperature_is_scored_too():
-    sampling = Sampling(temperature=0.6, top_k=20)
-    out = decode(params(), prompts(), response_keys(jax.random.key(2), jnp.arange(8 * G)), sampling=sampling)
+    sampling = SamplingParams(temperature=0.6, top_k=20)
+    out = decode(weights(), prompts(), response_keys(jax.random.key(2), jnp.arange(8 * G)), sampling=sampling)
     scores = scored(out, temperature=0.6)
     mask = np.asarray(out.mask)
     np.testing.assert_allclose(np.asarray(out.logprobs)[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
@@ -96,7 +99,7 @@ def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
     batch = prompts()
     order = np.array([5, 2])
     keys = response_keys(jax.random.key(1), jnp.concatenate([jnp.arange(5 * G, 6 * G), jnp.arange(2 * G, 3 * G)]))
-    alone = decode(params(), Prompts(batch.tokens[order], batch.lengths[order]), keys)
+    alone = decode(weights(), Prompts(batch.tokens[order], batch.lengths[order]), keys)
     rows = np.concatenate([np.arange(5 * G, 6 * G), np.arange(2 * G, 3 * G)])
     np.testing.assert_array_equal(alone.tokens, rollout.tokens[rows])
     np.testing.assert_allclose(alone.logprobs, rollout.logprobs[rows], atol=1e-5)
@@ -116,14 +119,14 @@ def same(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-LONG = {"group_size": 4, "length": 70, "eos_ids": (3,)}  # a ring of two segments
+LONG = {"stop": StopRule(max_length=70, eos_ids=(3,))}  # a ring of two segments
 LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
 
 
 def long(slots=None, **changes):
-    """32 responses of all lengths, one limit each; and the work that they took."""
+    """32 responses of all lengths, one limit each, with the statistics of the decode loop."""
     keys = response_keys(jax.random.key(1), jnp.arange(32))
-    return generate(GRAPH, params(), prompts(), keys, **SETTINGS | LONG | {"slots": slots, "limits": LIMITS} | changes)
+    return generate(GRAPH, weights(), prompts(), keys, **SETTINGS | LONG | {"slots": slots, "limits": LIMITS} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -133,36 +136,39 @@ def one_by_one():
     each = []
     for i in range(32):
         prompt = Prompts(batch.tokens[i // 4][None], batch.lengths[i // 4][None])
-        settings = {"group_size": 1, "limits": LIMITS[i : i + 1]}
-        each.append(jax.device_get(generate(GRAPH, params(), prompt, keys[i : i + 1], **SETTINGS | LONG | settings)[0]))
+        settings = {"limits": LIMITS[i : i + 1]}
+        each.append(
+            jax.device_get(generate(GRAPH, weights(), prompt, keys[i : i + 1], **SETTINGS | LONG | settings)[0])
+        )
     return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
 
 
-EARLY = [(how, slots) for how in ({"budget": 300}, {"enough": 0.4}, {"budget": 1}) for slots in (None, 7)]
+EXITS = EarlyExit(max_tokens=300), EarlyExit(min_ended=0.4), EarlyExit(max_tokens=1)
+EARLY = [(early_exit, slots) for early_exit in EXITS for slots in (None, 7)]
 
 
-@pytest.mark.parametrize(("how", "slots"), mostly_slow(EARLY, always=[EARLY[3]]), ids=str)
-def test_an_early_end_goes_on_from_where_it_was(how, slots, one_by_one):
+@pytest.mark.parametrize(("early_exit", "slots"), mostly_slow(EARLY, always=[EARLY[3]]), ids=str)
+def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     """Responses cut off, read again as prefixes and gone on with, end as if they had never been cut off."""
-    begun = long(slots, **how)
-    assert 0 < begun.unfinished.sum() < 32
-    if "budget" in how:
-        assert how["budget"] <= begun.work.tokens[0] < how["budget"] + 32
+    cut = long(slots, early_exit=early_exit)
+    assert 0 < cut.unfinished.sum() < 32
+    if early_exit.max_tokens is not None:
+        assert early_exit.max_tokens <= cut.stats.decode_tokens[0] < early_exit.max_tokens + 32
     else:
-        assert 13 <= 32 - begun.unfinished.sum() < 20
-    kept, mask = begun.rollout.tokens, begun.rollout.mask
+        assert 13 <= 32 - cut.unfinished.sum() < 20
+    kept, mask = cut.rollout.tokens, cut.rollout.mask
     one_by_one_there = np.where(mask, one_by_one.tokens, 0)
     np.testing.assert_array_equal(kept, one_by_one_there)
-    assert not (begun.unfinished & begun.rollout.truncated).any()
-    groups = np.unique(np.flatnonzero(begun.unfinished) // 4)  # go on whole, but for members that have ended
+    assert not (cut.unfinished & cut.rollout.truncated).any()
+    groups = np.unique(np.flatnonzero(cut.unfinished) // 4)  # go on whole, but for members that have ended
     rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
-    left = begun.unfinished[rows]
+    left = cut.unfinished[rows]
     lengths = jnp.where(left, mask[rows].sum(axis=1), 0)
     batch = prompts()
     keys = response_keys(jax.random.key(1), jnp.asarray(rows))
     found = generate(
         GRAPH,
-        params(),
+        weights(),
         Prompts(batch.tokens[groups], batch.lengths[groups]),
         keys,
         **SETTINGS | LONG,
@@ -172,7 +178,9 @@ def test_an_early_end_goes_on_from_where_it_was(how, slots, one_by_one):
     )
     assert not found.unfinished.any()
     assert not found.rollout.mask[~left].any()
-    assert begun.work.tokens + found.work.tokens == one_by_one.mask.sum() - 32 - left.sum(), "each is drawn once"
+    assert cut.stats.decode_tokens + found.stats.decode_tokens == one_by_one.mask.sum() - 32 - left.sum(), (
+        "each is drawn once"
+    )
     expected = jax.tree.map(lambda x: x[rows[np.asarray(left)]], one_by_one)
     found = jax.tree.map(lambda x: x[np.asarray(left)], jax.device_get(found.rollout))
     own = np.arange(70)[None] >= lengths[left, None]
@@ -185,15 +193,21 @@ def test_an_early_end_goes_on_from_where_it_was(how, slots, one_by_one):
 
 @pytest.mark.parametrize("slots", mostly_slow([None, 1, 7, 16], always=[7]))
 def test_slots_change_nothing(slots, one_by_one):
-    found, _, work = jax.device_get(long(slots))
+    found, _, stats = jax.device_get(long(slots))
     same(found, one_by_one)
     assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), "all kinds of ends"
-    assert work.tokens == one_by_one.mask.sum() - 32, "the first tokens are the prefill's"
-    assert work.steps <= work.slot_steps <= work.steps * (slots or 32)
+    assert stats.decode_tokens == one_by_one.mask.sum() - 32, "the first tokens are the prefill's"
+    assert stats.steps <= stats.slot_steps <= stats.steps * (slots or 32)
 
 
 def test_nor_does_the_order_of_the_queue(one_by_one):
-    same(long(5, priorities=jnp.asarray(np.random.default_rng(2).permutation(32), jnp.int32)).rollout, one_by_one)
+    """Responses queue in the order of their rows."""
+    batch, groups = prompts(), np.random.default_rng(2).permutation(8)
+    rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
+    keys = response_keys(jax.random.key(1), jnp.asarray(rows))
+    settings = SETTINGS | LONG | {"slots": 5, "limits": LIMITS[rows]}
+    found = generate(GRAPH, weights(), Prompts(batch.tokens[groups], batch.lengths[groups]), keys, **settings)
+    same(found.rollout, jax.tree.map(lambda x: x[rows], one_by_one))
 
 
 LAYOUTS = [(sizes, slots) for sizes in MESHES for slots in (None, 16)]
@@ -207,13 +221,13 @@ LAYOUTS = [(sizes, slots) for sizes in MESHES for slots in (None, 16)]
 def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     mesh = mesh_lib.make_mesh(sizes)
     with jax.set_mesh(mesh):
-        weights = to_sampler(SHAPES, mesh, jnp.float32)(place(params(), mesh))
+        copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
         batch, numbers, limits = hosts.to_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
         keys = response_keys(jax.random.key(1), numbers)
-        out, _, work = generate(GRAPH, weights, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
+        out, _, stats = generate(GRAPH, copy, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
         same(out, one_by_one)
         assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
-    steps = np.asarray(work.steps).reshape(-1, mesh.shape["expert"])
+    steps = np.asarray(stats.steps).reshape(-1, mesh.shape["expert"])
     assert (steps == steps[:, :1]).all(), "shards that share experts go together"
     assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "others stop each by itself"
 
@@ -222,11 +236,11 @@ def test_slots_are_refilled_and_left_when_idle():
     """Lengths uniform in 16 to 512: with 64 responses on 16 slots, more than nine slots in ten draw a token."""
     batch, limits = prompts(), jnp.asarray(np.random.default_rng(0).integers(16, 513, 64), jnp.int32)
     keys = response_keys(jax.random.key(1), jnp.arange(64))
-    settings = {"group_size": 8, "length": 512, "eos_ids": (), "slots": 16, "limits": limits}
-    found, _, work = jax.device_get(generate(GRAPH, params(), batch, keys, **SETTINGS | settings))
+    settings = {"stop": StopRule(max_length=512, eos_ids=()), "slots": 16, "limits": limits}
+    found, _, stats = jax.device_get(generate(GRAPH, weights(), batch, keys, **SETTINGS | settings))
     np.testing.assert_array_equal(found.mask.sum(axis=1), limits)
-    assert work.tokens.sum() / work.slot_steps.sum() > 0.9
-    assert work.steps.sum() < 1.25 * limits.sum() / 16
+    assert stats.decode_tokens.sum() / stats.slot_steps.sum() > 0.9
+    assert stats.steps.sum() < 1.25 * limits.sum() / 16
 
 
 @pytest.mark.parametrize(("slots", "says"), [(0, "0 slots for 32"), (33, "33 slots for 32 responses; use 1 to 32")])
@@ -238,10 +252,10 @@ def test_slots_that_do_not_fit(slots, says):
 def test_the_loop_copies_no_cache():
     """In the compiled program. The two rings begin as one of zeros, which is copied before the loop."""
     keys = response_keys(jax.random.key(1), jnp.arange(32))
-    begun = decoder.prefill(GRAPH, params(), prompts(), keys, group_size=4, sampling=Sampling())
-    settings = {"length": 200, "sampling": Sampling(), "eos_ids": (), "pad_id": 0, "slots": 32}
+    prefilled = decoder.prefill(GRAPH, weights(), prompts(), keys, sampling=SamplingParams())
+    settings = {"sampling": SamplingParams(), "stop": StopRule(max_length=200, eos_ids=()), "slots": 32}
     loop, _, _ = (
-        decoder.decode.lower(GRAPH, params(), begun, keys, **settings).compile().as_text().partition("\nENTRY ")
+        decoder.decode.lower(GRAPH, weights(), prefilled, keys, **settings).compile().as_text().partition("\nENTRY ")
     )
     ring = r"f32\[2,4,32,2,64,8\]"  # layers, segments, slots, heads, columns, width
     assert len(re.findall(rf"= {ring}\S* dynamic-update-slice\(", loop)) >= 2
@@ -251,10 +265,11 @@ def test_the_loop_copies_no_cache():
 def test_the_samplers_copy_is_cast_but_for_router_and_norms():
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     with jax.set_mesh(mesh):
-        weights = to_sampler(SHAPES, mesh, jnp.bfloat16)(place(params(), mesh))
-    assert weights["embed"].dtype == weights["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
-    assert weights["layers"]["mlp"]["router"].dtype == weights["norm"].dtype == jnp.float32
-    gate = weights["layers"]["mlp"]["gate"]
+        copy = make_reshard(SHAPES, mesh, jnp.bfloat16)(Weights.full(place(params(), mesh)))
+    copied = copy.trainable
+    assert copied["embed"].dtype == copied["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
+    assert copied["layers"]["mlp"]["router"].dtype == copied["norm"].dtype == jnp.float32
+    gate = copied["layers"]["mlp"]["gate"]
     assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), "whole on every data and fsdp shard"
 
 
@@ -262,18 +277,18 @@ def test_no_second_copy_of_the_weights_is_made_on_the_way_to_the_sampler():
     """Layer by layer: of eight, the program holds about one more than what goes in and comes out."""
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     config = dataclasses.replace(CONFIG, hidden_size=128, moe_intermediate_size=64, num_layers=8)
-    _, shapes = transformer.abstract(config)
+    shapes = Weights.full(transformer.abstract(config)[1])
     shardings = mesh_lib.param_shardings(shapes, mesh)
     given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     with jax.set_mesh(mesh):
-        memory = to_sampler(shapes, mesh, jnp.bfloat16).lower(given).compile().memory_analysis()
+        memory = make_reshard(shapes, mesh, jnp.bfloat16).lower(given).compile().memory_analysis()
     assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 2
 
 
 def test_one_program_per_shape():
     before = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
     for seed in (3, 4):
-        decode(params(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)))
+        decode(weights(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)))
     after = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
     assert all(b <= a + 1 for a, b in zip(before, after, strict=True))
 
@@ -284,18 +299,16 @@ def test_greedy_decode_equals_transformers(name):
     folder = Path(__file__).parent / "golden" / name
     reference = np.load(folder / "reference.npz")
     model, _ = huggingface.load(folder)
-    graph, weights = nnx.split(model)
+    graph, params = nnx.split(model)
     tokens, lengths = reference["tokens"], reference["lengths"]
     tokens = np.where(np.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 1)
     out, _, _ = generate(
         graph,
-        weights,
+        Weights.full(params),
         Prompts(np.pad(tokens, ((0, 0), (0, 5)), constant_values=1), lengths),
         response_keys(jax.random.key(0), jnp.arange(len(tokens))),
-        group_size=1,
-        length=64,
-        sampling=Sampling(temperature=0.0),
-        eos_ids=(),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopRule(max_length=64, eos_ids=()),
     )
     np.testing.assert_array_equal(out.tokens, reference["greedy"])
     assert out.truncated.all()

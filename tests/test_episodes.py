@@ -12,12 +12,13 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler, bucket
-from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
-from gspo_jax.types import Prompts
-from tests.tiny import CONFIG, mostly_slow, params, place, prompts, quick_compilation
+from gspo_jax.types import Prompts, Weights
+from tests.tiny import CONFIG, mostly_slow, params, place, prompts, quick_compilation, weights
 
-GRAPH, SHAPES = transformer.abstract(CONFIG)
+GRAPH, _SHAPES = transformer.abstract(CONFIG)
+SHAPES = Weights.full(_SHAPES)
 G, T, KEY = 2, 16, jax.random.key(1)
 GOES_ON = range(52, 64)
 """A turn ends with any of these, and the environment replies; or with a 5, and it does not."""
@@ -46,10 +47,8 @@ def sampler() -> Sampler:
         MESH,
         dtype=jnp.float32,
         group_size=G,
-        length=T,
-        sampling=Sampling(),
-        eos_ids=(5, *GOES_ON),
-        pad_id=0,
+        sampling=SamplingParams(),
+        stop=StopRule(max_length=T, eos_ids=(5, *GOES_ON)),
         router_logprobs=True,
     )
 
@@ -57,7 +56,7 @@ def sampler() -> Sampler:
 @pytest.fixture(autouse=True)
 def first_policy(sampler):
     """Every test begins with it."""
-    sampler.load(place(params(), MESH))
+    sampler.load(Weights.full(place(params(), MESH)))
 
 
 def some(first: int, count: int):
@@ -79,7 +78,7 @@ def row_of(played, i: int) -> int:
 @pytest.fixture(scope="module")
 def unbroken(sampler):
     """All responses in one call."""
-    sampler.load(place(params(), MESH))
+    sampler.load(Weights.full(place(params(), MESH)))
     return jax.device_get(sampler(PROMPTS, KEY))
 
 
@@ -107,14 +106,14 @@ def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
         np.testing.assert_array_equal(np.delete(wider, [6, 7], axis=1), own)
 
 
-HOW = [{"share": 0.5}, {"share": 1.0, "budget": 30}]
+HOW = [EarlyExit(min_ended=0.5), EarlyExit(max_tokens=30)]
 
 
 @pytest.mark.parametrize("how", mostly_slow(HOW, always=HOW[:1]), ids=str)
 def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, unbroken):
     """Tokens, log-probs and routes of every response are those of one call; batches are whole and none comes twice."""
     player = Player(sampler)
-    buffer, seen = Buffer(player, groups=2, group_size=G, under_way=6, **how), []
+    buffer, seen = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=how), []
     begin = dealer(player)
     for left in (6, 4, 6, 4):  # four new groups at a time while there are fewer than six
         played = buffer.batch(begin)
@@ -130,31 +129,31 @@ def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, u
         np.testing.assert_allclose(found.routes.logprobs, unbroken.routes.logprobs[rows], atol=1e-5)
         assert played.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
     assert len(set(seen)) == len(seen) == 16
-    assert buffer.calls > 2 or "share" in how
+    assert buffer.calls > 2 or how.min_ended < 1
 
 
 def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
     """Begun by one policy and ended by the next: what either drew is scored so by that policy, given all before it."""
     player = Player(sampler)
-    buffer = Buffer(player, groups=2, group_size=G, under_way=6, share=0.5)
+    buffer = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=EarlyExit(min_ended=0.5))
     begin = dealer(player)
     first = buffer.batch(begin)
-    assert not first.older.any()
+    assert not first.stale_tokens.any()
     left = buffer.episodes
-    begun = dict(zip([row_of(left, i) for i in range(len(left))], left.drawn, strict=True))
-    sampler.load(place(other_params(), MESH))
-    buffer.newer_policy()
+    begun = dict(zip([row_of(left, i) for i in range(len(left))], left.sampled_tokens, strict=True))
+    sampler.load(Weights.full(place(other_params(), MESH)))
+    buffer.on_weight_sync()
     both = 0
     for _ in range(3):
         played = buffer.batch(begin)
-        rollout, older = jax.device_get(played.rollout), played.older
+        rollout, older = jax.device_get(played.rollout), played.stale_tokens
         assert older.tolist() == [begun.get(row_of(played, i), 0) for i in range(len(older))]
         ended = rollout.mask.sum(axis=1)
         both += ((older > 0) & (older < ended)).sum()
         by_old = np.arange(T)[None] < older[:, None]
-        for weights, own in ((params(), by_old), (other_params(), ~by_old)):
+        for policy, own in ((weights(), by_old), (Weights.full(other_params()), ~by_old)):
             here = own & rollout.mask
-            scores = np.asarray(trainers(weights, played.rollout).logprobs)
+            scores = np.asarray(trainers(policy, played.rollout).logprobs)
             np.testing.assert_allclose(rollout.logprobs[here], scores[here], atol=1e-4)
         known = (rollout.routes.experts >= 0).all(axis=(2, 3))
         np.testing.assert_array_equal(known.sum(axis=1), rollout.prompt_lengths + ended - 1, "the routes are whole")
@@ -164,18 +163,18 @@ def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
 def test_a_buffer_goes_on_from_its_arrays(sampler):
     """What a checkpoint holds: the next batches are bitwise the same."""
     player = Player(sampler)
-    settings = {"groups": 2, "group_size": G, "under_way": 6, "share": 0.5}
+    settings = {"groups": 2, "group_size": G, "in_flight": 6, "early_exit": EarlyExit(min_ended=0.5)}
     buffer = Buffer(player, **settings)
     buffer.batch(dealer(player))
     left = buffer.episodes
     saved = left.to_arrays(), left.texts.tolist(), left.records.tolist()
-    again = Buffer(player, **settings, left=Episodes.from_arrays(*saved))
+    again = Buffer(player, **settings, episodes=Episodes.from_arrays(*saved))
 
     def begin(first):
         return player.begin(*some(8, 4), jax.random.key(2), first=first)
 
     for each in (buffer, again):
-        each.newer_policy()
+        each.on_weight_sync()
     a, b = (jax.device_get(each.batch(begin)) for each in (buffer, again))
     jax.tree.map(np.testing.assert_array_equal, a._replace(records=None), b._replace(records=None))
     assert a.records.tolist() == b.records.tolist()
@@ -198,7 +197,7 @@ def test_turns(sampler):
         heard.append((prompt, response, record["number"]))
         return answer(prompt, response, record)
 
-    player = Player(sampler, reply=reply, turns=3)
+    player = Player(sampler, reply=reply, max_turns=3)
     played = player.play(*some(0, 12), KEY)
     rollout = jax.device_get(played.rollout)
     assert set(played.turns) == {1, 2, 3}
@@ -220,7 +219,7 @@ def test_turns(sampler):
         assert len(asked) >= turn - 1 and all(h[2] == str(i // G) for h in asked)
     assert kinds == {"no room", "cut", "last turn", "over"}
     drawn = rollout.action_mask
-    scores = np.asarray(trainers(params(), played.rollout).logprobs)
+    scores = np.asarray(trainers(weights(), played.rollout).logprobs)
     np.testing.assert_allclose(rollout.logprobs[drawn], scores[drawn], atol=1e-4)
     assert not rollout.logprobs[~drawn].any() and not rollout.behaviour_logprobs[~drawn].any()
     known = (rollout.routes.experts >= 0).all(axis=(2, 3)).sum(axis=1)
@@ -232,7 +231,7 @@ def test_responses_begin_with_an_opening(sampler):
     rollout = jax.device_get(Player(sampler, opening=REPLY).play(*some(0, 12), KEY).rollout)
     np.testing.assert_array_equal(rollout.tokens[:, :3], [REPLY] * 24)
     np.testing.assert_array_equal(rollout.action_mask, rollout.mask & (np.arange(T) >= 3))
-    scores = np.asarray(trainers(params(), rollout).logprobs)
+    scores = np.asarray(trainers(weights(), rollout).logprobs)
     np.testing.assert_allclose(rollout.logprobs[rollout.action_mask], scores[rollout.action_mask], atol=1e-4)
     assert rollout.mask.sum(axis=1).min() < T, "it may end"
 
@@ -240,9 +239,11 @@ def test_responses_begin_with_an_opening(sampler):
 @pytest.mark.slow
 def test_turns_in_parts(sampler):
     """Partial rollouts of several turns are those that one call after the other plays to the end."""
-    player = Player(sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, turns=3)
+    player = Player(
+        sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, max_turns=3
+    )
     whole = jax.device_get(player.play(*some(0, 12), KEY))
-    buffer = Buffer(player, groups=2, group_size=G, under_way=6, share=0.5)
+    buffer = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=EarlyExit(min_ended=0.5))
     begin = dealer(player)
     for _ in range(4):
         played = buffer.batch(begin)

@@ -111,7 +111,7 @@ def scored(tag: int, total: list[float]) -> Scored:
         drawn=LENGTHS,
         truncated=np.zeros(B, bool),
         turns=np.ones(B),
-        older=np.zeros(B),
+        stale_tokens=np.zeros(B),
         records=names,
         total=total,
         by_name={"right": total},

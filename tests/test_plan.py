@@ -18,6 +18,7 @@ from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.planning import memory
 from gspo_jax.planning.setting import Setting
+from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import model_config
@@ -100,7 +101,7 @@ def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
 def test_the_least_number_of_chips(size, chips):
     """16 bytes of each parameter, float32: itself, its gradient and Adam's moments, in v5p's 102.8e9 bytes."""
     mesh = make_mesh({"fsdp": -1})
-    engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), eos_ids=(), pad_id=0)
+    engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), StopRule(max_length=8))
     assert Setting(engine, topology.CHIPS["v5p"]).least_chips() == chips
 
 

@@ -20,7 +20,7 @@ from gspo_jax.models.moe import Routing, route
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
-from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing import drift
 from gspo_jax.routing.replay import replayed
 from gspo_jax.training import metrics as metrics_lib
@@ -62,7 +62,8 @@ OLD_POLICY = {
 @pytest.fixture(scope="module")
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
-    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
+    stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
+    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
     with quick_compilation():
         return jax.device_get(generate(GRAPH, weights(), prompts(P=P, S=S), keys, **settings)[0])
 

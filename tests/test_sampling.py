@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.rollout.decoder import response_keys
-from gspo_jax.rollout.sampling import Sampling, draw, truncate
+from gspo_jax.rollout.sampling import SamplingParams, draw, truncate
 from gspo_jax.types import UserError
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05]))
@@ -37,13 +37,13 @@ def test_truncation_keeps_the_most_probable(top_k, top_p, min_p, kept):
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        Sampling(temperature=0.5),
-        Sampling(top_k=3),
-        Sampling(top_p=0.8),
-        Sampling(min_p=0.3),
-        Sampling(temperature=2.0, top_k=4),
-        Sampling(temperature=0.7, top_p=0.9, min_p=0.1),
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.3),
+        SamplingParams(temperature=2.0, top_k=4),
+        SamplingParams(temperature=0.7, top_p=0.9, min_p=0.1),
     ],
     ids=str,
 )
@@ -63,7 +63,7 @@ def test_frequencies_pass_chi_square_against_the_reported_distribution(sampling)
 
 def test_greedy_takes_the_largest_and_scores_at_temperature_one():
     tokens, behaviour, full = draw(
-        response_keys(jax.random.key(0), jnp.arange(1)), jnp.asarray(LOGITS)[None], Sampling(temperature=0.0)
+        response_keys(jax.random.key(0), jnp.arange(1)), jnp.asarray(LOGITS)[None], SamplingParams(temperature=0.0)
     )
     assert tokens[0] == 0
     assert behaviour[0] == 0
@@ -73,4 +73,4 @@ def test_greedy_takes_the_largest_and_scores_at_temperature_one():
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 1.0}])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
-        Sampling(**bad)
+        SamplingParams(**bad)

@@ -14,7 +14,7 @@ from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.moe import Routing
 from gspo_jax.rollout.decoder import generate, response_keys
-from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
 from tests.tiny import CONFIG, leaf_errors, prompts, quick_compilation, weights
@@ -35,7 +35,8 @@ def quick():
 @pytest.fixture(scope="module")
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
-    settings = {"group_size": G, "length": T, "sampling": Sampling(), "eos_ids": (3, 5, 7, 9), "router_logprobs": True}
+    stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
+    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
     return jax.device_get(generate(GRAPH, weights(), prompts(P=4), keys, **settings).rollout)
 
 

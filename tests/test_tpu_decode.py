@@ -26,9 +26,9 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import topology
 from gspo_jax.rollout import decoder
-from gspo_jax.rollout.loop import Draws, Prefilled, Read
-from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.types import Prompts, RouterRecord
+from gspo_jax.rollout.loop import Prefilled, PrefilledKV, SampledTokens
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
+from gspo_jax.types import Prompts, RouterRecord, Weights
 from tests import ahead
 
 QWEN3_30B_A3B = ModelConfig(
@@ -57,7 +57,7 @@ def shapes(mesh, graph_shapes, rows):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.SAMPLER)))
 
     config, prompts = QWEN3_30B_A3B, rows // min(GROUP, rows // mesh.size)
-    params = jax.eval_shape(decoder.to_sampler(graph_shapes, mesh, jnp.bfloat16), graph_shapes)
+    params = jax.eval_shape(decoder.make_reshard(graph_shapes, mesh, jnp.bfloat16), graph_shapes)
     shardings = mesh_lib.param_shardings(graph_shapes, mesh, mesh_lib.SAMPLER)
     params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
     kv = (config.num_layers, prompts, config.num_kv_heads, PROMPT, config.head_dim)
@@ -65,25 +65,26 @@ def shapes(mesh, graph_shapes, rows):
     routes = one((prompts, PROMPT, config.num_layers, config.experts_per_token), jnp.int8, "batch", None, None, None)
     by_row = NamedSharding(mesh, PartitionSpec(mesh_lib.BATCH_AXES))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    begun = Prefilled(
+    prefilled = Prefilled(
         Prompts(one((prompts, PROMPT), jnp.int32, "batch", None), one((prompts,), jnp.int32, "batch")),
         None,
-        Read(k, k, RouterRecord(routes, None)),
+        PrefilledKV(k, k, RouterRecord(routes, None)),
         None,
-        Draws(*(one((rows,), dtype, "batch") for dtype in (jnp.int32, jnp.float32, jnp.float32))),
+        SampledTokens(*(one((rows,), dtype, "batch") for dtype in (jnp.int32, jnp.float32, jnp.float32))),
     )
-    return params, begun, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=by_row)
+    return params, prefilled, jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=by_row)
 
 
 def figures(rows=ROWS, file=None):
     """Compiles the decode loop for TARGET and reads what one chip would hold."""
     rows = int(rows)
     mesh = topology.topology_mesh(TARGET, MESH)
-    graph, graph_shapes = transformer.abstract(QWEN3_30B_A3B, dtype=jnp.bfloat16)
+    graph, params = transformer.abstract(QWEN3_30B_A3B, dtype=jnp.bfloat16)
+    graph_shapes = Weights.full(params)
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        settings = {"length": LENGTH, "eos_ids": (), "pad_id": 0, "slots": rows, "sampling": Sampling()}
-        run = partial(decoder.decode, graph, **settings)
+        stop = StopRule(max_length=LENGTH, eos_ids=())
+        run = partial(decoder.decode, graph, sampling=SamplingParams(), stop=stop, slots=rows)
         compiled = topology.lower(run, *shapes(mesh, graph_shapes, rows)).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory
@@ -102,11 +103,11 @@ def figures(rows=ROWS, file=None):
 def reshard():
     """Bytes of one chip that the sampler's copy of the weights takes, and those that it needs on the way."""
     mesh = topology.topology_mesh(TARGET, MESH | {"data": 1, "fsdp": -1})
-    _, graph_shapes = transformer.abstract(QWEN3_30B_A3B)
+    graph_shapes = Weights.full(transformer.abstract(QWEN3_30B_A3B)[1])
     shardings = mesh_lib.param_shardings(graph_shapes, mesh)
     given = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), graph_shapes, shardings)
     with jax.set_mesh(mesh):
-        compiled = topology.lower(decoder.to_sampler(graph_shapes, mesh, jnp.bfloat16), given).compile()
+        compiled = topology.lower(decoder.make_reshard(graph_shapes, mesh, jnp.bfloat16), given).compile()
     memory = compiled.memory_analysis()
     assert memory
     return {"copy": memory.output_size_in_bytes, "on_the_way": memory.temp_size_in_bytes}

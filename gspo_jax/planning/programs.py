@@ -88,7 +88,6 @@ class _Programs:
     def sample_prefill(self) -> Program:
         """Prefill of a batch's prompts."""
         options = {
-            "group_size": self.group,
             "sampling": sampling.make_sampling(self.config),
             "router_logprobs": sampling.keeps_router_logprobs(self.config, self.model),
         }
@@ -103,21 +102,19 @@ class _Programs:
         config, prefill = self.config, self.sample_prefill()
         graph, weights, prompts, keys = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
-            begun = jax.eval_shape(partial(decoder.prefill, graph, **prefill.options), weights, prompts, keys)
-            slots = decoder.check_slots(config.sampling.slots, self.rows)
+            prefilled = jax.eval_shape(partial(decoder.prefill, graph, **prefill.options), weights, prompts, keys)
+            slots = decoder.resolve_slots(config.sampling.slots, self.rows)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
-            decoder.layout(None),
-            begun,
+            decoder.prefilled_specs(None),
+            prefilled,
         )
         options = {
-            "length": self.T,
             "sampling": prefill.options["sampling"],
-            "eos_ids": self.model.eos_token_ids,
-            "pad_id": self.model.pad_token_id or 0,
+            "stop": self.engine.sampler.stop,
             "slots": slots,
         }
-        return Program(decoder.decode, (graph, weights, _placed(begun, places), keys), options, self.sampler_mesh)
+        return Program(decoder.decode, (graph, weights, _placed(prefilled, places), keys), options, self.sampler_mesh)
 
     def reshard(self) -> Program:
         """The trainer's weights to the sampler."""

@@ -1,11 +1,12 @@
-"""The in-graph decoder: each prompt is prefilled once for its group, and slots never wait for the longest response.
+"""The decoder, compiled as two programs per shape: prefill each prompt once for its group, then decode in slots.
 
-Two programs per shape. `prefill` reads the prompts and draws the first token of every response; `decode` lets the
-responses queue for slots, and a slot whose response has ended takes the next one in the same step. When the queue is
-empty and half of the slots are idle, the others move together and the program goes on with half as many. Under a mesh
-both are cut over the batch axes: shards that share no experts stop each by itself.
+`prefill` runs the model on the prompts and samples the first token of every response. `decode` lets the responses queue
+for slots: a slot whose response has ended takes the next one in the same step, so that no slot waits for the longest
+response. Once the queue is empty and half of the slots are idle, the others move together and decoding continues with
+half as many. Under a mesh both programs are sharded over the batch axes, and shards that share no experts stop
+independently.
 
-Every response has its own key, so what it samples depends neither on the batch around it nor on its slot.
+Every response has its own key, so its tokens depend neither on the batch around it nor on its slot.
 """
 
 import dataclasses
@@ -25,49 +26,61 @@ from gspo_jax.models.cache import heads_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.rollout.loop import Draws, Found, Loop, Prefilled, Prefix, Read, at_token, is_stop, leading
-from gspo_jax.rollout.sampling import Sampling, draw
+from gspo_jax.rollout.loop import (
+    DecodeLoop,
+    Prefilled,
+    PrefilledKV,
+    Prefix,
+    SampledTokens,
+    is_eos,
+    length_mask,
+    token_keys,
+)
+from gspo_jax.rollout.responses import ResponseBuffer
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule, draw
 from gspo_jax.types import Prompts, Rollout, UserError, Weights
 
-_SHRINKS, _FEWEST = 3, 4
-"""How often the slots are halved towards the end, each time with code of its own, and the fewest that are left."""
-
+_MAX_SHRINKS = 3
+"""Maximum number of times the slots are halved; each number of slots is compiled separately."""
+_MIN_SLOTS = 4
+"""The slots are not halved below this number."""
 
 _ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
-_READ: Any = Read(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, _ROWS)))
+_KV: Any = PrefilledKV(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, _ROWS)))
 
 
-def layout(prefix: Prefix | None) -> Any:
-    """The specs of a Prefilled on a mesh, by its fields."""
-    specs: Any = (_ROWS, None, _READ, None, _ROWS) if prefix is None else (_ROWS, _ROWS, _READ, _READ, _ROWS)
+def prefilled_specs(prefix: Prefix | None) -> Any:
+    """Partition specs of a `Prefilled` on a mesh, one per field; `prefix` says whether it has prefixes."""
+    specs: Any = (_ROWS, None, _KV, None, _ROWS) if prefix is None else (_ROWS, _ROWS, _KV, _KV, _ROWS)
     return Prefilled(*specs)
 
 
-class Work(NamedTuple):
-    """What a decode loop did, by shard."""
+class DecodeStats(NamedTuple):
+    """Work of a decode loop, per shard."""
 
     steps: Int[Array, " shards"]
-    """Steps of the loop: each feeds one token per slot."""
+    """Decode steps; each feeds one token per slot."""
     slot_steps: Int[Array, " shards"]
-    """Steps times the slots there were: what a step costs follows its slots."""
-    tokens: Int[Array, " shards"]
-    """Tokens drawn in those."""
-    drawn: Int[Array, " shards"]
-    """These, and the first of each response, which the prefill draws."""
+    """Sum over steps of the number of slots, busy or idle, which the cost of a step grows with."""
+    decode_tokens: Int[Array, " shards"]
+    """Tokens sampled by the loop."""
+    sampled_tokens: Int[Array, " shards"]
+    """These, and the first token of each response, which prefill samples."""
 
 
 class Decoded(NamedTuple):
-    """What comes of a call."""
+    """Result of a decode call."""
 
     rollout: Rollout
-    """Of prefixes there are the tokens and the routes; they are no actions of this call, and their log-probs are 0."""
+    """The responses. Prefixes are in the tokens and routes, but are no actions of this call: their log-probs are 0."""
     unfinished: Bool[Array, " B"]
-    """Responses that an early end has cut off; not those that met their limit."""
-    work: Work
+    """True for responses cut off by an early exit; False for those that reached their token limit."""
+    stats: DecodeStats
+    """Work of the decode loop."""
 
 
 def response_keys(key: Key[Array, ""], responses: Int[Array, " B"]) -> Key[Array, " B"]:
-    """One key per response, from its number alone. Consumes `key`."""
+    """One key per response, a function of `key` and the response's number alone. Consumes `key`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, responses)
 
 
@@ -77,88 +90,79 @@ def generate(
     prompts: Prompts,
     keys: Key[Array, " B"],
     *,
-    group_size: int,
-    length: int,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    pad_id: int = 0,
+    sampling: SamplingParams,
+    stop: StopRule,
     slots: int | None = None,
     limits: Int[Array, " B"] | None = None,
-    priorities: Int[Array, " B"] | None = None,
     prefix: Prefix | None = None,
-    enough: float = 1.0,
-    budget: int | None = None,
+    early_exit: EarlyExit = NO_EARLY_EXIT,
     router_logprobs: bool = False,
 ) -> Decoded:
-    """Samples `group_size` responses of at most `length` tokens to every prompt.
+    """Samples a group of G = B / P responses to each of P prompts.
 
     Args:
-      graph, weights: the model, in the sampler's layout and dtype.
-      prompts: [P, S], right padded.
-      keys: one per response, B = P · group_size; token t of a response is drawn with `fold_in(key, t)`.
-      group_size: responses per prompt; their rows are adjacent.
-      length: the token limit T, EOS included.
+      graph: the model's graph definition.
+      weights: the model's parameters, in the sampler's layout and dtype.
+      prompts: [P, S], right-padded.
+      keys: one per response, those of a group adjacent; token t of a response is sampled with `fold_in(key, t)`.
       sampling: temperature, top-k, top-p and min-p.
-      eos_ids: a response ends with the first of these; the empty tuple never ends one early.
-      pad_id: what stands in `tokens` after the end.
-      slots: how many responses decode at a time, over all devices; None is all of them.
-      limits: a limit for each response, at most `length`; 0 draws nothing. None is `length` for all.
-      priorities: responses with the smaller number get a slot first; None is in order.
-      prefix: what responses begin with; the token limits include it. None is nothing.
-      enough: the share of each shard's responses (of those with a limit above 0) whose end is the end of the call;
-        those under way are unfinished.
-      budget: so are they once this many tokens are drawn, over all devices; None is no budget.
+      stop: when a response ends.
+      slots: responses decoded at a time, over all devices; None: all.
+      limits: token limit of each response, at most `stop.max_length` and including its prefix; a response with limit 0
+        is left empty. None: `stop.max_length` for all.
+      prefix: tokens that the responses start with; None: none.
+      early_exit: when to return with responses unfinished.
       router_logprobs: also return the router's log-probs of the experts it chose.
 
-    Returns:
-      A Rollout, whose `truncated` marks the responses that met the limit without an EOS; and what it took.
-
     Raises:
-      UserError: the slots do not divide into shards, or are more than there are responses.
+      UserError: `slots` is not in 1..B, or is not divisible by the number of batch shards.
     """
-    slots = check_slots(slots, keys.shape[0])
-    reading = {"group_size": group_size, "sampling": sampling, "router_logprobs": router_logprobs}
-    begun = prefill(graph, weights, prompts, keys, prefix, **reading)
-    ends = {"length": length, "eos_ids": eos_ids, "pad_id": pad_id, "enough": enough, "budget": budget}
-    return decode(graph, weights, begun, keys, limits, priorities, sampling=sampling, slots=slots, **ends)
+    slots = resolve_slots(slots, keys.shape[0])
+    prefilled = prefill(graph, weights, prompts, keys, prefix, sampling=sampling, router_logprobs=router_logprobs)
+    return decode(
+        graph, weights, prefilled, keys, limits, sampling=sampling, stop=stop, slots=slots, early_exit=early_exit
+    )
 
 
-def check_slots(slots: int | None, responses: int) -> int:
-    """How many slots there are, when so many are asked for.
+def resolve_slots(slots: int | None, responses: int) -> int:
+    """The number of slots: `slots` after checks, or one per response for None.
 
     Raises:
-      UserError: the number does not fit the mesh in scope or the responses.
+      UserError: `slots` is not in 1..`responses`, or is not divisible by the number of batch shards of the mesh in
+        scope.
     """
     if slots is None:
         return responses
     if not 0 < slots <= responses:
         raise UserError(f"{slots} slots for {responses} responses; use 1 to {responses}, or None for all of them")
-    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", _shards())
+    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", _batch_shards())
     return slots
 
 
-def _shards() -> int:
-    """Over how many shards of the mesh in scope a batch is spread."""
+def _batch_shards() -> int:
+    """Number of shards that the mesh in scope splits a batch into."""
     return mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
 
 
-def _over_batch(run: Callable[..., Any], weights: Weights, args: tuple[Any, ...], *, inside: Any, out: Any) -> Any:
-    """run(weights, *args) on each batch shard's part of args and its own experts; `tensor` is left to the compiler.
+def _shard_over_batch(
+    run: Callable[..., Any], weights: Weights, args: tuple[Any, ...], *, in_specs: Any, out_specs: Any
+) -> Any:
+    """Calls `run(weights, *args)` per batch shard, on its part of `args` and its own experts.
 
-    `inside` and `out` are the specs of args and of what comes out.
+    `in_specs` and `out_specs` describe `args` and the result. The `tensor` axis is left to the compiler.
     """
     if not mesh_lib.has_mesh():
         return run(weights, *args)
     axes = set(mesh_lib.BATCH_AXES)
-    rest = set(mesh_lib.AXES) - axes
-    whole = mesh_lib.param_specs(weights, mesh_lib.SAMPLER, jax.sharding.get_abstract_mesh().shape)
-    specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, rest), whole)
-    # The loop's state begins as constants, alike on all shards until the first step: nothing to be checked.
-    cut = {"in_specs": (specs, *inside), "out_specs": out, "axis_names": axes, "check_vma": False}
-    return jax.shard_map(run, **cut)(weights, *args)
+    automatic = set(mesh_lib.AXES) - axes
+    specs = mesh_lib.param_specs(weights, mesh_lib.SAMPLER, jax.sharding.get_abstract_mesh().shape)
+    specs = jax.tree.map(lambda s: mesh_lib.without_axes(s, automatic), specs)
+    # check_vma would take the loop's initial state, which is constant, for values that never vary over shards.
+    options = {"in_specs": (specs, *in_specs), "out_specs": out_specs, "axis_names": axes, "check_vma": False}
+    return jax.shard_map(run, **options)(weights, *args)
 
 
-@partial(jax.jit, static_argnames=("graph", "group_size", "sampling", "router_logprobs"))
+@partial(jax.jit, static_argnames=("graph", "sampling", "router_logprobs"))
 def prefill(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
@@ -166,13 +170,13 @@ def prefill(
     keys: Key[Array, " B"],
     prefix: Prefix | None = None,
     *,
-    group_size: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     router_logprobs: bool = False,
 ) -> Prefilled:
-    """Reads each prompt once, and prefixes, and draws the next token of each response; arguments as `generate`."""
-    run = partial(_prefill, graph, group_size=group_size, sampling=sampling, router_logprobs=router_logprobs)
-    return _over_batch(run, weights, (prompts, keys, prefix), inside=(_ROWS,) * 3, out=layout(prefix))
+    """Runs the model on each prompt and prefix once, and samples the next token of each response; see `generate`."""
+    run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs)
+    args = prompts, keys, prefix
+    return _shard_over_batch(run, weights, args, in_specs=(_ROWS,) * 3, out_specs=prefilled_specs(prefix))
 
 
 def _prefill(
@@ -182,159 +186,166 @@ def _prefill(
     keys: Key[Array, " B"],
     prefix: Prefix | None,
     *,
-    group_size: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     router_logprobs: bool,
 ) -> Prefilled:
+    """The part of one batch shard."""
     model = weights.model(graph)
     (P, S), B = prompts.tokens.shape, keys.shape[0]
-    tokens, valid = prompts.tokens, leading(prompts.lengths, S)
-    last, drawn = prompts.lengths[:, None] - 1, jnp.zeros(B, jnp.int32)
-    if prefix is not None:  # a prompt and then the prefixes of its group, each of which sees the prompt and itself
-        Q, drawn = prefix.tokens.shape[1], prefix.lengths
+    G = B // P
+    tokens, valid = prompts.tokens, length_mask(prompts.lengths, S)
+    last, lengths = prompts.lengths[:, None] - 1, jnp.zeros(B, jnp.int32)
+    if prefix is not None:  # a row is a prompt, then its group's prefixes, each of which sees the prompt and itself
+        Q, lengths = prefix.tokens.shape[1], prefix.lengths
         tokens = jnp.concatenate([tokens, prefix.tokens.reshape(P, -1)], axis=1)
-        valid = jnp.concatenate([valid, leading(prefix.lengths, Q).reshape(P, -1)], axis=1)
-        ends = S + jnp.arange(group_size)[None] * Q + prefix.lengths.reshape(P, group_size) - 1
-        last = jnp.where(prefix.lengths.reshape(P, group_size) > 0, ends, last)
-    output, (k, v) = model.prefill(tokens, valid, prompt=S, responses=group_size if prefix is not None else 1)
+        valid = jnp.concatenate([valid, length_mask(prefix.lengths, Q).reshape(P, -1)], axis=1)
+        ends = S + jnp.arange(G)[None] * Q + prefix.lengths.reshape(P, G) - 1
+        last = jnp.where(prefix.lengths.reshape(P, G) > 0, ends, last)
+    output, (k, v) = model.prefill(tokens, valid, prompt=S, responses=G if prefix is not None else 1)
     hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
     logits = dataclasses.replace(output, hidden=hidden).logits
     logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
-    first = Draws(*draw(at_token(keys, drawn), logits, sampling))
+    first = SampledTokens(*draw(token_keys(keys, lengths), logits, sampling))
     routes = moe.record(output.routes, valid, model.config, logprobs=router_logprobs)
 
-    def own(x: Array) -> Array:
+    def of_prefixes(x: Array) -> Array:
         """[P, S + G Q, ...] -> [B, Q, ...]."""
         return x[:, S:].reshape(B, -1, *x.shape[2:])
 
-    of_prompts = Read(heads_first(k[:, :, :S]), heads_first(v[:, :, :S]), jax.tree.map(lambda r: r[:, :S], routes))
+    prompt_k, prompt_v = heads_first(k[:, :, :S]), heads_first(v[:, :, :S])
+    prompt_kv = PrefilledKV(prompt_k, prompt_v, jax.tree.map(lambda r: r[:, :S], routes))
     if prefix is None:
-        return Prefilled(prompts, None, of_prompts, None, first)
-    of_prefix = Read(heads_first(jax.vmap(own)(k)), heads_first(jax.vmap(own)(v)), jax.tree.map(own, routes))
-    return Prefilled(prompts, prefix, of_prompts, of_prefix, first)
+        return Prefilled(prompts, None, prompt_kv, None, first)
+    prefix_k, prefix_v = heads_first(jax.vmap(of_prefixes)(k)), heads_first(jax.vmap(of_prefixes)(v))
+    prefix_kv = PrefilledKV(prefix_k, prefix_v, jax.tree.map(of_prefixes, routes))
+    return Prefilled(prompts, prefix, prompt_kv, prefix_kv, first)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("graph", "length", "sampling", "eos_ids", "pad_id", "slots", "enough", "budget", "prompt_length"),
-)
+@partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "early_exit", "prompt_length"))
 def decode(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
-    begun: Prefilled,
+    prefilled: Prefilled,
     keys: Key[Array, " B"],
     limits: Int[Array, " B"] | None = None,
-    priorities: Int[Array, " B"] | None = None,
     *,
-    length: int,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
+    sampling: SamplingParams,
+    stop: StopRule,
     slots: int,
-    enough: float = 1.0,
-    budget: int | None = None,
+    early_exit: EarlyExit = NO_EARLY_EXIT,
     prompt_length: int | None = None,
 ) -> Decoded:
-    """Goes on with what `prefill` has begun until every response has ended; the arguments are those of `generate`.
+    """Decodes prefilled responses until every one has ended or an early exit is due; see `generate` for the arguments.
 
-    Prompts and their routes are padded to `prompt_length` in what it returns; None leaves them as they are.
+    Prompts and their routes are padded to `prompt_length` in the result; None leaves them as they are.
     """
+    shards = _batch_shards()
     run = partial(
         _decode,
         graph,
         sampling=sampling,
-        length=length,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        share=slots / keys.shape[0],
-        enough=enough,
-        budget=None if budget is None else max(1, budget // _shards()),
-        prompt_length=prompt_length or begun.prompts.tokens.shape[1],
+        stop=stop,
+        slots=slots // shards,
+        early_exit=early_exit.per_shard(shards),
+        prompt_length=prompt_length or prefilled.prompts.tokens.shape[1],
     )
-    inside = (layout(begun.prefix), *(_ROWS,) * 3)
-    return _over_batch(run, weights, (begun, keys, limits, priorities), inside=inside, out=_ROWS)
+    in_specs = prefilled_specs(prefilled.prefix), _ROWS, _ROWS
+    return _shard_over_batch(run, weights, (prefilled, keys, limits), in_specs=in_specs, out_specs=_ROWS)
 
 
 def _decode(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
-    begun: Prefilled,
+    prefilled: Prefilled,
     keys: Key[Array, " n"],
     limits: Int[Array, " n"] | None,
-    priorities: Int[Array, " n"] | None,
     *,
-    length: int,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    share: float,
-    enough: float,
-    budget: int | None,
+    sampling: SamplingParams,
+    stop: StopRule,
+    slots: int,
+    early_exit: EarlyExit,
     prompt_length: int,
 ) -> Decoded:
-    """The part of one batch shard: its n responses queue for a `share` of n slots, and have a `budget` of their own."""
-    n, stops = keys.shape[0], jnp.asarray(eos_ids, jnp.int32)
-    starts = jnp.zeros(n, jnp.int32) if begun.prefix is None else begun.prefix.lengths
-    last = jnp.full(n, length, jnp.int32) if limits is None else jnp.minimum(limits, length)
-    slots, model = round(n * share), weights.model(graph)
-    ended = is_stop(begun.first.tokens, stops) | (starts + 1 >= last)
-    queue, waiting = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
-    if slots < n:  # those that have ended get no slot
-        queue = jnp.lexsort((queue if priorities is None else priorities, ended)).astype(jnp.int32)
-        waiting = n - ended.sum(dtype=jnp.int32)
-    loop = Loop(
+    """The part of one batch shard: its n responses queue for `slots` slots of its own."""
+    n, eos_ids = keys.shape[0], jnp.asarray(stop.eos_ids, jnp.int32)
+    prefix_lengths = jnp.zeros(n, jnp.int32) if prefilled.prefix is None else prefilled.prefix.lengths
+    same_length = not stop.eos_ids and limits is None and prefilled.prefix is None
+    limits = jnp.full(n, stop.max_length, jnp.int32) if limits is None else jnp.minimum(limits, stop.max_length)
+    model = weights.model(graph)
+    ended = is_eos(prefilled.first.tokens, eos_ids) | (prefix_lengths + 1 >= limits)
+    queue, queue_length = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
+    if slots < n:  # responses that have ended go to the end of the queue and get no slot
+        queue = jnp.lexsort((queue, ended)).astype(jnp.int32)
+        queue_length = n - ended.sum(dtype=jnp.int32)
+    min_ended = None
+    if early_exit.min_ended < 1:
+        min_ended = n - jnp.floor((1 - early_exit.min_ended) * (limits > 0).sum()).astype(jnp.int32)
+    loop = DecodeLoop(
         model=model,
-        begun=begun,
+        prefilled=prefilled,
         keys=keys,
         sampling=sampling,
-        stops=stops,
-        starts=starts,
-        last=last,
+        stop=stop,
+        eos_ids=eos_ids,
+        prefix_lengths=prefix_lengths,
+        limits=limits,
+        ended=ended,
         queue=queue,
-        waiting=waiting,
+        queue_length=queue_length,
         slots=slots,
-        length=length,
-        enough=None if enough >= 1 else n - jnp.floor((1 - enough) * (last > 0).sum()).astype(jnp.int32),
-        budget=budget,
+        min_ended=min_ended,
+        max_tokens=early_exit.max_tokens,
     )
-    sizes = [slots]
-    alike = not eos_ids and limits is None and begun.prefix is None  # all responses end together
-    while not alike and len(sizes) <= _SHRINKS and sizes[-1] // 2 >= _FEWEST:
-        sizes.append(sizes[-1] // 2)
-    state, found, place_of = loop.begin(ended), Found.of(begun, starts, length), jnp.argsort(queue)
+    buffer, steps, slot_steps = _run_phases(loop, [slots] if same_length else _slot_counts(slots))
+    rollout, unfinished = buffer.rollout(loop, prompt_length=prompt_length)
+    sampled = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
+    decoded = jnp.maximum(sampled - 1, 0).sum()
+    return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in (steps, slot_steps, decoded, sampled.sum()))))
+
+
+def _slot_counts(slots: int) -> list[int]:
+    """Number of slots in each phase: `slots`, then halved as often as the limits allow."""
+    counts = [slots]
+    while len(counts) <= _MAX_SHRINKS and counts[-1] // 2 >= _MIN_SLOTS:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+def _run_phases(loop: DecodeLoop, slot_counts: list[int]) -> tuple[ResponseBuffer, Int[Array, ""], Int[Array, ""]]:
+    """Runs the loop with each number of slots in turn; returns the responses, the steps and the slot-steps."""
+    state = loop.start()
+    buffer = ResponseBuffer.start(loop.prefilled, loop.prefix_lengths, loop.stop.max_length)
+    position = jnp.argsort(loop.queue)
     steps = slot_steps = jnp.zeros((), jnp.int32)
-    for size, fewer in zip(sizes, [*sizes[1:], 0], strict=True):
-        if size < slots:
-            state = loop.shrunk(state, size)
-        state = jax.lax.while_loop(lambda s: s.more, partial(loop.advance, least=fewer), state)
-        found = found.merged(state, place_of, starts)
-        steps, slot_steps = steps + state.row, slot_steps + state.row * size
-    rollout, unfinished = found.rollout(loop, pad_id=pad_id, prompt_length=prompt_length)
-    drawn = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
-    tokens = jnp.maximum(drawn - 1, 0).sum()
-    return Decoded(rollout, unfinished, Work(*(x[None] for x in (steps, slot_steps, tokens, drawn.sum()))))
+    for count, fewer in zip(slot_counts, [*slot_counts[1:], 0], strict=True):
+        if count < loop.slots:
+            state = loop.shrink(state, count)
+        state = jax.lax.while_loop(lambda s: s.running, partial(loop.step, fewer_slots=fewer), state)
+        buffer = buffer.add_phase(state, position, loop.prefix_lengths)
+        steps, slot_steps = steps + state.row, slot_steps + state.row * count
+    return buffer, steps, slot_steps
 
 
-def to_sampler(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Weights], Weights]:
-    """A compiled program that casts the trainer's weights and lays them out for sampling.
+def make_reshard(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Weights], Weights]:
+    """A jitted function that casts the trainer's weights to `dtype` and reshards them to the sampler's layout.
 
-    Parameters declared `float32` (norms, router) keep their dtype: the forward reads them so. Layers go one after the
-    other: all together would be gathered into a second copy of the weights first.
+    Parameters declared `float32` (norms, router) keep that dtype, which the forward pass expects. Layers are converted
+    one at a time: all at once, they would be gathered into a second copy of the weights first.
     """
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
     specs = (mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked)
-    of_layer = [NamedSharding(mesh, spec) for spec in specs]
+    layer_shardings = [NamedSharding(mesh, spec) for spec in specs]
 
     def layer(slices: list[Array]) -> list[Array]:
         cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
-        return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(cast, of_layer, strict=True)]
+        return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(cast, layer_shardings, strict=True)]
 
     def reshard(weights: Weights) -> Weights:
         leaves, tree = jax.tree.flatten(weights)
         layers = jax.lax.map(layer, [leaves[i] for i in stacked])
-        done = dict(zip(stacked, layers, strict=True))
-        return jax.tree.unflatten(tree, [done.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])
+        converted = dict(zip(stacked, layers, strict=True))
+        return jax.tree.unflatten(tree, [converted.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])
 
     return jax.jit(reshard, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))

@@ -1,15 +1,15 @@
-"""Responses that take more than one sampling call: those that an early end has cut off, and those of several turns.
+"""Responses that take several sampling calls: partial rollouts, cut off by an early exit, and multi-turn episodes.
 
-Between two calls they are on the host. A call goes on from what they have as prefixes: each token keeps the log-probs
-and the routes of the policy that drew it, and the key of a response goes along, so that cutting it off changes nothing
-but the policy that draws the rest.
+Between calls the responses are on the host. The next call continues them, with the tokens they have as prefixes. Every
+token keeps the log-probs and routes of the policy that sampled it, and every response keeps its key, so that cutting a
+response off changes nothing but the policy that samples the rest of it.
 
-Partial rollouts are those of Kimi k1.5, https://arxiv.org/abs/2501.12599.
+Partial rollouts are described in Kimi k1.5, https://arxiv.org/abs/2501.12599.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,116 +19,114 @@ from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 from gspo_jax.parallel import hosts
 from gspo_jax.rollout.decoder import Decoded, Prefix
 from gspo_jax.rollout.sampler import Sampler, bucket
-from gspo_jax.types import Prompts, Rollout, RouterRecord
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
+from gspo_jax.types import EpisodeBatch, Prompts, Rollout, RouterRecord
 
 Reply = Callable[[str, list[int], Any], list[int] | None]
-"""(prompt, response so far, record of the prompt) -> what the environment says, in tokens; None ends the episode."""
+"""Environment: (prompt text, response tokens so far, data record) -> tokens of its reply, None to end the episode."""
 
 
 @struct.dataclass
 class Episodes:
-    """B responses on the host, those of a group in adjacent rows, on their way or ended."""
+    """B episodes on the host, unfinished or ended, those of a group in adjacent rows."""
 
     rollout: Rollout
-    """What there is of them."""
+    """The responses so far."""
     texts: Shaped[np.ndarray, " B"]
-    """The prompt of each response."""
+    """Prompt text of each response."""
     records: Shaped[np.ndarray, " B"]
-    """What the data says of each prompt, such as its answer."""
+    """Data record of each prompt, such as its answer."""
     keys: UInt32[np.ndarray, "B words"]
-    """The data of each response's key."""
+    """Key data of each response."""
     ended: Bool[np.ndarray, " B"]
-    """Nothing more comes."""
+    """True for episodes that are over."""
     turns: Int[np.ndarray, " B"]
-    """Turns that have ended."""
-    older: Int[np.ndarray, " B"]
-    """Tokens that policies before the current one have drawn."""
+    """Turns the policy has finished."""
+    stale_tokens: Int[np.ndarray, " B"]
+    """Tokens sampled by policies older than the current one."""
 
     def __len__(self) -> int:
         return len(self.ended)
 
     @property
-    def drawn(self) -> Int[np.ndarray, " B"]:
-        """Tokens that a policy has drawn."""
+    def sampled_tokens(self) -> Int[np.ndarray, " B"]:
+        """Tokens of each response that a policy has sampled."""
         return np.asarray(self.rollout.action_mask).sum(axis=1)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All but the objects, by name."""
+        """All arrays by their names in a checkpoint, i.e. everything but texts and records."""
         routes = self.rollout.routes
-        named: dict[str, Any] = {name: getattr(self.rollout, name) for name in _OF_ROLLOUT}
-        named |= {name: getattr(self, name) for name in _OWN} | {"experts": routes.experts}
+        named: dict[str, Any] = {name: getattr(self.rollout, name) for name in _ROLLOUT_FIELDS}
+        named |= {saved: getattr(self, field) for field, saved in _SAVED_NAMES.items()} | {"experts": routes.experts}
         if routes.logprobs is not None:
             named["router_logprobs"] = routes.logprobs
         return named
 
     @classmethod
     def from_arrays(cls, named: Mapping[str, Any], texts: Sequence[str], records: Sequence[Any]) -> "Episodes":
-        """The inverse, with the objects."""
+        """The inverse of `to_arrays`, given texts and records."""
         routes = RouterRecord(named["experts"], named.get("router_logprobs"))
-        rollout = Rollout(**{name: named[name] for name in _OF_ROLLOUT}, routes=routes)
+        rollout = Rollout(**{name: named[name] for name in _ROLLOUT_FIELDS}, routes=routes)
         objects = {"texts": np.array(texts, object), "records": np.array(records, object)}
-        return cls(rollout, **objects, **{name: named[name] for name in _OWN})
+        return cls(rollout, **objects, **{field: named[saved] for field, saved in _SAVED_NAMES.items()})
 
     def complete(self, group_size: int) -> Bool[np.ndarray, " P"]:
-        """The groups all of whose responses have ended."""
+        """True for groups in which every episode has ended."""
         return self.ended.reshape(-1, group_size).all(axis=1)
 
     def groups(self, chosen: Int[np.ndarray, " N"], group_size: int) -> "Episodes":
-        """Those of some groups, in this order."""
-        rows = rows_of(chosen, group_size)
+        """The episodes of the chosen groups, in the order given."""
+        rows = group_rows(chosen, group_size)
         return jax.tree.map(lambda x: x[rows], self)
 
 
-_OF_ROLLOUT = tuple(field.name for field in dataclasses.fields(Rollout) if field.name != "routes")
-_OWN = tuple(f.name for f in dataclasses.fields(Episodes) if f.name not in ("rollout", "texts", "records"))
+_ROLLOUT_FIELDS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name != "routes")
+_SAVED_NAMES = {"keys": "keys", "ended": "ended", "turns": "turns", "stale_tokens": "older"}
+"""Array fields of `Episodes`, with their names in checkpoints."""
 
 
-class Played(NamedTuple):
-    """A batch of episodes that have ended: the rollout on the devices, all else row by row on the host."""
-
-    rollout: Rollout
-    texts: Shaped[np.ndarray, " B"]
-    """The prompt of each response."""
-    records: Shaped[np.ndarray, " B"]
-    """What the data says of it."""
-    turns: Int[np.ndarray, " B"]
-    """Of the policy."""
-    older: Int[np.ndarray, " B"]
-    """Tokens that policies before the current one have drawn."""
-
-
-def rows_of(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray, " B"]:
-    """The rows of groups, one group after the other."""
+def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray, " B"]:
+    """Row numbers of the given groups, one group after the other."""
     return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
-def joined(parts: Iterable[Episodes]) -> Episodes:
-    """One after the other."""
+def concatenate(parts: Iterable[Episodes]) -> Episodes:
+    """Concatenates episodes along the rows."""
     return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
 class Player:
-    """Plays episodes with a sampler: turn by turn where an environment replies, otherwise in one turn."""
+    """Plays episodes with a sampler: in one turn, or in several where an environment replies."""
 
-    def __init__(self, sampler: Sampler, *, reply: Reply | None = None, turns: int = 1, opening: Sequence[int] = ()):
-        """Takes the sampler, and the environment where there is one.
+    def __init__(
+        self, sampler: Sampler, *, reply: Reply | None = None, max_turns: int = 1, opening: Sequence[int] = ()
+    ):
+        """Takes the sampler and, for multi-turn episodes, the environment.
 
         Args:
-          sampler: its token limit is that of a whole episode.
-          reply: the environment.
-          turns: those of the policy are at most so many; the reply to the last is not asked for.
-          opening: tokens that every response begins with, as if the environment had said them.
+          sampler: samples the responses; its token limit applies to whole episodes.
+          reply: the environment; None: none.
+          max_turns: maximum number of policy turns; the environment is not asked to reply to the last one.
+          opening: tokens that every response starts with, treated like an environment's: they are no actions.
         """
-        self._sampler, self._reply, self._turns, self._opening = sampler, reply, turns, list(opening)
+        self._sampler, self._reply, self._max_turns, self._opening = sampler, reply, max_turns, list(opening)
 
     def begin(
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
     ) -> Episodes:
-        """Episodes that have only been opened, a group to each prompt; `first` numbers the first response's key."""
-        G, T = self._sampler.group_size, self._sampler.length
+        """A new group of episodes for each prompt, which contain at most the opening.
+
+        Args:
+          prompts: on the host, [P, S].
+          texts: text of each prompt.
+          records: data record of each prompt.
+          key: shared by all responses; response i uses `fold_in(key, first + i)`.
+          first: number of the first response.
+        """
+        G, T = self._sampler.group_size, self._sampler.stop.max_length
         keys = self._sampler.keys(prompts, key, first)
         B, S, opened = len(keys), prompts.tokens.shape[1], len(self._opening)
-        tokens, mask = np.full((B, T), self._sampler.pad_id, np.int32), np.zeros((B, T), bool)
+        tokens, mask = np.full((B, T), self._sampler.stop.pad_id, np.int32), np.zeros((B, T), bool)
         tokens[:, :opened], mask[:, :opened] = self._opening, True
         fields: dict[str, Any] = {
             "prompts": np.repeat(prompts.tokens, G, axis=0),
@@ -140,73 +138,73 @@ class Player:
             **{name: np.zeros((B, T), np.float32) for name in ("behaviour_logprobs", "logprobs")},
         }
         return Episodes(
-            Rollout(**fields, routes=self._sampler.no_routes(B, S + T)),
+            Rollout(**fields, routes=self._sampler.empty_routes(B, S + T)),
             texts=np.repeat(np.array(texts, object), G),
             records=np.repeat(np.array(records, object), G),
             keys=keys,
             ended=np.zeros(B, bool),
             turns=np.zeros(B, np.int32),
-            older=np.zeros(B, np.int32),
+            stale_tokens=np.zeros(B, np.int32),
         )
 
-    def go_on(self, episodes: Episodes, *, enough: float = 1.0, budget: int | None = None) -> Episodes:
-        """One sampling call, which may end early (see `decoder.generate`), and the replies to the turns that end."""
+    def resume(self, episodes: Episodes, *, early_exit: EarlyExit = NO_EARLY_EXIT) -> Episodes:
+        """The episodes after one more sampling call and the environment's replies to the turns that ended in it."""
         sampler, rollout, live = self._sampler, episodes.rollout, ~episodes.ended
+        max_length = sampler.stop.max_length
         lengths: Any = np.where(live, np.asarray(rollout.mask).sum(axis=1), 0).astype(np.int32)
-        prefix, limits, every = None, None, slice(None, None, sampler.group_size)
+        prefix, limits, one_per_group = None, None, slice(None, None, sampler.group_size)
         if lengths.any():
-            prefix = Prefix(rollout.tokens[:, : bucket(int(lengths.max()), sampler.length)], lengths)
+            prefix = Prefix(rollout.tokens[:, : bucket(int(lengths.max()), max_length)], lengths)
         if prefix is not None or not live.all():
-            limits = np.where(live, sampler.length, 0).astype(np.int32)
-        decoded = sampler.go_on(
-            Prompts(rollout.prompts[every], rollout.prompt_lengths[every]),
+            limits = np.where(live, max_length, 0).astype(np.int32)
+        decoded = sampler.resume(
+            Prompts(rollout.prompts[one_per_group], rollout.prompt_lengths[one_per_group]),
             episodes.keys,
             prefix=prefix,
             limits=limits,
-            enough=enough,
-            budget=budget,
+            early_exit=early_exit,
         )
-        episodes = merged(episodes, hosts.everywhere(decoded))
-        return episodes if self._reply is None else self._replied(episodes, live & episodes.ended, self._reply)
+        episodes = merge_decoded(episodes, hosts.everywhere(decoded))
+        return episodes if self._reply is None else self._add_replies(episodes, live & episodes.ended, self._reply)
 
     def play(
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
-    ) -> Played:
-        """Whole episodes; arguments as `begin`."""
-        if self._reply is None and not self._opening:  # they stay on the devices
+    ) -> EpisodeBatch:
+        """Plays a group of whole episodes to each prompt; see `begin` for the arguments."""
+        if self._reply is None and not self._opening:  # one call is enough, and the rollout stays on the devices
             rollout = jax.block_until_ready(self._sampler(prompts, key, first=first))
             G = self._sampler.group_size
             rows = (np.repeat(np.array(each, object), G) for each in (texts, records))
-            once = np.ones(G * len(texts), np.int32)
-            return Played(rollout, *rows, turns=once, older=0 * once)
+            ones = np.ones(G * len(texts), np.int32)
+            return EpisodeBatch(rollout, *rows, turns=ones, stale_tokens=0 * ones)
         episodes = self.begin(prompts, texts, records, key, first=first)
         while not episodes.ended.all():
-            episodes = self.go_on(episodes)
-        return self.played(episodes)
+            episodes = self.resume(episodes)
+        return self.to_batch(episodes)
 
-    def played(self, episodes: Episodes) -> Played:
-        """Episodes that have ended, with the rollout on the devices."""
+    def to_batch(self, episodes: Episodes) -> EpisodeBatch:
+        """The batch of finished episodes, with the rollout moved to the devices."""
         rollout = hosts.to_rows(self._sampler.mesh, episodes.rollout)
-        return Played(rollout, episodes.texts, episodes.records, episodes.turns, episodes.older)
+        return EpisodeBatch(rollout, episodes.texts, episodes.records, episodes.turns, episodes.stale_tokens)
 
-    def _replied(self, episodes: Episodes, over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
-        """With what the environment says to the turns that are over; an episode without a reply has ended.
+    def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
+        """Appends the environment's replies where a turn is over, and reopens those episodes.
 
-        A reply that leaves no room for another token ends it at its limit: the response is truncated. Each process asks
-        for its own rows.
+        Without a reply the episode has ended. A reply that leaves no room for another token ends it too, as truncated.
+        Each process asks the environment about its own rows only.
         """
         tokens, mask, truncated, ended = (
             np.array(x)
             for x in (episodes.rollout.tokens, episodes.rollout.mask, episodes.rollout.truncated, episodes.ended)
         )
         own = hosts.own_rows(self._sampler.mesh, len(ended))
-        for row in own[(over & ~truncated & (episodes.turns < self._turns))[own]]:
+        for row in own[(turn_over & ~truncated & (episodes.turns < self._max_turns))[own]]:
             length = int(mask[row].sum())
             text: Any = episodes.texts[row]
             said = reply(text, tokens[row, :length].tolist(), episodes.records[row])
             if said is None:
                 continue
-            if length + len(said) >= self._sampler.length:
+            if length + len(said) >= self._sampler.stop.max_length:
                 truncated[row] = True
                 continue
             tokens[row, length : length + len(said)] = said
@@ -218,29 +216,33 @@ class Player:
         return dataclasses.replace(episodes, rollout=rollout, ended=ended)
 
 
-def merged(episodes: Episodes, decoded: Decoded) -> Episodes:
-    """With what a call on the host has drawn for those that had not ended; what was known before stays as it was."""
+def merge_decoded(episodes: Episodes, decoded: Decoded) -> Episodes:
+    """The episodes with the tokens that a call, fetched to the host, sampled for those that had not ended.
+
+    Log-probs and routes recorded by earlier calls stay as they were.
+    """
     old, new, live = episodes.rollout, decoded.rollout, ~episodes.ended
-    drawn, known = new.action_mask, old.routes.experts >= 0
+    sampled, known = new.action_mask, old.routes.experts >= 0
     fields: dict[str, Any] = {
         "tokens": np.where(live[:, None], new.tokens, old.tokens),
         "mask": np.where(live[:, None], new.mask, old.mask),
-        "action_mask": old.action_mask | drawn,
+        "action_mask": old.action_mask | sampled,
         "truncated": np.where(live, new.truncated, old.truncated),
-        "behaviour_logprobs": np.where(drawn, new.behaviour_logprobs, old.behaviour_logprobs),
-        "logprobs": np.where(drawn, new.logprobs, old.logprobs),
+        "behaviour_logprobs": np.where(sampled, new.behaviour_logprobs, old.behaviour_logprobs),
+        "logprobs": np.where(sampled, new.logprobs, old.logprobs),
         "routes": jax.tree.map(lambda a, b: np.where(known, a, b), old.routes, new.routes),
     }
     rollout = dataclasses.replace(old, **fields)
-    over = live & ~decoded.unfinished
-    return dataclasses.replace(episodes, rollout=rollout, ended=episodes.ended | over, turns=episodes.turns + over)
+    turn_over = live & ~decoded.unfinished
+    ended, turns = episodes.ended | turn_over, episodes.turns + turn_over
+    return dataclasses.replace(episodes, rollout=rollout, ended=ended, turns=turns)
 
 
 class Buffer:
-    """Partial rollouts: more groups are under way than make a batch, and no call waits for the slowest of them.
+    """Buffer of partial rollouts: keeps more groups in flight than a batch needs, so that no call waits for stragglers.
 
-    A batch is made of the oldest groups that are complete. The others stay and go on in the next iteration, under its
-    policy.
+    A batch takes the oldest complete groups. The rest stay in the buffer and resume in the next iteration, under the
+    policy of that iteration.
     """
 
     def __init__(
@@ -249,52 +251,57 @@ class Buffer:
         *,
         groups: int,
         group_size: int,
-        under_way: int,
-        share: float,
-        budget: int | None = None,
-        left: Episodes | None = None,
+        in_flight: int,
+        early_exit: EarlyExit,
+        episodes: Episodes | None = None,
     ):
-        """`groups` make a batch.
+        """Starts empty, or from the episodes of a checkpoint.
 
         Args:
-          under_way: how many groups go into a call, more than `groups`.
-          share: of their responses that have not ended, how many end a call that ends early.
-          budget: tokens drawn that do; None for no such end.
-          left: what is in the buffer to begin with.
+          player: plays the episodes.
+          groups: groups per batch.
+          group_size: responses per group.
+          in_flight: groups per sampling call, more than `groups`.
+          early_exit: when a sampling call returns with responses unfinished.
+          episodes: initial content, oldest groups first; None: empty.
         """
-        self._player, self._groups, self._group_size, self._under_way = player, groups, group_size, under_way
-        self._share, self._budget = share, budget
-        self.episodes = left
-        """What is left, the oldest groups first; None before the first batch."""
-        self.begun = self.calls = 0
-        """Responses begun, and sampling calls, since the policy is the current one."""
+        self._player, self._groups, self._group_size, self._in_flight = player, groups, group_size, in_flight
+        self._early_exit = early_exit
+        self.episodes = episodes
+        """Episodes left in the buffer, oldest groups first; None before the first batch."""
+        self.started = self.calls = 0
+        """Responses started, and sampling calls made, since the last weight sync."""
 
     def __len__(self) -> int:
-        """Groups in the buffer."""
+        """Number of groups in the buffer."""
         return 0 if self.episodes is None else len(self.episodes) // self._group_size
 
-    def newer_policy(self) -> None:
-        """From now on another policy draws."""
-        self.begun = self.calls = 0
+    def on_weight_sync(self) -> None:
+        """Marks all tokens sampled so far as stale; call whenever the sampler loads another policy's weights."""
+        self.started = self.calls = 0
         if self.episodes is not None:
-            self.episodes = dataclasses.replace(self.episodes, older=self.episodes.drawn.astype(np.int32))
+            stale: Any = self.episodes.sampled_tokens.astype(np.int32)
+            self.episodes = dataclasses.replace(self.episodes, stale_tokens=stale)
 
-    def batch(self, begin: Callable[[int], Episodes]) -> Played:
-        """The next batch; `begin(first)` gives new episodes, of whole groups, the first being response `first`."""
-        while len(self) < self._under_way:
-            new = begin(self.begun)
-            self.begun += len(new)
-            self.episodes = new if self.episodes is None else joined([self.episodes, new])
+    def batch(self, begin: Callable[[int], Episodes]) -> EpisodeBatch:
+        """The next batch, made of the oldest complete groups.
+
+        `begin(first)` returns new episodes in whole groups, with responses numbered from `first`.
+        """
+        while len(self) < self._in_flight:
+            new = begin(self.started)
+            self.started += len(new)
+            self.episodes = new if self.episodes is None else concatenate([self.episodes, new])
         episodes, G = self.episodes, self._group_size
         assert episodes is not None
         while (complete := episodes.complete(G)).sum() < self._groups:
-            # Those on their way, the oldest first; where there are too few, complete ones keep the shape.
-            chosen = np.sort(np.argsort(complete, kind="stable")[: self._under_way])
-            gone_on = self._player.go_on(episodes.groups(chosen, G), enough=self._share, budget=self._budget)
+            # Unfinished groups first, the oldest first; if these are too few, complete ones fill up the fixed shape.
+            chosen = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
+            resumed = self._player.resume(episodes.groups(chosen, G), early_exit=self._early_exit)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)
-            episodes = joined([gone_on, rest]).groups(np.argsort(order), G)
+            episodes = concatenate([resumed, rest]).groups(np.argsort(order), G)
             self.calls += 1
         done = np.flatnonzero(complete)[: self._groups]
         self.episodes = episodes.groups(np.setdiff1d(np.arange(len(self)), done), G)
-        return self._player.played(episodes.groups(done, G))
+        return self._player.to_batch(episodes.groups(done, G))

@@ -1,6 +1,5 @@
-"""The decoder with its own copy of the weights, in its own layout and dtype."""
+"""The decoder with its own copy of the weights, in the sampler's layout and dtype."""
 
-import dataclasses
 import math
 import time
 from typing import Any
@@ -16,29 +15,8 @@ from jaxtyping import Array, Int, Key, UInt32
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.rollout import decoder
-from gspo_jax.rollout.sampling import Sampling
-from gspo_jax.types import Prompts, Rollout, RouterRecord, Weights
-
-
-@dataclasses.dataclass
-class Spent:
-    """What sampling has taken since weights were last loaded."""
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    steps: int = 0
-    """Of the decode loop, on the shard that took most."""
-    slot_steps: int = 0
-    """Steps times slots, over all shards."""
-    tokens: int = 0
-    """Drawn in those."""
-    drawn: int = 0
-    """All tokens drawn: those and the first ones."""
-
-    @property
-    def occupancy(self) -> float:
-        """The share of slot-steps that drew a token; 1 where there were none."""
-        return self.tokens / self.slot_steps if self.slot_steps else 1.0
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
+from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
 
 
 class Sampler:
@@ -52,42 +30,47 @@ class Sampler:
         *,
         dtype: DTypeLike,
         group_size: int,
-        length: int,
-        sampling: Sampling,
-        eos_ids: tuple[int, ...],
-        pad_id: int,
+        sampling: SamplingParams,
+        stop: StopRule,
         slots: int | None = None,
         router_logprobs: bool = False,
     ):
-        """`graph` computes in `dtype`; the other arguments are those of `decoder.generate`.
+        """Compiles nothing and holds no weights yet.
 
-        `mesh` is the sampler's own: the trainer's, or its devices in the same order along other axes.
-        `slots` may be more than there are responses: then all decode at once.
+        Args:
+          graph: the model, computing in `dtype`.
+          shapes: shapes and metadata of its parameters.
+          mesh: the sampler's own mesh: the trainer's, or its devices in the same order along other axes.
+          dtype: dtype of the sampler's weights, except those declared float32.
+          group_size: responses per prompt, G.
+          sampling: as in `decoder.generate`, like `stop` and `router_logprobs`.
+          stop: when a response ends.
+          slots: responses decoded at a time, over all devices; None, or more than there are responses: all.
+          router_logprobs: also record the router's log-probs of the experts it chose.
         """
         self._graph, self._shapes = graph, shapes
-        self.reshard = decoder.to_sampler(shapes, mesh, dtype)
+        self.reshard = decoder.make_reshard(shapes, mesh, dtype)
         self._weights: Weights | None = None
-        self.group_size, self.length, self.pad_id, self.mesh = group_size, length, pad_id, mesh
+        self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
+        self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
-        """Bytes of the newest copy, over all devices."""
-        self.spent = Spent()
-        self._sampling = sampling
-        self._router_logprobs = router_logprobs
-        self._eos_ids, self._slots = eos_ids, slots
-        self._seen: set[tuple[Any, ...]] = set()
+        """Size of the sampler's newest copy of the weights in bytes, summed over devices."""
+        self.stats = SamplerStats()
+        """Time and work since the weights were last loaded."""
+        self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     def load(self, weights: Weights) -> None:
-        """Casts and reshards the trainer's weights."""
+        """Casts and reshards the trainer's weights into the sampler's copy, and resets `stats`."""
         with jax.set_mesh(self.mesh):
             self._weights = jax.block_until_ready(self.reshard(weights))
         self.copy_bytes = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * leaf.sharding.num_devices
             for leaf in jax.tree.leaves(self._weights)
         )
-        self.spent = Spent()
+        self.stats = SamplerStats()
 
     def release(self) -> None:
-        """Lets go of the weights, so that an update has their memory."""
+        """Drops the weights, so that the update can use their memory."""
         self._weights = None
 
     def __call__(
@@ -98,130 +81,128 @@ class Sampler:
         first: int = 0,
         limits: Int[np.ndarray, " B"] | None = None,
     ) -> Rollout:
-        """Samples whole responses; number i of them draws with `fold_in(key, first + i)`.
+        """Samples whole responses to prompts on the host. Response i uses the key `fold_in(key, first + i)`.
 
         Args:
-          prompts: on the host.
-          key: of all the responses.
-          first: the number of the first response.
-          limits: of each response, at most the sampler's length.
+          prompts: on the host, [P, S].
+          key: shared by all responses.
+          first: number of the first response.
+          limits: token limit of each response, at most the stop rule's length; None: that length for all.
 
         Raises:
-          RuntimeError: a shape that was sampled before was compiled again.
+          RuntimeError: input shapes sampled before were compiled again.
         """
-        return self.go_on(prompts, self.keys(prompts, key, first), limits=limits).rollout
+        return self.resume(prompts, self.keys(prompts, key, first), limits=limits).rollout
 
     def keys(self, prompts: Prompts, key: Key[Array, ""], first: int) -> UInt32[np.ndarray, "B words"]:
-        """The data of the keys of responses to prompts, the first of which has the number `first`; consumes `key`."""
+        """Key data of the responses to `prompts`, numbered from `first`. Consumes `key`."""
         numbers = first + np.arange(len(prompts.lengths) * self.group_size)
         return np.asarray(jax.random.key_data(decoder.response_keys(key, jnp.asarray(numbers))))
 
-    def no_routes(self, responses: int, positions: int) -> RouterRecord:
-        """A record of nothing, on the host, as there is of responses that have not begun."""
+    def empty_routes(self, responses: int, positions: int) -> RouterRecord:
+        """A router record on the host with no position routed yet, for responses that have not started."""
         config = self._shapes.model(self._graph).config
         shape = (responses, positions, config.num_layers, config.experts_per_token if config.num_experts else 0)
         experts: Any = np.full(shape, -1, config.expert_dtype)
         logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
         return RouterRecord(experts, logprobs)
 
-    def go_on(
+    def resume(
         self,
         prompts: Prompts,
         keys: UInt32[np.ndarray, "B words"],
         *,
         prefix: decoder.Prefix | None = None,
         limits: Int[np.ndarray, " B"] | None = None,
-        enough: float = 1.0,
-        budget: int | None = None,
+        early_exit: EarlyExit = NO_EARLY_EXIT,
     ) -> decoder.Decoded:
-        """`decoder.generate` with the weights, counted in `spent`; what it is given is on the host.
+        """Continues responses from their prefixes with the loaded weights; counted in `stats`.
 
-        Of the room for prompts no more is computed than a bucket that holds the longest of them.
+        The arguments are those of `decoder.generate`, on the host. Prompts are cut to the smallest `bucket` that holds
+        the longest of them, and padded back to their original width in the result.
 
         Raises:
-          RuntimeError: shapes that were sampled before were compiled again.
+          ValueError: no weights are loaded.
+          RuntimeError: input shapes sampled before were compiled again.
         """
         if self._weights is None:
             raise ValueError("the sampler has no weights; call load first")
-        longest = prompts.tokens.shape[1]
-        prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), longest)], prompts.lengths)
-        wide = None if prefix is None else prefix.tokens.shape[1]
-        shapes = (prompts.tokens.shape, longest, wide, limits is None, enough, budget)
-        compiled = _programs()
-        placed: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
+        width = prompts.tokens.shape[1]
+        prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)], prompts.lengths)
+        prefix_width = None if prefix is None else prefix.tokens.shape[1]
+        shapes = (prompts.tokens.shape, width, prefix_width, limits is None, early_exit)
+        compiled = _compiled_programs()
+        inputs: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
         with jax.set_mesh(self.mesh):
-            decoded = self._run(*placed, longest=longest, enough=enough, budget=budget)
-        if shapes in self._seen and _programs() > compiled:  # every iteration would pay for it in silence
-            raise RuntimeError(
-                f"the sampler was compiled again for prompts of shape {shapes[0]}, which it has sampled before"
-            )
-        self._seen.add(shapes)
+            decoded = self._generate(*inputs, prompt_length=width, early_exit=early_exit)
+        if shapes in self._sampled_shapes and _compiled_programs() > compiled:
+            # Without this error every iteration would silently pay for compilation.
+            raise RuntimeError(f"prompts of shape {shapes[0]} were sampled before, yet the sampler was compiled again")
+        self._sampled_shapes.add(shapes)
         return decoded
 
-    def _run(
+    def _generate(
         self,
         prompts: Prompts,
         key_data: UInt32[Array, "B words"],
         prefix: decoder.Prefix | None,
         limits: Int[Array, " B"] | None,
         *,
-        longest: int,
-        enough: float,
-        budget: int | None,
+        prompt_length: int,
+        early_exit: EarlyExit,
     ) -> decoder.Decoded:
-        """`go_on` with what it is given on the devices; prompts come back as wide as `longest`."""
-        own_keys, B = jax.random.wrap_key_data(key_data), len(key_data)
-        slots = decoder.check_slots(None if self._slots is None else min(self._slots, B), B)
-        begun = time.perf_counter()
+        """`resume` with inputs on the devices: `decoder.generate`, with prefill and decode timed apart."""
+        keys, B = jax.random.wrap_key_data(key_data), len(key_data)
+        slots = decoder.resolve_slots(None if self._slots is None else min(self._slots, B), B)
+        start = time.perf_counter()
         prefilled = jax.block_until_ready(
             decoder.prefill(
                 self._graph,
                 self._weights,
                 prompts,
-                own_keys,
+                keys,
                 prefix,
-                group_size=self.group_size,
                 sampling=self._sampling,
                 router_logprobs=self._router_logprobs,
             )
         )
-        read = time.perf_counter()
+        middle = time.perf_counter()
         decoded = jax.block_until_ready(
             decoder.decode(
                 self._graph,
                 self._weights,
                 prefilled,
-                own_keys,
+                keys,
                 limits,
-                slots=slots,
                 sampling=self._sampling,
-                length=self.length,
-                eos_ids=self._eos_ids,
-                pad_id=self.pad_id,
-                enough=enough,
-                budget=budget,
-                prompt_length=longest,
+                stop=self.stop,
+                slots=slots,
+                early_exit=early_exit,
+                prompt_length=prompt_length,
             )
         )
-        self._count(decoded.work, read - begun, time.perf_counter() - read)
+        self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
         return decoded
 
-    def _count(self, work: decoder.Work, prefill_s: float, decode_s: float) -> None:
-        work, spent = hosts.everywhere(work), self.spent
-        spent.prefill_s += prefill_s
-        spent.decode_s += decode_s
-        spent.steps += int(work.steps.max())
-        spent.slot_steps += int(work.slot_steps.sum())
-        spent.tokens += int(work.tokens.sum())
-        spent.drawn += int(work.drawn.sum())
+    def _count(self, work: decoder.DecodeStats, *, prefill_s: float, decode_s: float) -> None:
+        """Adds one call to `stats`."""
+        work, stats = hosts.everywhere(work), self.stats
+        self.stats = SamplerStats(
+            prefill_s=stats.prefill_s + prefill_s,
+            decode_s=stats.decode_s + decode_s,
+            steps=stats.steps + int(work.steps.max()),
+            slot_steps=stats.slot_steps + int(work.slot_steps.sum()),
+            decode_tokens=stats.decode_tokens + int(work.decode_tokens.sum()),
+            sampled_tokens=stats.sampled_tokens + int(work.sampled_tokens.sum()),
+        )
 
 
 def bucket(longest: int, size: int) -> int:
-    """A quarter, a half, three quarters or all of `size`: the least of these that holds `longest`."""
+    """The least of a quarter, a half, three quarters and all of `size` that holds `longest`."""
     quarter = -(-size // 4)
     return min(-(-longest // quarter) * quarter, size)
 
 
-def _programs() -> int:
+def _compiled_programs() -> int:
     programs: tuple[Any, ...] = decoder.prefill, decoder.decode
     return sum(program._cache_size() for program in programs)

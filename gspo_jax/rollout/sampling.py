@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p: one definition of the distribution that tokens are drawn from."""
+"""Sampling settings, and the distribution that tokens are sampled from: temperature, top-k, top-p and min-p."""
 
 import dataclasses
 import math
@@ -12,13 +12,17 @@ from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a token is drawn. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 leave the distribution whole."""
+class SamplingParams:
+    """Distribution that tokens are sampled from, given the logits. The defaults keep the model's distribution whole."""
 
     temperature: float = 1.0
+    """Divisor of the logits; 0 for greedy decoding."""
     top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
     min_p: float = 0.0
+    """Drop tokens less than this fraction as probable as the most probable one; 0 keeps all."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -32,15 +36,46 @@ class Sampling:
 
     @property
     def scoring_temperature(self) -> float:
-        """The temperature at which log-probs are taken: 1 for greedy decoding, which has none of its own."""
+        """Temperature for full-softmax log-probs; 1 for greedy decoding, which defines none."""
         return self.temperature if self.temperature > 0 else 1.0
 
 
-def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: float = 0.0) -> Float[Array, "B V"]:
-    """-inf for tokens outside the top k, then outside the smallest set whose probability reaches top_p, then for those
-    less than min_p times as probable as the most probable one (arXiv 2407.01082).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """When a response ends, and the padding that follows it."""
 
-    Tokens tied with the last one kept stay. The most probable token always stays.
+    max_length: int
+    """Maximum response length T in tokens, prefix and EOS included."""
+    eos_ids: tuple[int, ...]
+    """Token ids that end a response, which includes the first of them; empty: run to the length limit."""
+    pad_id: int = 0
+    """Token id that fills a row after the end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyExit:
+    """When a decode call returns with responses unfinished, as partial rollouts need; by default never."""
+
+    min_ended: float = 1.0
+    """Return once this fraction of a shard's responses has ended, out of those with a token limit above 0."""
+    max_tokens: int | None = None
+    """Return once the decode loops have sampled this many tokens, over all devices; None: no limit."""
+
+    def per_shard(self, shards: int) -> "EarlyExit":
+        """The same condition for one of `shards` batch shards, each with an equal part of the token budget."""
+        tokens = None if self.max_tokens is None else max(1, self.max_tokens // shards)
+        return dataclasses.replace(self, max_tokens=tokens)
+
+
+NO_EARLY_EXIT = EarlyExit()
+"""Return once every response has ended."""
+
+
+def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: float = 0.0) -> Float[Array, "B V"]:
+    """Logits with -inf for tokens that top-k, then top-p, then min-p (arXiv 2407.01082) exclude.
+
+    Kept are the top k; of these the smallest set whose probability reaches top_p; of these the tokens at least min_p
+    times as probable as the most probable one. Ties with the last kept token stay, and so does the most probable token.
     """
     if 0 < top_k < logits.shape[-1]:
         kth = jax.lax.top_k(logits, top_k)[0][..., -1:]
@@ -48,7 +83,7 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: fl
     if top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs  # probability of all tokens ranked above
+        before = jnp.cumsum(probs, axis=-1) - probs  # total probability of higher-ranked tokens
         last = jnp.where(before < top_p, descending, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits < last, -jnp.inf, logits)
     if min_p > 0:
@@ -58,12 +93,13 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: fl
 
 
 def draw(
-    keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling
+    keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingParams
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Draws one token per row with that row's key.
+    """Samples one token per row with that row's key.
 
-    Returns the ids, their log-prob under the distribution drawn from (0 when greedy: it is a point mass), and their
-    log-prob under the whole softmax at the scoring temperature. All log-probs float32.
+    Returns:
+      Token ids; their log-probs under the distribution sampled from (0 for greedy decoding, a point mass); and their
+      log-probs under the full softmax at the scoring temperature. Log-probs are float32.
     """
     logits = logits.astype(jnp.float32) / sampling.scoring_temperature
     if sampling.temperature == 0:
@@ -73,6 +109,6 @@ def draw(
     kept = truncate(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
     full = log_softmax_at(logits, tokens)[0]
-    # Probability 1 is spread over fewer tokens: log p_kept = log p - log of the kept mass.
+    # The kept tokens share probability 1: log p_kept = log p - log of the kept mass.
     behaviour = full + jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(kept, axis=-1)
     return tokens, behaviour, full

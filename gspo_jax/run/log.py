@@ -167,21 +167,21 @@ def earlier_evaluations(workdir: Path) -> list[dict[str, float]]:
 
 def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[str, Any]:
     """Metrics of a whole iteration, by name: times, sampling effort, compilation, throughput."""
-    spent = sampler.spent
+    stats = sampler.stats
     return {
         **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         **rounds.metrics(),
         "reward/failed": rounds.failures,
         "reshard/bytes": sampler.copy_bytes,
-        "timing/prefill_s": spent.prefill_s,
-        "timing/decode_s": spent.decode_s,
-        "decode/steps": spent.steps,
-        "decode/occupancy": spent.occupancy,
-        "decode/wasted": spent.slot_steps - spent.tokens,
+        "timing/prefill_s": stats.prefill_s,
+        "timing/decode_s": stats.decode_s,
+        "decode/steps": stats.steps,
+        "decode/occupancy": stats.occupancy,
+        "decode/wasted": stats.slot_steps - stats.decode_tokens,
         "compile/programs": clock.compiled.programs,
         "compile/seconds": clock.compiled.seconds,
-        "throughput/tokens_per_s": spent.drawn / clock.seconds["iteration"],
-        "throughput/sample_tokens_per_s": spent.drawn / clock.seconds["sample"],
+        "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
+        "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],
     }
 
 
@@ -201,7 +201,7 @@ def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bo
         "trainable": shaping.trainable_rows(scored),
         "drawn": scored.drawn,
         **({"turns": scored.turns} if turns else {}),
-        **({"older": scored.older} if older else {}),
+        **({"older": scored.stale_tokens} if older else {}),
     }
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from gspo_jax.parallel import hosts
-from gspo_jax.rollout.episodes import rows_of
+from gspo_jax.rollout.episodes import group_rows
 from gspo_jax.run.scored import Scored
 
 
@@ -51,7 +51,7 @@ class Rounds:
             return self._rounds[0]
         kept = self._kept()
         groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
-        rows = rows_of(groups, self._group_size)
+        rows = group_rows(groups, self._group_size)
         rounds = [dataclasses.replace(scored, rollout=hosts.everywhere(scored.rollout)) for scored in self._rounds]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
         worth = np.repeat(kept[groups], self._group_size)

@@ -9,8 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
-from gspo_jax.rollout.episodes import Played
-from gspo_jax.types import Rollout
+from gspo_jax.types import EpisodeBatch, Rollout
 
 
 @struct.dataclass
@@ -28,8 +27,8 @@ class Scored:
     """True for responses cut off at the length limit."""
     turns: Int[np.ndarray, " B"]
     """Turns the policy took."""
-    older: Int[np.ndarray, " B"]
-    """Tokens sampled by earlier policies (partial rollouts)."""
+    stale_tokens: Int[np.ndarray, " B"]
+    """Tokens sampled by policies older than the current one (partial rollouts)."""
     records: Shaped[np.ndarray, " B"]
     """Data record of each prompt, such as its answer."""
     total: Float[np.ndarray, " B"]
@@ -52,16 +51,16 @@ class Scored:
 
 
 def score_episodes(
-    played: Played, tokenizer: Tokenizer, scorer: Scorer, step_scorer: StepScorer | None, mesh: Mesh
+    episodes: EpisodeBatch, tokenizer: Tokenizer, scorer: Scorer, step_scorer: StepScorer | None, mesh: Mesh
 ) -> Scored:
     """Score a batch of finished episodes; every process scores its own rows, and all receive all of them."""
-    rollout, B = played.rollout, len(played.texts)
+    rollout, B = episodes.rollout, len(episodes.texts)
     own = hosts.own_rows(mesh, B)  # from here on, columns hold this process's rows only
     tokens, mask, drawn, truncated = hosts.own(
         mesh, (rollout.tokens, rollout.mask, rollout.action_mask, rollout.truncated)
     )
     completions = decode_responses(tokenizer, tokens, mask)
-    texts, records = played.texts[own].tolist(), played.records[own].tolist()
+    texts, records = episodes.texts[own].tolist(), episodes.records[own].tolist()
     scores = scorer.score(texts, completions, records)
     total, by_name = scores.total, scores.by_name
     step_rewards = steps = None
@@ -81,4 +80,4 @@ def score_episodes(
         "step_rewards": step_rewards,
         "steps": steps,
     }
-    return Scored(**played._asdict(), **hosts.shared(mesh, columns, B))
+    return Scored(**episodes._asdict(), **hosts.shared(mesh, columns, B))

@@ -20,7 +20,7 @@ from gspo_jax.objectives import Objective
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
-from gspo_jax.rollout.episodes import Buffer, Played, Player
+from gspo_jax.rollout.episodes import Buffer, Player
 from gspo_jax.run import log as log_lib
 from gspo_jax.run import resume
 from gspo_jax.run.clock import Clock
@@ -36,7 +36,7 @@ from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import Experience, OldPolicy, Prompts, Weights
+from gspo_jax.types import EpisodeBatch, Experience, OldPolicy, Prompts, Weights
 
 
 @dataclasses.dataclass
@@ -99,9 +99,9 @@ class Run:
         clock.phase("reshard")
         self.engine.sampler.load(self.weights(state))
         if self.buffer is not None:
-            self.buffer.newer_policy()
+            self.buffer.on_weight_sync()
 
-    def decode(self, prompts: Batches[PromptBatch], iteration: int, rounds: Rounds, clock: Clock) -> Played:
+    def decode(self, prompts: Batches[PromptBatch], iteration: int, rounds: Rounds, clock: Clock) -> EpisodeBatch:
         """Sample the next batch of episodes: for new prompts, or continuing the buffer's partial rollouts."""
         key = keys.sample_key(self.key, iteration)
 
@@ -114,17 +114,17 @@ class Run:
         if self.buffer is None:
             return self.player.play(*take(), key, first=rounds.sampled)
         clock.phase("sample")
-        return self.buffer.batch(lambda begun: self.player.begin(*take(), key, first=begun))
+        return self.buffer.batch(lambda started: self.player.begin(*take(), key, first=started))
 
-    def rewards(self, played: Played, clock: Clock) -> Scored:
+    def rewards(self, episodes: EpisodeBatch, clock: Clock) -> Scored:
         """Reward a batch of episodes."""
         clock.phase("reward")
-        if self.config.environment.name and played.turns.max() == 1:
+        if self.config.environment.name and episodes.turns.max() == 1:
             self.log.warn(
                 f"{self.config.environment.name} has replied to no response of a whole batch; see that a turn ends "
                 "where it listens (sampling.stop_ids), and that environment.turns is above 1"
             )
-        return score_episodes(played, self.tokenizer, self.scorer, self.step_scorer, self.engine.meshes.trainer)
+        return score_episodes(episodes, self.tokenizer, self.scorer, self.step_scorer, self.engine.meshes.trainer)
 
     def batch(self, rounds: Rounds) -> Scored:
         """The batch to learn from; the sampler's weights make room for the updates."""
@@ -239,7 +239,7 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
             coldstart.coldstart(config, records["train"], meshes.trainer, folder)
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
-        made = engine.build(config, model, meshes, **sampling.ends(config, tokenizer))
+        made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
         prompts = data.training_prompts(config, tokenizer, records["train"])
         checkpointer = Checkpointer(files.checkpoints, keep=config.checkpoint.keep)
         stack.callback(checkpointer.close)

@@ -1,7 +1,5 @@
 """Sampler, episodes and the buffer of partial rollouts from a config."""
 
-from typing import Any
-
 from ml_collections import ConfigDict
 
 from gspo_jax.data.records import Record
@@ -10,14 +8,14 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards import environments
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler
-from gspo_jax.rollout.sampling import Sampling
+from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.types import UserError
 
 
-def make_sampling(config: ConfigDict) -> Sampling:
+def make_sampling(config: ConfigDict) -> SamplingParams:
     """The distribution that training rollouts are sampled from."""
     s = config.sampling
-    return Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+    return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
 
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
@@ -39,9 +37,15 @@ def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(found)
 
 
-def ends(config: ConfigDict, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids that end a response, `eos_ids`, and the one that pads it, `pad_id`."""
-    return {"eos_ids": (*tokenizer.eos_ids, *stop_ids(config, tokenizer)), "pad_id": tokenizer.pad_id}
+def make_stop_rule(config: ConfigDict, *, eos_ids: tuple[int, ...], pad_id: int) -> StopRule:
+    """When a response ends: at one of `eos_ids` or at the config's length limit; `pad_id` fills the rest."""
+    return StopRule(max_length=config.sampling.max_response_length, eos_ids=eos_ids, pad_id=pad_id)
+
+
+def stop_rule_of(config: ConfigDict, tokenizer: Tokenizer) -> StopRule:
+    """The stop rule with the tokenizer's EOS ids and those of `sampling.stop_ids`."""
+    eos_ids = (*tokenizer.eos_ids, *stop_ids(config, tokenizer))
+    return make_stop_rule(config, eos_ids=eos_ids, pad_id=tokenizer.pad_id)
 
 
 def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
@@ -70,10 +74,10 @@ def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> P
         # After one of sampling.stop_ids, such as the end of a tool call, the reply is inserted verbatim.
         return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
 
-    return Player(sampler, reply=reply, turns=environment.turns, opening=begins)
+    return Player(sampler, reply=reply, max_turns=environment.turns, opening=begins)
 
 
-def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None) -> Buffer | None:
+def make_buffer(config: ConfigDict, player: Player, unfinished: Episodes | None = None) -> Buffer | None:
     """The buffer of partial rollouts, holding what an earlier start left in it; None without partial rollouts."""
     partial = config.sampling.partial
     if partial.prompts is None:
@@ -82,8 +86,7 @@ def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None
         player,
         groups=config.data.prompts_per_batch,
         group_size=config.sampling.group_size,
-        under_way=partial.prompts,
-        share=partial.share,
-        budget=partial.tokens,
-        left=left,
+        in_flight=partial.prompts,
+        early_exit=EarlyExit(min_ended=partial.share, max_tokens=partial.tokens),
+        episodes=unfinished,
     )

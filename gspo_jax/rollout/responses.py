@@ -1,0 +1,124 @@
+"""Responses assembled from the decode loop's logs, phase by phase, and cut at their ends into a `Rollout`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from gspo_jax.rollout.loop import (
+    DecodeLoop,
+    LoopState,
+    Prefilled,
+    SampledTokens,
+    flatten_routes,
+    is_eos,
+    length_mask,
+)
+from gspo_jax.types import Rollout, RouterRecord
+
+
+@struct.dataclass
+class ResponseBuffer:
+    """The n responses of a shard, in their own order; entries past a response's end are undefined."""
+
+    sampled: SampledTokens
+    """Sampled tokens with their log-probs, [n, T]; on prefixes the prefix's tokens, with log-probs 0."""
+    routes: RouterRecord
+    """Routes of the tokens that were fed to the model, [n, T, L·K]."""
+    lengths: Int[Array, " n"]
+    """Number of tokens of each response; may be too large for a response that has ended, which is cut at its end."""
+
+    @classmethod
+    def start(cls, prefilled: Prefilled, prefix_lengths: Int[Array, " n"], max_length: int) -> "ResponseBuffer":
+        """The buffer before the first decode step: each response's prefix and first sampled token."""
+        is_first = jnp.arange(max_length)[None] == prefix_lengths[:, None]
+        sampled = jax.tree.map(lambda d: jnp.where(is_first, d[:, None], jnp.zeros((), d.dtype)), prefilled.first)
+        if prefilled.prefix is None or prefilled.prefix_kv is None:
+            routes = jax.tree.map(
+                lambda r: jnp.zeros((*is_first.shape, r.shape[-2] * r.shape[-1]), r.dtype), prefilled.prompt_kv.routes
+            )
+            return cls(sampled, routes, prefix_lengths + 1)
+
+        def padded(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, max_length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+
+        in_prefix = length_mask(prefix_lengths, max_length)
+        tokens = jnp.where(in_prefix, padded(prefilled.prefix.tokens), sampled.tokens)
+        routes = jax.tree.map(lambda r: padded(flatten_routes(r)), prefilled.prefix_kv.routes)
+        return cls(sampled._replace(tokens=tokens), routes, prefix_lengths + 1)
+
+    def add_phase(
+        self, state: LoopState, position: Int[Array, " n"], prefix_lengths: Int[Array, " n"]
+    ) -> "ResponseBuffer":
+        """The buffer with the tokens and routes of one phase copied in.
+
+        Args:
+          state: the loop's state at the end of the phase. Token t of the response at queue position p is in row
+            `first_row[p] + t` of the log, if it was sampled in this phase.
+          position: queue position of each response.
+          prefix_lengths: prefix tokens of each response.
+        """
+        T, B = self.sampled.tokens.shape[1], state.positions.shape[0]
+        at = jnp.arange(T, dtype=jnp.int32)[None]
+        row, held = state.first_row[position, None] + at, state.slot[position, None]
+        # A token's routes are one row below it, in the step that feeds it.
+        sampled_here = (row >= 0) & (row < state.row) & (held < B) & (at > prefix_lengths[:, None])
+        fed_here = _has_successor(sampled_here)
+        slot = jnp.minimum(held, B - 1)
+
+        def take(old: Array, log: Array, row: Array, here: Array) -> Array:
+            new = log[jnp.clip(row, 0, log.shape[0] - 1), slot]
+            return jnp.where(here.reshape(here.shape + (1,) * (old.ndim - 2)), new, old)
+
+        return ResponseBuffer(
+            jax.tree.map(lambda old, log: take(old, log, row, sampled_here), self.sampled, state.log.sampled),
+            jax.tree.map(lambda old, log: take(old, log, row + 1, fed_here), self.routes, state.log.routes),
+            jnp.maximum(self.lengths, jnp.where(sampled_here, at + 1, 0).max(axis=1)),
+        )
+
+    def rollout(self, loop: DecodeLoop, *, prompt_length: int) -> tuple[Rollout, Bool[Array, " n"]]:
+        """Cuts each response at its token limit or at the first EOS after its prefix, whichever comes first.
+
+        Returns:
+          The rollout, with prompts padded to `prompt_length`, and True for each response that ends at neither.
+        """
+        prefilled, limits, pad_id = loop.prefilled, loop.limits, loop.stop.pad_id
+        tokens, at = self.sampled.tokens, jnp.arange(self.sampled.tokens.shape[1])[None]
+        available = at < jnp.minimum(limits, self.lengths)[:, None]
+        eos = is_eos(tokens, loop.eos_ids) & available & (at >= loop.prefix_lengths[:, None])
+        mask = available & (jnp.cumsum(eos, axis=1) - eos == 0)
+        stopped = eos.any(axis=1)
+        action_mask = mask & (at >= loop.prefix_lengths[:, None])
+        P, S = prefilled.prompts.tokens.shape
+        padding, group_size = ((0, 0), (0, prompt_length - S)), len(tokens) // P
+
+        def joined(prompt: Array, response: Array, fill: int) -> Array:
+            """[P, S, L, K] and [n, T, L·K] -> [n, prompt_length + T, L, K], with `fill` where no token was fed."""
+            prompt = jnp.pad(prompt, (*padding, (0, 0), (0, 0)), constant_values=fill)
+            response = jnp.where(_has_successor(mask)[..., None], response, fill)
+            whole = jnp.concatenate([jnp.repeat(flatten_routes(prompt), group_size, axis=0), response], axis=1)
+            return whole.reshape(*whole.shape[:2], *prompt.shape[2:])
+
+        routes, prompt_routes = self.routes, prefilled.prompt_kv.routes
+        rollout = Rollout(
+            prompts=jnp.repeat(jnp.pad(prefilled.prompts.tokens, padding, constant_values=pad_id), group_size, axis=0),
+            prompt_lengths=jnp.repeat(prefilled.prompts.lengths, group_size, axis=0),
+            tokens=jnp.where(mask, tokens, pad_id),
+            mask=mask,
+            action_mask=action_mask,
+            truncated=~stopped & (mask.sum(axis=1) == limits),
+            behaviour_logprobs=jnp.where(mask, self.sampled.behaviour_logprobs, 0),
+            logprobs=jnp.where(mask, self.sampled.logprobs, 0),
+            routes=RouterRecord(
+                joined(prompt_routes.experts, routes.experts, -1),
+                jax.tree.map(partial(joined, fill=0), prompt_routes.logprobs, routes.logprobs),
+            ),
+        )
+        return rollout, ~stopped & ~rollout.truncated
+
+
+def _has_successor(mask: Bool[Array, "n T"]) -> Bool[Array, "n T"]:
+    """True where the next token is in the mask: the model was fed this token to sample the next one."""
+    return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
