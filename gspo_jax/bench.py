@@ -29,186 +29,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Int
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from gspo_jax import cli, engine
-from gspo_jax.config import base
-from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup import keys
-from gspo_jax.setup.meshes import check_sizes, make_meshes
+from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.training.experience import Rewards
 from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
+from gspo_jax.workload import DTYPES, Workload, flops
 
 PARTS = ("sample", "score", "update")
 """Of an iteration, in their order."""
-DTYPES = ("float32", "bfloat16")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
 """Of the square matrices that the speed of the floor is measured with."""
 MATMUL_S = 0.3
 """Seconds for which each of them is multiplied."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is run."""
-
-    model: Path
-    """A Hugging Face folder."""
-    prompts: int = 8
-    group: int = 8
-    """Responses to each prompt."""
-    prompt_length: int = 32
-    """Tokens of every prompt."""
-    new_tokens: int = 128
-    """Tokens of every response, at most."""
-    lengths: str | None = None
-    """How many tokens each response really has, as in uniform:16:128; None is `new_tokens` for all."""
-    slots: int | None = None
-    """Responses that decode at a time; None is all of them."""
-    minibatches: int = 4
-    """Updates per iteration."""
-    microbatches: int = 1
-    """That an update is cut into."""
-    dtype: str = "float32"
-    """Of the computation; parameters are float32."""
-    repeats: int = 5
-    """Iterations that are measured."""
-    warmup: int = 1
-    """Iterations before those; the first one compiles."""
-    devices: int = 1
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
-    """Sizes of the mesh's axes; -1 once: the rest of the devices. What is left out is 1."""
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        """What the speed of each part, and of the iteration, is counted in."""
-        sampled = int(self.limits.sum())
-        read = sampled + self.prompts * self.group * self.prompt_length
-        return {"sample": sampled, "score": read, "update": read, "iteration": sampled}
-
-    @property
-    def limits(self) -> Int[np.ndarray, " B"]:
-        """Tokens of each response, the same in every iteration.
-
-        Raises:
-          UserError: `lengths` cannot be read, or reaches beyond `new_tokens`.
-        """
-        responses = self.prompts * self.group
-        if self.lengths is None:
-            return np.full(responses, self.new_tokens, np.int32)
-        kind, *ends = self.lengths.split(":")
-        if kind != "uniform" or len(ends) != 2 or not all(end.isdigit() for end in ends):
-            raise UserError(f"--lengths is {self.lengths!r}; write it as uniform:16:{self.new_tokens}")
-        low, high = map(int, ends)
-        if not 1 <= low <= high <= self.new_tokens:
-            raise UserError(f"--lengths {self.lengths} does not lie in 1 to {self.new_tokens}, which is --new_tokens")
-        return np.random.default_rng(0).integers(low, high + 1, responses).astype(np.int32)
-
-    @property
-    def config(self) -> ConfigDict:
-        """The config of the training run whose iterations these are: a run's defaults, with activations kept."""
-        config: Any = base()
-        config.model.folder = str(self.model)
-        config.model.dtype = self.dtype
-        config.model.remat = "dots"
-        config.data.prompts_per_batch = self.prompts
-        config.data.max_prompt_length = self.prompt_length
-        config.sampling.group_size = self.group
-        config.sampling.max_response_length = self.new_tokens
-        config.sampling.slots = self.slots
-        config.training.minibatches = self.minibatches
-        config.training.microbatches = self.microbatches
-        config.training.old_logprobs = "recompute"
-        config.optimizer.learning_rate = 1e-6
-        config.optimizer.warmup_updates = 0
-        config.optimizer.max_grad_norm = 1.0
-        return config
-
-    def check(self) -> ModelConfig:
-        """The model's shape, read without a look at devices or weights.
-
-        Raises:
-          UserError: a number is out of its range, or does not fit the others or the model.
-        """
-        for name, value in vars(self).items():
-            if isinstance(value, int) and value < 1:
-                raise UserError(f"--{name} is {value}; it must be at least 1")
-        _ = self.limits  # raises where --lengths is no range
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
-        model = huggingface.read_config(self.model)
-        length, limit = self.prompt_length + self.new_tokens, model.max_position_embeddings
-        if length > limit:
-            raise UserError(
-                f"--prompt_length {self.prompt_length} and --new_tokens {self.new_tokens} need {length} positions, and "
-                f"the model has {limit}; take {length - limit} off"
-            )
-        sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
-        try:
-            check_sizes(self.config, model, sizes)
-        except UserError as error:
-            raise UserError(_as_flags(str(error))) from None
-        return model
-
-
-def _as_flags(text: str) -> str:
-    """A message about a config, about this command's flags."""
-    for field, flag in {
-        "data.prompts_per_batch": "prompts",
-        "sampling.group_size": "group",
-        "sampling.slots": "slots",
-    }.items():
-        text = text.replace(field, f"--{flag}")
-    return text
-
-
-def forward_flops(
-    model: ModelConfig, *, lengths: Int[np.ndarray, " B"], rows_per_prompt: int, prompt_length: int
-) -> int:
-    """Floating-point operations that log-probs of responses cannot be had without, when the cache is perfect.
-
-    A token's matmul parameters in one layer, with the K experts it goes to:
-
-        A = D·H·h + 2·D·Kv·h + H·h·D + (D·E + 3·K·D·F, or 3·D·F in a dense layer)
-
-    A prompt of S tokens is read once for the `rows_per_prompt` rows that share it; of a response of T tokens, one of
-    `lengths`, all but the last are read, since nothing is predicted from that one. A token at position c (from 1)
-    attends to exactly c keys, with 4·H·h·c operations: scores and weighted values. The vocabulary is projected to once
-    for each response token, with D·V parameters. With N = B/rows_per_prompt·S + Σ(T − 1) tokens and Σc over their
-    positions,
-
-        flops = L·(2·A·N + 4·H·h·Σc) + 2·D·V·ΣT.
-
-    A training pass costs three times as much: the gradient needs two products for each one of the forward. Norms,
-    softmaxes, rotary positions, the embedding's lookup and the optimizer are not counted.
-    """
-    D, width = model.hidden_size, model.num_heads * model.head_dim
-    S, fed = prompt_length, lengths.astype(np.int64) - 1
-    if model.num_experts:
-        feed = D * model.num_experts + 3 * model.experts_per_token * D * model.moe_intermediate_size
-    else:
-        feed = 3 * D * model.intermediate_size
-    active = 2 * D * width + 2 * D * model.num_kv_heads * model.head_dim + feed
-    prompts = len(lengths) // rows_per_prompt
-    tokens = prompts * S + int(fed.sum())
-    contexts = prompts * (S * (S + 1) // 2) + int((S * fed + fed * (fed + 1) // 2).sum())
-    of_head = 2 * D * model.vocab_size * int(lengths.sum(dtype=np.int64))
-    return model.num_layers * (2 * active * tokens + 4 * width * contexts) + of_head
-
-
-def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
-    """Of each part, and of the iteration; the rows of a group share their prompt in all of them."""
-    forward = forward_flops(model, lengths=work.limits, rows_per_prompt=work.group, prompt_length=work.prompt_length)
-    return {"sample": forward, "score": forward, "update": 3 * forward, "iteration": 5 * forward}
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:

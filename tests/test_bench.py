@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import bench
+from gspo_jax import bench, workload
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import CONFIG, quick_compilation
@@ -40,7 +40,7 @@ def test_hidden_lengths_and_slots(tmp_path: pathlib.Path, capsys: pytest.Capture
     flags = [*SMALL, "--compile=here", "--lengths=uniform:2:7", "--slots=3"]
     assert bench.main([f"--model={MOE}", *flags, f"--json={file}"]) == 0
     found = json.loads(file.read_text())
-    lengths = bench.Workload(model=MOE, prompts=4, group=2, new_tokens=7, lengths="uniform:2:7").limits
+    lengths = workload.Workload(model=MOE, prompts=4, group=2, new_tokens=7, lengths="uniform:2:7").limits
     assert set(lengths) <= set(range(2, 8)) and len(lengths) == 8
     sample = found["sample"]
     assert sample["tokens_per_s"] * sample["median_s"] == pytest.approx(lengths.sum())
@@ -97,7 +97,7 @@ def test_flops_are_those_of_the_matrix_products(config: ModelConfig, share: int)
         feed, width = N, config.intermediate_size
     layer += [(feed, D, width), (feed, D, width), (feed, width, D)]
     expected = config.num_layers * counted(layer) + counted([(sum(lengths), D, config.vocab_size)])
-    found = bench.forward_flops(config, lengths=np.array(lengths), rows_per_prompt=share, prompt_length=S)
+    found = workload.forward_flops(config, lengths=np.array(lengths), rows_per_prompt=share, prompt_length=S)
     assert found == expected
 
 
@@ -119,8 +119,8 @@ def test_flops_by_hand() -> None:
     read = 8 * 32 + 64 * 127  # 8,384 tokens
     pairs = 8 * (32 * 33 // 2) + 64 * (127 * 32 + 127 * 128 // 2)  # of a query and a key: 784,512
     forward = 2 * active * read + 4 * 4 * 256 * pairs + 2 * 256 * 512 * 64 * 128  # 39.84 + 3.21 + 2.15 GFLOP
-    work = bench.Workload(model=MOE)
-    assert bench.flops(config, work) == {
+    work = workload.Workload(model=MOE)
+    assert workload.flops(config, work) == {
         "sample": forward,
         "score": forward,
         "update": 3 * forward,

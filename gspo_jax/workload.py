@@ -1,0 +1,158 @@
+"""The synthetic workload that `bench` times: random prompts, responses of given lengths, and the flops they need."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from gspo_jax.config import base
+from gspo_jax.models import flops as flops_lib
+from gspo_jax.models import huggingface
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.setup.meshes import check_sizes
+from gspo_jax.types import UserError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A benchmark's iterations: prompts, responses and how they are run."""
+
+    model: Path
+    """Hugging Face folder of the model."""
+    prompts: int = 8
+    group: int = 8
+    """Responses per prompt."""
+    prompt_length: int = 32
+    """Tokens per prompt."""
+    new_tokens: int = 128
+    """Maximum tokens per response."""
+    lengths: str | None = None
+    """Distribution of response lengths, such as uniform:16:128; None: `new_tokens` for all."""
+    slots: int | None = None
+    """Responses decoded at a time; None: all."""
+    minibatches: int = 4
+    """Updates per iteration."""
+    microbatches: int = 1
+    """Gradient-accumulation steps per update."""
+    dtype: str = "float32"
+    """Compute dtype; parameters are float32."""
+    repeats: int = 5
+    """Measured iterations."""
+    warmup: int = 1
+    """Iterations before the measured ones; the first one compiles."""
+    devices: int = 1
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
+    """Sizes of the mesh axes; one may be -1, the rest of the devices, and those left out are 1."""
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens per iteration that the throughput of each part is computed from."""
+        sampled = int(self.limits.sum())
+        read = sampled + self.prompts * self.group * self.prompt_length
+        return {"sample": sampled, "score": read, "update": read, "iteration": sampled}
+
+    @property
+    def limits(self) -> Int[np.ndarray, " B"]:
+        """Length of each response in tokens, the same in every iteration.
+
+        Raises:
+          UserError: `lengths` is malformed or exceeds `new_tokens`.
+        """
+        responses = self.prompts * self.group
+        if self.lengths is None:
+            return np.full(responses, self.new_tokens, np.int32)
+        kind, *ends = self.lengths.split(":")
+        if kind != "uniform" or len(ends) != 2 or not all(end.isdigit() for end in ends):
+            raise UserError(f"--lengths is {self.lengths!r}; write it as uniform:16:{self.new_tokens}")
+        low, high = map(int, ends)
+        if not 1 <= low <= high <= self.new_tokens:
+            raise UserError(f"--lengths {self.lengths} does not lie in 1 to {self.new_tokens}, which is --new_tokens")
+        return np.random.default_rng(0).integers(low, high + 1, responses).astype(np.int32)
+
+    @property
+    def config(self) -> ConfigDict:
+        """The config of a training run with these iterations: the defaults, with matmul outputs saved for backward."""
+        config: Any = base()
+        config.model.folder = str(self.model)
+        config.model.dtype = self.dtype
+        config.model.remat = "dots"
+        config.data.prompts_per_batch = self.prompts
+        config.data.max_prompt_length = self.prompt_length
+        config.sampling.group_size = self.group
+        config.sampling.max_response_length = self.new_tokens
+        config.sampling.slots = self.slots
+        config.training.minibatches = self.minibatches
+        config.training.microbatches = self.microbatches
+        config.training.old_logprobs = "recompute"
+        config.optimizer.learning_rate = 1e-6
+        config.optimizer.warmup_updates = 0
+        config.optimizer.max_grad_norm = 1.0
+        return config
+
+    def check(self) -> ModelConfig:
+        """Check the workload and return the model's shape, without touching devices or weights.
+
+        Raises:
+          UserError: a number is out of range, or does not fit the others or the model.
+        """
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 1:
+                raise UserError(f"--{name} is {value}; it must be at least 1")
+        _ = self.limits  # raises where --lengths is no range
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
+        model = huggingface.read_config(self.model)
+        length, limit = self.prompt_length + self.new_tokens, model.max_position_embeddings
+        if length > limit:
+            raise UserError(
+                f"--prompt_length {self.prompt_length} and --new_tokens {self.new_tokens} need {length} positions, and "
+                f"the model has {limit}; take {length - limit} off"
+            )
+        sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
+        try:
+            check_sizes(self.config, model, sizes)
+        except UserError as error:
+            raise UserError(_as_flags(str(error))) from None
+        return model
+
+
+def _as_flags(text: str) -> str:
+    """Rewrite a message about config fields in terms of this command's flags."""
+    for field, flag in {
+        "data.prompts_per_batch": "prompts",
+        "sampling.group_size": "group",
+        "sampling.slots": "slots",
+    }.items():
+        text = text.replace(field, f"--{flag}")
+    return text
+
+
+def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
+    """Flops of each part and of the iteration that no implementation can avoid, whose rows share their group's prompt.
+
+    A training pass costs three forward passes: the gradient takes two products for each one of the forward.
+    """
+    forward = forward_flops(model, lengths=work.limits, rows_per_prompt=work.group, prompt_length=work.prompt_length)
+    return {"sample": forward, "score": forward, "update": 3 * forward, "iteration": 5 * forward}
+
+
+def forward_flops(
+    model: ModelConfig, *, lengths: Int[np.ndarray, " B"], rows_per_prompt: int, prompt_length: int
+) -> int:
+    """Flops that log-probs of responses cannot be had without, with a perfect KV cache; see `models.flops.forward`.
+
+    A prompt of S tokens is read once for the `rows_per_prompt` rows that share it. All tokens of a response but the
+    last are read, since nothing is predicted from that one. A token at position c (from 1) attends to c keys.
+    """
+    S, fed = prompt_length, lengths.astype(np.int64) - 1
+    prompts = len(lengths) // rows_per_prompt
+    pairs = prompts * (S * (S + 1) // 2) + int((S * fed + fed * (fed + 1) // 2).sum())
+    work = flops_lib.Work(prompts * S + int(fed.sum()), int(lengths.sum(dtype=np.int64)), pairs)
+    return int(flops_lib.forward(model, work).forward)
