@@ -195,16 +195,13 @@ def forward_flops(
     """
     D, width = model.hidden_size, model.num_heads * model.head_dim
     S, fed = prompt_length, lengths.astype(np.int64) - 1
-    if model.num_experts:
-        feed = D * model.num_experts + 3 * model.experts_per_token * D * model.moe_intermediate_size
-    else:
-        feed = 3 * D * model.intermediate_size
-    active = 2 * D * width + 2 * D * model.num_kv_heads * model.head_dim + feed
+    feed = sum(stack.layers * D * (stack.experts + 3 * stack.active_width) for stack in model.stacks)
+    active = model.num_layers * (2 * D * width + 2 * D * model.num_kv_heads * model.head_dim) + feed
     prompts = len(lengths) // rows_per_prompt
     tokens = prompts * S + int(fed.sum())
     contexts = prompts * (S * (S + 1) // 2) + int((S * fed + fed * (fed + 1) // 2).sum())
     of_head = 2 * D * model.vocab_size * int(lengths.sum(dtype=np.int64))
-    return model.num_layers * (2 * active * tokens + 4 * width * contexts) + of_head
+    return 2 * active * tokens + model.num_layers * 4 * width * contexts + of_head
 
 
 def flops(model: ModelConfig, work: Workload) -> dict[str, int]:

@@ -238,7 +238,7 @@ def check_experts(config: ConfigDict, model: ModelConfig) -> None:
         (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
         (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
     ):
-        if asked and not model.num_experts:
+        if asked and not model.is_routed:
             raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")
 
 
@@ -498,7 +498,7 @@ def make_buffer(config: ConfigDict, player: Player, left: Episodes | None = None
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
     """Whether the sampler does: where the trainer makes a record of its own, nobody would read them."""
     wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
-    return bool(model.num_experts) and wanted
+    return model.is_routed and wanted
 
 
 def completions(tokenizer: Tokenizer, tokens: Int[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> list[str]:

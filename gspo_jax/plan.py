@@ -89,7 +89,7 @@ class Setting:
             mesh = experiment.make_sampler_mesh(self.config, mesh)
         shards = mesh.shape["expert"]
         dispatch = self.config.model.dispatch
-        if not model.num_experts or dispatch == "capacity":
+        if not model.is_routed or dispatch == "capacity":
             return 1.0
         K = model.experts_per_token
         share = K / (shards * min(K, model.num_experts // shards))
@@ -232,8 +232,8 @@ def least_bytes(name: str, setting: Setting) -> float:
     embedding = model.vocab_size * model.hidden_size
     layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))
     dense = (layers.trunk + layers.down) / 2  # parameters that a token meets, of experts K
-    experts = 3 * model.hidden_size * model.moe_intermediate_size * model.num_layers
-    whole = dense + experts * (model.num_experts - model.experts_per_token) if model.num_experts else dense
+    idle = sum(stack.layers * stack.width * (stack.experts - stack.experts_per_token) for stack in model.stacks)
+    whole = dense + 3 * model.hidden_size * idle
     if name == "reshard":
         return (4 + 2) * (whole + 2 * embedding) / chips
     seen = 0.0
@@ -303,7 +303,7 @@ def kind_of(module: hlo.Module, buffer: Buffer, model: ModelConfig, shapes: set[
     dims = array.dims if array else ()
     if name == "update" and dims in shapes:
         return "gradients"
-    if len(dims) > 1 and dims[0] == model.num_layers:
+    if len(dims) > 1 and dims[0] in {model.num_layers, *(stack.layers for stack in model.stacks)}:
         kinds = {"update": "saved activations", "score": "routes", "reshard": "the sampler's weights"}
         return kinds.get(name, "cache")
     for scope in ("attention", "feed_forward", "logits", "optimizer"):

@@ -252,9 +252,9 @@ def test_the_samplers_copy_is_cast_but_for_router_and_norms():
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     with jax.set_mesh(mesh):
         weights = to_sampler(SHAPES, mesh, jnp.bfloat16)(place(params(), mesh))
-    assert weights["embed"].dtype == weights["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
-    assert weights["layers"]["mlp"]["router"].dtype == weights["norm"].dtype == jnp.float32
-    gate = weights["layers"]["mlp"]["gate"]
+    assert weights["embed"].dtype == weights["layers"][0]["mlp"]["gate"].dtype == jnp.bfloat16
+    assert weights["layers"][0]["mlp"]["router"].dtype == weights["norm"].dtype == jnp.float32
+    gate = weights["layers"][0]["mlp"]["gate"]
     assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), "whole on every data and fsdp shard"
 
 

@@ -206,7 +206,7 @@ def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data, adder):
     policy = experiment.open_policy(config, adder)
     critic = experiment.make_critic(config, policy.config)
     models = [nnx.merge(policy.graph, policy.shapes), nnx.merge(critic.graph, critic.shapes).trunk]
-    assert [model.layers.mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
+    assert [model.layers[0].mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
 
 
 def warnings(said: str) -> list[str]:

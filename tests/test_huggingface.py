@@ -22,6 +22,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
+from tests.tiny import MIXED, mixed_family, params  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied")
@@ -212,6 +213,16 @@ def test_bfloat16(tmp_path: pathlib.Path) -> None:
     assert np.isfinite(logits(narrow, reference("qwen3_moe")["tokens"])).all()
 
 
+def test_a_second_stack_has_its_own_layers(tmp_path: pathlib.Path, mixed_family: None) -> None:  # noqa: F811
+    """Layer 0 is dense and layers 1 and 2 are routed, in the checkpoint as in the model."""
+    weights = params(MIXED)
+    huggingface.save(weights, MIXED, tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert {f"model.layers.{i}.mlp.gate.weight" in names for i in (1, 2)} == {True}
+    assert "model.layers.0.mlp.gate_proj.weight" in names and "model.layers.0.mlp.gate.weight" not in names
+    assert_same(huggingface.load_params(tmp_path / "out", MIXED), weights)
+
+
 # Meshes
 
 MESHES = [
@@ -320,7 +331,7 @@ def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "model_type": ("qwen3", config_edit(model_type="llama"),
-                   'config.json: model_type is "llama"; supported: only "qwen3_moe" and "qwen3"'),
+                   'config.json: model_type is "llama"; supported: only "qwen3" and "qwen3_moe"'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
     "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "yarn", "factor": 4.0}),
                      'rope_scaling is {"rope_type": "yarn", "factor": 4.0}; supported: only rope_type "default"'),
@@ -353,9 +364,9 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                  "model-00002-of-00003.safetensors does not exist though model.safetensors.index.json names it"),
     "empty index": ("qwen3_moe_fused", lambda f: edit(f / "model.safetensors.index.json", weight_map=...),
                     "model.safetensors.index.json has no weight_map"),
-    "truncated": ("qwen3", cut, "model.safetensors is no complete safetensors file"),
+    "truncated": ("qwen3", cut, "model.safetensors is not a complete safetensors file"),
     "not safetensors": ("qwen3", lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),
-                        "model.safetensors is no complete safetensors file"),
+                        "model.safetensors is not a complete safetensors file"),
     "no tensor": ("qwen3", drop("model.layers.1.mlp.up_proj.weight"),
                   "has no tensor model.layers.1.mlp.up_proj.weight, which its config.json asks for; download it again"),
     "no expert": ("qwen3_moe", drop("model.layers.2.mlp.experts.7.down_proj.weight"),

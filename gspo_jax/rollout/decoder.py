@@ -324,17 +324,19 @@ def to_sampler(shapes: nnx.State, mesh: Mesh, dtype: DTypeLike) -> Callable[[nnx
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
-    specs = (mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked)
-    of_layer = [NamedSharding(mesh, spec) for spec in specs]
+    specs = {i: mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked}
+    of_layer = {i: NamedSharding(mesh, spec) for i, spec in specs.items()}
 
-    def layer(slices: list[Array]) -> list[Array]:
-        cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
-        return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(cast, of_layer, strict=True)]
+    def layer(own: list[int], slices: list[Array]) -> list[Array]:
+        cast = [x.astype(dtypes[i]) for i, x in zip(own, slices, strict=True)]
+        return [jax.lax.with_sharding_constraint(x, of_layer[i]) for i, x in zip(own, cast, strict=True)]
 
     def reshard(params: nnx.State) -> nnx.State:
         leaves, tree = jax.tree.flatten(params)
-        layers = jax.lax.map(layer, [leaves[i] for i in stacked])
-        done = dict(zip(stacked, layers, strict=True))
+        done = {}
+        for layers in {leaves[i].shape[0]: None for i in stacked}:  # stacks of as many layers go together
+            own = [i for i in stacked if leaves[i].shape[0] == layers]
+            done |= zip(own, jax.lax.map(partial(layer, own), [leaves[i] for i in own]), strict=True)
         return jax.tree.unflatten(tree, [done.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])
 
     return jax.jit(reshard, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))

@@ -119,7 +119,7 @@ class Sampler:
     def no_routes(self, responses: int, positions: int) -> RouterRecord:
         """A record of nothing, on the host, as there is of responses that have not begun."""
         config = nnx.merge(self._graph, self._shapes).config
-        shape = (responses, positions, config.num_layers, config.experts_per_token if config.num_experts else 0)
+        shape = (responses, positions, *config.route_shape)
         experts: Any = np.full(shape, -1, config.expert_dtype)
         logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
         return RouterRecord(experts, logprobs)

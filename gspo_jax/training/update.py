@@ -93,7 +93,7 @@ def _loss(
         scores,
         batch,
         info,
-        num_experts=nnx.merge(graph, params).config.num_experts,
+        config=nnx.merge(graph, params).config,
         replayed=routing.replay,
     )
     if old.reference_logprobs is not None:
