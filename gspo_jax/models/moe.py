@@ -136,7 +136,7 @@ Choose = Callable[[Array, ModelConfig, Routing | None], tuple[Routes, Array]]
 def softmax_router(
     logits: Float[Array, "B T E"], config: ModelConfig, asked: Routing | None
 ) -> tuple[Routes, Float[Array, "B T K"]]:
-    """`route` with the config's K and renormalisation: the router of Qwen3-MoE, Mixtral and others."""
+    """Calls `route` with the config's K and renormalisation."""
     return route(logits, k=config.experts_per_token, renormalise=config.norm_topk_prob, asked=asked)
 
 
