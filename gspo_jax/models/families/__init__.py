@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import ConfigJson
-from gspo_jax.models.families import qwen3
+from gspo_jax.models.families import olmoe, qwen3
 from gspo_jax.models.tensors import Rule
 from gspo_jax.types import UserError, choices
 
@@ -52,7 +52,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {"qwen3": qwen3}
+FAMILIES: dict[str, Family] = {"olmoe": olmoe, "qwen3": qwen3}
 """Every family, by the name of its file."""
 
 MODEL_TYPES = {model_type: family for family in FAMILIES.values() for model_type in family.MODEL_TYPES}
