@@ -267,9 +267,9 @@ def test_the_samplers_copy_is_cast_but_for_router_and_norms():
     with jax.set_mesh(mesh):
         copy = make_reshard(SHAPES, mesh, jnp.bfloat16)(Weights.full(place(params(), mesh)))
     copied = copy.trainable
-    assert copied["embed"].dtype == copied["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
-    assert copied["layers"]["mlp"]["router"].dtype == copied["norm"].dtype == jnp.float32
-    gate = copied["layers"]["mlp"]["gate"]
+    assert copied["embed"].dtype == copied["layers"][0]["mlp"]["gate"].dtype == jnp.bfloat16
+    assert copied["layers"][0]["mlp"]["router"].dtype == copied["norm"].dtype == jnp.float32
+    gate = copied["layers"][0]["mlp"]["gate"]
     assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), "whole on every data and fsdp shard"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.models import dispatch as dispatch_lib
-from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
 from tests.tiny import leaf_errors, mesh_id, mostly_slow
@@ -31,8 +31,9 @@ MESHES = [
 ALWAYS = [mesh for mesh in MESHES if mesh.get("expert") != 4]
 
 
-def all_experts(x, experts, weights, gate, up, down):
+def all_experts(x, experts, weights, kernels):
     """Every expert on every token, then the chosen ones are summed."""
+    gate, up, down = kernels
     h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     y = jnp.einsum("btef,efd->bted", h, down)
     chosen = (jax.nn.one_hot(experts, E) * weights[..., None]).sum(axis=2)
@@ -60,7 +61,7 @@ def numbers():
     rng = np.random.default_rng(1)
     shapes = (B, T, D), (B, T, K), (E, D, F), (E, D, F), (E, F, D), (B, T, D)
     x, weights, *kernels, target = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
-    return x, weights, kernels, target
+    return x, weights, ExpertKernels(*kernels), target
 
 
 def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, axis_name):
@@ -77,14 +78,13 @@ def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, ax
 def gradients(f):
     """The gradients of x, weights and the three kernels, and (y, dropped), as a function of ids and weights."""
 
-    def loss(x, weights, *args):
-        *kernels, experts, target = args
-        y, dropped = f(x, experts, weights, *kernels)
+    def loss(x, weights, kernels, experts, target):
+        y, dropped = f(x, experts, weights, kernels)
         return (y * target).sum(), (y, dropped)
 
-    grad = jax.jit(jax.grad(loss, argnums=range(5), has_aux=True))
+    grad = jax.jit(jax.grad(loss, argnums=range(3), has_aux=True))
     x, weights, kernels, target = numbers()
-    return lambda experts, weights=weights: grad(x, weights, *kernels, experts, target)
+    return lambda experts, weights=weights: grad(x, weights, kernels, experts, target)
 
 
 @functools.cache
@@ -126,14 +126,14 @@ def test_a_layer_of_many_has_room_for_every_load(load):
     """On an axis of 8 the usual buffers hold 16 pairs of 32 tokens: a random load fits, the 32 of one expert do not."""
     experts = jnp.asarray(routed(load))
     x, weights, kernels, _ = numbers()
-    stacked = [jnp.stack([jnp.full_like(w, jnp.nan), w]) for w in kernels]
+    stacked = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
     held = np.bincount(experts.reshape(-1)[(experts.reshape(-1) >= 0) & (experts.reshape(-1) < E)], minlength=E)
     assert (held.max() > dispatch_lib.HEADROOM * B * T * K // 8) == (load == "one expert")
     with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
         y, dropped = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(
-            x, experts, weights, *stacked, layer=jnp.asarray(1)
+            x, experts, weights, stacked, layer=jnp.asarray(1)
         )
-    assert leaf_errors(all_experts(x, experts, weights, *kernels), y) < 2e-6
+    assert leaf_errors(all_experts(x, experts, weights, kernels), y) < 2e-6
     assert not dropped.any()
 
 
@@ -159,8 +159,8 @@ def test_capacity_drops_the_later_pairs(mesh, load):
     """A dropped pair is one of weight zero, in the output and in every gradient, and is counted."""
     experts, weights = routed(load), numbers()[1]
     keep = kept(experts, mesh, factor=0.75)
-    (dx, dw, *d_kernels), (y, dropped) = compiled(mesh_id(mesh), Dispatch("capacity", 0.75))(experts)
-    (dx_, dw_, *d_kernels_), (y_, _) = oracle()(experts, jnp.where(keep, weights, 0))
+    (dx, dw, d_kernels), (y, dropped) = compiled(mesh_id(mesh), Dispatch("capacity", 0.75))(experts)
+    (dx_, dw_, d_kernels_), (y_, _) = oracle()(experts, jnp.where(keep, weights, 0))
     assert leaf_errors((y_, dx_, jnp.where(keep, dw_, 0), d_kernels_), (y, dx, dw, d_kernels)) < 2e-6
     np.testing.assert_array_equal(dropped, (~keep & (experts >= 0) & (experts < E)).sum(axis=-1))
     assert dropped.sum() > 0
@@ -172,7 +172,7 @@ def test_a_token_without_experts_touches_nothing():
     experts = jnp.asarray(routed("padded"))
     nowhere = ((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True)
     y, y_ = (
-        exchange(jnp.where(nowhere, fill, x), experts, weights, *kernels, dispatch=Dispatch())[0]
+        exchange(jnp.where(nowhere, fill, x), experts, weights, kernels, dispatch=Dispatch())[0]
         for fill in (jnp.inf, 0)
     )
     assert nowhere.any()
@@ -182,10 +182,10 @@ def test_a_token_without_experts_touches_nothing():
 
 def test_bfloat16_stays_bfloat16():
     x, weights, kernels, _ = numbers()
-    low = [a.astype(jnp.bfloat16) for a in (x, *kernels)]
-    y, _ = exchange(low[0], jnp.asarray(routed("random")), weights, *low[1:], dispatch=Dispatch())
+    low, narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, kernels))
+    y, _ = exchange(low, jnp.asarray(routed("random")), weights, narrow, dispatch=Dispatch())
     assert y.dtype == jnp.bfloat16
-    expected = all_experts(x, jnp.asarray(routed("random")), weights, *kernels)
+    expected = all_experts(x, jnp.asarray(routed("random")), weights, kernels)
     assert leaf_errors(expected, y.astype(jnp.float32)) < 2e-2
 
 
@@ -211,7 +211,7 @@ def test_ragged_all_to_all_is_refused_on_cpu():
         jax.set_mesh(mesh_lib.make_mesh({"expert": 8})),
         pytest.raises(UserError, match="does not compile on cpu, only on tpu; use 'gather' or 'capacity'"),
     ):
-        jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, *kernels)
+        jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
     with jax.set_mesh(mesh_lib.make_mesh({"data": 8})):
-        jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, *kernels)
+        jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
     assert len({Dispatch(), Dispatch("gather"), Dispatch("capacity", 1.0)}) == 2  # static: equal ones hash alike

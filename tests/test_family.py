@@ -211,7 +211,7 @@ def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data, adder):
     policy = make_policy(config, read_folder(config, adder)[0])
     critic = learning.make_critic(config, policy.config)
     models = [policy.shapes.model(policy.graph), nnx.merge(critic.graph, critic.shapes).trunk]
-    assert [model.layers.mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
+    assert [model.layers[0].mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
 
 
 def warnings(said: str) -> list[str]:

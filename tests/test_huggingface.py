@@ -22,9 +22,10 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
+from tests.tiny import MIXED, mixed_family, params  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied")
+NAMES = ("qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe")
 
 
 @functools.cache
@@ -81,6 +82,16 @@ def test_logits(name: str) -> None:
     np.testing.assert_allclose(logits(loaded(name)[0], ref["tokens"]), ref["logits"], rtol=0, atol=1e-4)
 
 
+def test_logits_with_heads_split_over_a_mesh() -> None:
+    """A norm over a whole projection adds up over the shards that hold its heads."""
+    ref, (model, config) = reference("olmoe"), loaded("olmoe")
+    mesh = mesh_lib.make_mesh({"expert": 2, "tensor": 2}, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        split = nnx.merge(nnx.split(model)[0], huggingface.load_params(GOLDEN / "olmoe", config, mesh))
+        found = logits(split, np.concatenate([ref["tokens"], ref["tokens"][:1]]))
+    np.testing.assert_allclose(found[:3], ref["logits"], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy(name: str) -> None:
     ref = reference(name)
@@ -105,6 +116,15 @@ def test_config() -> None:
         ),
         "qwen3": ModelConfig(**common, eos_token_ids=(1,)),
         "qwen3_tied": ModelConfig(**common | {"num_layers": 2}, tie_word_embeddings=True, eos_token_ids=(1,)),
+        "olmoe": ModelConfig(
+            **common | moe | {"head_dim": 12, "intermediate_size": 32},
+            family="olmoe",
+            experts_per_token=3,
+            norm_topk_prob=False,
+            rope_theta=1e4,
+            rms_norm_eps=1e-5,
+            eos_token_ids=(1,),
+        ),
     }
     assert {name: huggingface.read_config(GOLDEN / name) for name in NAMES} == expected
 
@@ -130,6 +150,9 @@ def test_config() -> None:
         ("qwen3", {"eos_token_id": [1, 7], "pad_token_id": None}, {"eos_token_ids": (1, 7), "pad_token_id": None}),
         ("qwen3", {"eos_token_id": None}, {"eos_token_ids": ()}),
         ("qwen3", {"sliding_window": 4096, "use_sliding_window": False}, {}),
+        ("olmoe", {"head_dim": ..., "rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": None}, {}),
+        ("olmoe", {"norm_topk_prob": True, "eos_token_id": ..., "pad_token_id": ...},
+         {"norm_topk_prob": True, "eos_token_ids": (50279,), "pad_token_id": 1}),
     ],
 )  # fmt: skip
 def test_config_spellings(
@@ -212,6 +235,16 @@ def test_bfloat16(tmp_path: pathlib.Path) -> None:
     assert np.isfinite(logits(narrow, reference("qwen3_moe")["tokens"])).all()
 
 
+def test_a_second_stack_has_its_own_layers(tmp_path: pathlib.Path, mixed_family: None) -> None:  # noqa: F811
+    """Layer 0 is dense and layers 1 and 2 are routed, in the checkpoint as in the model."""
+    weights = params(MIXED)
+    huggingface.save(weights, MIXED, tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert {f"model.layers.{i}.mlp.gate.weight" in names for i in (1, 2)} == {True}
+    assert "model.layers.0.mlp.gate_proj.weight" in names and "model.layers.0.mlp.gate.weight" not in names
+    assert_same(huggingface.load_params(tmp_path / "out", MIXED), weights)
+
+
 # Meshes
 
 MESHES = [
@@ -220,6 +253,7 @@ MESHES = [
     ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {}),
     ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {"embed": ()}),
     ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    ("olmoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
     # head_dim, the faster half of a joined dimension, is split in no table of ours; the reader must not rely on it
     ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"head_dim": ("data",), "layers": ("fsdp",), "embed": ()}),
 ]
@@ -229,6 +263,7 @@ MESHES = [
 def test_loads_onto_a_mesh(
     monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], changed: mesh_lib.Rules
 ) -> None:
+    model, config = loaded(name)  # before reads are counted
     read: list[int] = []
     original = huggingface.Checkpoint.read
 
@@ -240,7 +275,6 @@ def test_loads_onto_a_mesh(
     monkeypatch.setattr(huggingface.Checkpoint, "read", counted)
     for axis, split in changed.items():
         monkeypatch.setitem(mesh_lib.TRAINER, axis, split)
-    model, config = loaded(name)
     mesh = mesh_lib.make_mesh(sizes)
     params = huggingface.load_params(GOLDEN / name, config, mesh)
     assert_same(params, model)
@@ -320,7 +354,7 @@ def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "model_type": ("qwen3", config_edit(model_type="llama"),
-                   'config.json: model_type is "llama"; supported: only "qwen3_moe" and "qwen3"'),
+                   'config.json: model_type is "llama"; supported: only "olmoe" and "qwen3" and "qwen3_moe"'),
     "no model_type": ("qwen3", config_edit(model_type=...), "model_type is null; supported"),
     "rope scaling": ("qwen3", config_edit(rope_parameters=..., rope_scaling={"rope_type": "yarn", "factor": 4.0}),
                      'rope_scaling is {"rope_type": "yarn", "factor": 4.0}; supported: only rope_type "default"'),
@@ -338,6 +372,8 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "quantised": ("qwen3", config_edit(quantization_config={"quant_method": "fp8"}), "quantization_config is"),
     "sparse step": ("qwen3_moe", config_edit(decoder_sparse_step=2), "decoder_sparse_step is 2; supported: only 1"),
     "dense layers": ("qwen3_moe", config_edit(mlp_only_layers=[0]), "mlp_only_layers is [0]; supported: only []"),
+    "clipped": ("olmoe", config_edit(clip_qkv=8.0), "config.json: clip_qkv is 8.0; supported: only null"),
+    "wider heads": ("olmoe", config_edit(head_dim=16), "config.json: head_dim is 16; supported: only 12 and null"),
     "missing size": ("qwen3", config_edit(hidden_size=...), "config.json: hidden_size is missing"),
     "missing experts": ("qwen3_moe", config_edit(num_local_experts=...), "num_experts or num_local_experts is missing"),
     "bad size": ("qwen3", config_edit(vocab_size="many"), 'vocab_size is "many"; it must be a positive integer'),
@@ -353,9 +389,9 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                  "model-00002-of-00003.safetensors does not exist though model.safetensors.index.json names it"),
     "empty index": ("qwen3_moe_fused", lambda f: edit(f / "model.safetensors.index.json", weight_map=...),
                     "model.safetensors.index.json has no weight_map"),
-    "truncated": ("qwen3", cut, "model.safetensors is no complete safetensors file"),
+    "truncated": ("qwen3", cut, "model.safetensors is not a complete safetensors file"),
     "not safetensors": ("qwen3", lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),
-                        "model.safetensors is no complete safetensors file"),
+                        "model.safetensors is not a complete safetensors file"),
     "no tensor": ("qwen3", drop("model.layers.1.mlp.up_proj.weight"),
                   "has no tensor model.layers.1.mlp.up_proj.weight, which its config.json asks for; download it again"),
     "no expert": ("qwen3_moe", drop("model.layers.2.mlp.experts.7.down_proj.weight"),

@@ -60,10 +60,10 @@ def test_every_parameter_is_split_as_the_table_says():
     mesh = mesh_lib.make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
     trainer = mesh_lib.param_shardings(shapes, mesh)
     split = PartitionSpec(None, ("expert", "fsdp"), None, ("tensor",))  # of 8 experts, whole ones
-    assert trainer["layers"]["mlp"]["gate"].get_value().spec == split
-    assert trainer["layers"]["attention"]["q"].get_value().spec == PartitionSpec(None, ("fsdp",), ("tensor",))
+    assert trainer["layers"][0]["mlp"]["gate"].get_value().spec == split
+    assert trainer["layers"][0]["attention"]["q"].get_value().spec == PartitionSpec(None, ("fsdp",), ("tensor",))
     sampler = mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER)
-    assert sampler["layers"]["mlp"]["gate"].get_value().spec == PartitionSpec(None, ("expert",), None, ("tensor",))
+    assert sampler["layers"][0]["mlp"]["gate"].get_value().spec == PartitionSpec(None, ("expert",), None, ("tensor",))
     for leaf in jax.tree.leaves(sampler):
         assert "fsdp" not in str(leaf.spec)
         assert "data" not in str(leaf.spec)

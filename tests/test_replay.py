@@ -121,7 +121,7 @@ def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, f
     (gradient, scores), mask = followed, rollout.mask
     np.testing.assert_array_equal(scores.routes.experts, foreign)
     assert np.abs(scores.logprobs - native[1].logprobs)[mask].min() > 1e-4
-    router = gradient["layers"]["mlp"]["router"][...]
+    router = gradient["layers"][0]["mlp"]["router"][...]
     assert (np.abs(router).max(axis=(1, 2)) > 1e-3).all(), "in every layer"
     at = partial(of_responses, responses=rollout)
     assert not drift.compare(at(foreign), at(scores.routes.experts), mask).flips.any()
@@ -287,7 +287,7 @@ def test_records_of_prefill_decode_and_scoring_agree(rollout, olds):
 def router_logits(weights, rollout) -> list:
     """[B, T, E] of every layer at the response tokens: a plain loop, every row with its own prompt."""
     model = nnx.merge(GRAPH, weights)
-    graph, stacked = nnx.split(model.layers)
+    graph, stacked = nnx.split(model.layers[0])
     valid, found, eps = jnp.asarray(real(rollout)), [], CONFIG.rms_norm_eps
     positions = jnp.cumsum(valid, axis=1) - 1
     x = model.embed[...][jnp.concatenate([rollout.prompts, rollout.tokens], axis=1)]
@@ -374,7 +374,7 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
         mask=batch.mask,
         advantages=batch.advantages,
     )
-    sums, maxima = metrics_lib.of_policy(dataclasses.replace(scores, routes=routes), batch, info, num_experts=E)
+    sums, maxima = metrics_lib.of_policy(dataclasses.replace(scores, routes=routes), batch, info, config=CONFIG)
     assert metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)["routing/dropped"] == 0.25
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
 from gspo_jax.models.moe import route
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import topology
@@ -37,8 +37,8 @@ def layer(x, router, gate, up, down, *, dispatch):
     """Route, exchange, and something to differentiate."""
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router)
     routes, weights = route(logits, k=K, renormalise=True)
-    kernels = (w.astype(x.dtype) for w in (gate, up, down))
-    y, _ = exchange(x, routes.experts, weights, *kernels, dispatch=Dispatch(dispatch))
+    kernels = ExpertKernels(*(w.astype(x.dtype) for w in (gate, up, down)))
+    y, _ = exchange(x, routes.experts, weights, kernels, dispatch=Dispatch(dispatch))
     return jnp.square(y.astype(jnp.float32)).mean()
 
 

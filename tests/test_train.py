@@ -7,6 +7,7 @@ import operator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -182,6 +183,30 @@ def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_pat
     config.objective.name = "rspo"
     with pytest.raises(UserError, match="rspo is for mixtures of experts, and the model is dense; use gmpo"):
         train(config, tmp_path / "other")
+
+
+def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_path):
+    """Another family, from a folder of its own, with R3 and the drift of its routers."""
+    tokenizer, chosen = Tokenizer.load(hf_folder), {"family": "olmoe", "intermediate_size": 16, "norm_topk_prob": False}
+    shape = dataclasses.replace(CONFIG, **chosen, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
+    weights = transformer.init_params(shape, jax.random.key(0))
+    weights["head"][...] = weights["head"][...].at[:, jnp.asarray(tokenizer.eos_ids)].multiply(24)  # some end early
+    huggingface.save(weights, shape, tmp_path / "olmoe")
+    tokenizer.save(tmp_path / "olmoe")
+    config = gsm8k(tmp_path / "olmoe", jsonl_folder)
+    config.iterations = 2
+    config.routing.replay = "r3"
+    config.rewards = ConfigDict({"exact_answer": 1.0})
+    config.eval.correct = "exact_answer"
+    config.overlong.update({"penalty": 1.0, "cache": 12})
+    train(config, tmp_path / "run")
+    rows = [row for row in read_metrics(tmp_path / "run") if "minibatch" in row]
+    assert len(rows) == 2 * config.training.minibatches
+    assert all(0 < row["routing/replayed"] < 1 and row["update/skipped"] == 0 for row in rows)
+    assert rows[0]["routing/flip_rate"] < 0.01
+    assert all(np.isfinite([row["routing/router_kl"], row["routing/router_shift"]]).all() for row in rows)
+    assert max(row["actor/grad_norm"] for row in rows) > 0
+    assert max(row["routing/router_kl"] for row in rows) > rows[0]["routing/router_kl"]
 
 
 def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """The transformer agrees with itself: padding, prefill and cached decode, remat, dtype."""
 
+import dataclasses
+import types
 from functools import partial
 
 import jax
@@ -8,9 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gspo_jax.models import transformer
+from gspo_jax.models import families, transformer
 from gspo_jax.models.cache import Cache, Slots, empty_ring, heads_first
-from tests.tiny import CONFIG, leaf_errors, params, prompts
+from gspo_jax.models.families import qwen3
+from gspo_jax.models.moe import Routing
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import to_sampler
+from tests.tiny import CONFIG, MIXED, leaf_errors, mixed_family, params, prompts  # noqa: F401
 
 
 def model(config=CONFIG, dtype=jnp.float32):
@@ -35,17 +41,17 @@ def test_a_hole_in_the_middle_is_as_if_it_were_not_there():
     np.testing.assert_allclose(a, np.delete(b, [4, 5, 6], axis=0), atol=2e-5)
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
-def test_cached_decode_equals_a_full_forward(group_size):
+@pytest.mark.parametrize(("config", "group_size"), [(CONFIG, 1), (MIXED, 3)], ids=["one stack", "two stacks"])
+def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family):  # noqa: F811
     """Every row's logits, token by token, ragged prompts prefilled once per group."""
     batch, T = prompts(P=4), 6
-    net = model()
+    net = model(config)
     B = 4 * group_size
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, 64, (B, T)))
     valid = np.arange(10)[None] < batch.lengths[:, None]
     out, kept = jax.jit(partial(net.prefill, prompt=10, responses=1))(batch.tokens, jnp.asarray(valid))
     k, v = map(heads_first, kept)
-    ring = empty_ring(CONFIG, B, T, k.dtype)
+    ring = empty_ring(config, B, T, k.dtype)
     cache = Cache(k, v, jnp.asarray(batch.lengths), ring, ring, jnp.zeros((), jnp.int32), group_size)
     decode = jax.jit(net.decode)
     stepped, routes = [], []
@@ -89,3 +95,33 @@ def test_routes_are_reported_per_layer():
     assert routes.experts.shape == (2, 8, 10, 2)
     assert (routes.logprobs[..., 0] >= routes.logprobs[..., 1]).all()
     assert int(routes.experts.max()) < 8
+
+
+def test_a_dense_stack_and_a_routed_one(mixed_family):  # noqa: F811
+    """Routes, requests and the sampler's copy are by stack; an all-routed model, cut in two, computes the same."""
+    tokens = jnp.asarray(prompts().tokens)
+    net = model(MIXED)
+    out = net(tokens)
+    assert MIXED.route_shape == (2, 2)
+    assert out.routes.experts.shape == (2, 8, 10, 2)
+    other = (out.routes.experts + 1) % 8
+    replayed = net(tokens, routing=Routing(replay=other))
+    np.testing.assert_array_equal(replayed.routes.experts, other)
+    np.testing.assert_array_equal(replayed.routes.native[0], out.routes.experts[0])
+    weights, mesh = params(MIXED), mesh_lib.make_mesh({}, devices=jax.devices()[:1])
+    copy = to_sampler(transformer.abstract(MIXED)[1], mesh, jnp.float32)(weights)
+    assert leaf_errors(weights, copy) == 0
+
+
+def test_one_stack_cut_in_two_is_the_same_model(monkeypatch):
+    one = dataclasses.replace(CONFIG, num_layers=1)
+    halves = types.SimpleNamespace(**vars(qwen3) | {"stacks": lambda config: qwen3.stacks(one) * 2})
+    monkeypatch.setitem(families.FAMILIES, "halves", halves)
+    whole, tokens = params(), jnp.asarray(prompts().tokens)
+    graph, shapes = transformer.abstract(dataclasses.replace(CONFIG, family="halves"))
+    layers = {i: jax.tree.map(lambda x, i=i: x[i : i + 1], whole["layers"][0]) for i in range(2)}
+    cut = nnx.State({**whole, "layers": layers})
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, cut)
+    a, b = model()(tokens), nnx.merge(graph, cut)(tokens)
+    np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
+    np.testing.assert_array_equal(a.routes.experts, b.routes.experts)

@@ -215,7 +215,7 @@ def by_the_definition(batch: Experience, name: str, replay: str):
 
     said = (scores.logprobs, scores.entropy, value)
     back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
-    more, maxima = metrics_lib.of_policy(scores, batch, info, num_experts=CONFIG.num_experts, replayed=asked)
+    more, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, replayed=asked)
     policy, critic = pulled_back(trained, batch, native if asked is None else asked, back)
     return [policy, critic] if objective.critic else [policy], metrics_lib.from_sums(sums | more, maxima)
 

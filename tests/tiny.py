@@ -1,7 +1,9 @@
 """A minimal mixture-of-experts model with all parts of a real one, and helpers to place it on a mesh."""
 
 import contextlib
+import dataclasses
 import functools
+import types
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gspo_jax.models import transformer
+from gspo_jax.models import families, tensors, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.families import qwen3
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import Prompts, Weights
 
@@ -28,6 +31,27 @@ CONFIG = ModelConfig(
     experts_per_token=2,
     moe_intermediate_size=16,
 )
+
+MIXED = dataclasses.replace(CONFIG, family="mixed", num_layers=3)
+"""One dense layer, then a stack of two routed ones; for tests with the fixture `mixed_family`."""
+
+
+def _mixed_stacks(config: ModelConfig) -> tuple:
+    dense, routed = (dataclasses.replace(config, num_layers=n, num_experts=e) for n, e in ((1, 0), (2, 8)))
+    return (*qwen3.stacks(dense), *qwen3.stacks(routed))
+
+
+@pytest.fixture
+def mixed_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the family of `MIXED` known."""
+    own = {
+        "stacks": _mixed_stacks,
+        "rules": lambda config, names: tensors.of_model(
+            config, tensors.ATTENTION | tensors.DENSE, tensors.ATTENTION | tensors.experts(names)
+        ),
+    }
+    monkeypatch.setitem(families.FAMILIES, "mixed", types.SimpleNamespace(**vars(qwen3) | own))
+
 
 MESHES = [
     {"data": 8},

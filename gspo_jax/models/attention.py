@@ -1,7 +1,7 @@
-"""Qwen3 attention: grouped queries, RMS-normed queries and keys, rotary positions.
+"""Grouped-query attention with normed queries and keys and rotary positions.
 
-What a query may see (causal, prefill, cached decode) is the caller's `attend`; this module makes q, k, v and the
-output.
+This module computes q, k, v and the output projection. The caller's `attend` decides what a query sees: the causal
+forward, a prefill, or a decode step with a cache.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
-from gspo_jax.models.config import ModelConfig, ones, parameter
+from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], whatever the caller wants kept)."""
+"""(q [B,T,H,h], k [B,T,Kv,h], v [B,T,Kv,h]) -> (output [B,T,H,h], anything the caller wants returned)."""
 
 _Axes = tuple[str | None, ...]
 """The logical axes of an array's first dimensions."""
 
 
 def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
-    """x / rms(x) * scale, in float32, returned in x's dtype."""
+    """x / rms(x) · scale, computed in float32 and returned in x's dtype."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
@@ -42,7 +42,7 @@ def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float)
 
 
 def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) -> Int[Array, "B N"]:
-    """Positions in rows of a prompt and `responses` responses to it: every response goes on from the prompt's end."""
+    """Positions in rows of one prompt and `responses` responses, each of which continues from the prompt's end."""
     B, N = valid.shape
     of_prompt = jnp.cumsum(valid[:, :prompt], axis=1)
     start = valid[:, :prompt].sum(axis=1).reshape(B, 1, 1)
@@ -51,14 +51,14 @@ def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) ->
 
 
 def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:
-    """attend(*arrays) on every shard of the mesh in scope, of its part by logical axes: nothing else cuts a kernel.
+    """attend(*arrays) on each shard of the mesh in scope, given its part by logical axes: XLA cannot split a kernel.
 
-    Mesh axes that are manual already have cut the arrays.
+    Along mesh axes that are manual already, the arrays are split on entry.
     """
     if not has_mesh() or not (automatic := set(AXES) - manual_axes()):
         return attend(*arrays)
     *parts, result = (without_axes(spec(names, TRAINER), manual_axes()) for names in (*axes, out))
-    # A kernel does not say over which mesh axes its output varies: over all that `out` has.
+    # A kernel does not declare the mesh axes that its output varies over: all of those in `out`.
     layout = {"in_specs": tuple(parts), "out_specs": result, "check_vma": False}
     return jax.shard_map(attend, axis_names=automatic, **layout)(*arrays)
 
@@ -71,7 +71,7 @@ def attend_segments(
     prompt: int,
     responses: int,
 ) -> Float[Array, "B N H h"]:
-    """`segment_attention`, on every shard of its own rows and heads."""
+    """`segment_attention` on each shard's own rows and heads."""
 
     def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
         return segment_attention(q, k, v, valid, prompt, responses)
@@ -93,7 +93,7 @@ def attend_cached(
     ages: Int[Array, " B"],
     rows: Rows | None,
 ) -> Float[Array, "B H h"]:
-    """`decode_attention`, on every shard of its own heads; the decoder has cut the batch already."""
+    """`decode_attention` on each shard's own heads; the decoder has split the batch already."""
 
     def attend(q: Array, keys: Array, values: Array, lengths: Array, k: Array, v: Array, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
@@ -104,11 +104,31 @@ def attend_cached(
     return _on_shards(attend, (*arrays, where), (queries, prompts, prompts, (), ring, ring, ()), queries)
 
 
-class Attention(nnx.Module):
-    """Parameters carry a leading layer axis; `__call__` sees one layer's slice of them."""
+class HeadNorm(nnx.Module):
+    """RMS norm of each head on its own, with one scale [h] for all heads, as in Qwen3.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        L, D, h = config.num_layers, config.hidden_size, config.head_dim
+    The scale has a leading layer axis; `__call__` gets one layer's slice of it.
+    """
+
+    def __init__(self, config: ModelConfig, stack: Stack, axis: str, *, rngs: nnx.Rngs):
+        del axis  # "heads" or "kv_heads": all of them share the scale
+        self.eps = config.rms_norm_eps
+        self.scale = parameter(rngs, (stack.layers, config.head_dim), ("layers", "head_dim"), ones, float32=True)
+
+    def __call__(self, x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
+        """Returns the normed heads."""
+        return rms_norm(x, self.scale[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention. Parameters have a leading layer axis; `__call__` gets one layer's slice of them.
+
+    `norm(config, stack, axis, rngs=…)` makes the module that norms the heads [B, N, T, h] of queries (axis "heads")
+    or keys ("kv_heads") before their rotation.
+    """
+
+    def __init__(self, config: ModelConfig, stack: Stack, *, norm: Callable[..., nnx.Module], rngs: nnx.Rngs):
+        L, D, h = stack.layers, config.hidden_size, config.head_dim
         queries, keys = config.num_heads * h, config.num_kv_heads * h
         self.config = config
         # Matrices, heads side by side: split into heads, a TPU would keep them in a layout that its matmuls copy.
@@ -116,17 +136,17 @@ class Attention(nnx.Module):
         self.k = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.v = parameter(rngs, (L, D, keys), ("layers", "embed", "kv_heads"))
         self.o = parameter(rngs, (L, queries, D), ("layers", "heads", "embed"))
-        self.q_norm = parameter(rngs, (L, h), ("layers", "head_dim"), ones, float32=True)
-        self.k_norm = parameter(rngs, (L, h), ("layers", "head_dim"), ones, float32=True)
+        self.q_norm: Any = norm(config, stack, "heads", rngs=rngs)
+        self.k_norm: Any = norm(config, stack, "kv_heads", rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the attention output and what `attend` kept (keys and values of the cache, or None)."""
-        eps, theta = self.config.rms_norm_eps, self.config.rope_theta
+        """Returns the attention output, and what `attend` kept (keys and values for the cache, or None)."""
+        theta = self.config.rope_theta
         q, k, v = (self._heads(x @ w.astype(x.dtype)) for w in (self.q, self.k, self.v))
-        q = rope(rms_norm(q, self.q_norm[...], eps), positions, theta)
-        k = rope(rms_norm(k, self.k_norm[...], eps), positions, theta)
+        q = rope(self.q_norm(q), positions, theta)
+        k = rope(self.k_norm(k), positions, theta)
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
@@ -134,6 +154,6 @@ class Attention(nnx.Module):
         return checkpoint_name(out.reshape(*x.shape[:2], -1) @ self.o.astype(x.dtype), "dot"), kept
 
     def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
-        """Heads before tokens, as attention wants them: laid out anew before norm and rotation make it float32."""
+        """Moves heads before tokens, as attention wants them; before norm and rotation, which make it float32."""
         heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
         return checkpoint_name(jnp.swapaxes(heads, 1, 2), "dot")

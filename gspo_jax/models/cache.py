@@ -1,4 +1,4 @@
-"""The decoder's key/value cache: each prompt once, and the newest tokens of each slot in a ring."""
+"""The decoder's KV cache: each prompt once, and a ring buffer with the newest tokens of each slot."""
 
 import dataclasses
 
@@ -12,32 +12,32 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel.mesh import constrain
 
 _SEGMENT, _SEGMENTS = 64, 8
-"""Columns of a segment, at least, and segments of a ring, at most: attention reads whole segments, one at a time."""
+"""Minimum columns of a segment, and maximum segments of a ring: attention reads whole segments, one at a time."""
 
 
 @struct.dataclass
 class Slots:
-    """What the B slots are at: each decodes one response at a time."""
+    """State of the B decode slots, each of which decodes one response at a time."""
 
     responses: Int[Array, " B"]
-    """The response in each slot, in [0, P·G); its prompt is that number // G. Anything where a slot is idle."""
+    """Response in each slot, in [0, P·G); its prompt is that number // G. Undefined in an idle slot."""
     ages: Int[Array, " B"]
-    """Tokens of its response that a slot has fed, that of this step included; 0 where it is idle."""
+    """Tokens of its response that a slot has fed, this step's included; 0 if idle."""
     aligned: bool = struct.field(pytree_node=False, default=False)
-    """Whether slot b holds response b, for all of P·G."""
+    """True if slot b holds response b, for all P·G responses."""
 
     @property
     def active(self) -> Bool[Array, " B"]:
-        """Where a slot is not idle."""
+        """True for slots that hold a response."""
         return self.ages > 0
 
 
 @struct.dataclass
 class Cache:
-    """Keys and values of all layers: the prompts', and a ring of columns that all slots write together, one a step.
+    """Keys and values of all layers: the prompts', and a ring of columns; each step all slots write one column.
 
-    Rotary positions are in the keys, so the order of columns means nothing: the live ones of a slot are its newest
-    `age`, wherever the ring is. A slot is emptied by setting its age to 0.
+    Keys are rotated already, so the order of columns does not matter: a slot's live columns are its newest `age` ones,
+    wherever the ring has got to. Setting its age to 0 empties a slot.
     """
 
     prompt_k: Float[Array, "L P Kv S h"]
@@ -45,32 +45,32 @@ class Cache:
     prompt_lengths: Int[Array, " P"]
     """Filled columns of each prompt."""
     k: Float[Array, "L N B Kv C h"]
-    """N segments of C columns, for B slots or more: the first B."""
+    """N segments of C columns; slot b is entry b, and entries past the slots are unused."""
     v: Float[Array, "L N B Kv C h"]
     step: Int[Array, ""]
-    """Columns written so far; the next goes to `step` modulo N·C."""
+    """Columns written so far; the next one is `step` modulo N·C."""
     group_size: int = struct.field(pytree_node=False)
-    """G: responses to each prompt."""
+    """G: responses per prompt."""
 
 
 def segments(length: int) -> tuple[int, int]:
-    """How many segments of how many columns make a ring for `length` tokens."""
+    """Returns (N, C): segments and their columns, of a ring for `length` tokens."""
     size = -(-length // _SEGMENTS)
     size = min(length, -(-size // _SEGMENT) * _SEGMENT)
     return -(-length // size), size
 
 
 def empty_ring(config: ModelConfig, slots: int, length: int, dtype: DTypeLike) -> Float[Array, "L N B Kv C h"]:
-    """Room for the newest `length` tokens of each slot, keys or values."""
+    """Returns an empty ring for the newest `length` tokens of each slot, keys or values of all layers."""
     N, C = segments(length)
     ring = jnp.zeros((config.num_layers, N, slots, config.num_kv_heads, C, config.head_dim), dtype)
     return constrain(ring, "layers", None, "batch", "kv_heads", None, None)
 
 
 def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
-    """These slots become the first ones; the room of the others stays, unused.
+    """Moves these slots to the front; the memory of the others stays allocated, unused.
 
-    One layer after the other, in place: a smaller cache beside the old one would take half as much again.
+    Works in place, one layer at a time: a smaller cache beside the old one would take half as much memory again.
     """
 
     def move(layer: Array | int, rings: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -85,19 +85,19 @@ def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
 
 
 def heads_first(kept: Float[Array, "L R M Kv h"]) -> Float[Array, "L R Kv M h"]:
-    """A forward's keys or values, with the columns of each head together: so a matmul reads them in place."""
+    """Transposes a forward's keys or values so that a head's columns are contiguous: a matmul reads them in place."""
     return constrain(jnp.swapaxes(kept, 2, 3), "layers", "batch", "kv_heads", None, None)
 
 
 def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv h"]) -> Array:
-    """The ring with the newest token of every slot in the column of this step."""
+    """Returns the ring with every slot's newest token written to one layer's column of this step."""
     N, C = ring.shape[1], ring.shape[4]
     segment, column = jnp.divmod(step % (N * C), C)
     return jax.lax.dynamic_update_slice(ring, new[None, None, :, :, None], (layer, segment, 0, 0, column, 0))
 
 
 def write_row(ring: Array, slot: Array, step: Array, own: Float[Array, "L Kv Q h"], length: Array) -> Array:
-    """The ring with the first `length` columns of `own` as the newest of one slot, before those of this step."""
+    """Returns the ring with the first `length` columns of `own` as one slot's newest, before those of this step."""
     L, N, _, Kv, C, h = ring.shape
     from_first = (jnp.arange(N * C) - step + length) % (N * C)
     row = own[:, :, jnp.minimum(from_first, own.shape[2] - 1)]

@@ -1,8 +1,8 @@
-"""The shape of a Qwen3 or Qwen3-MoE transformer, and how a parameter is declared."""
+"""Model shapes: a transformer's sizes, its stacks of equal layers, and the declaration of a parameter."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from gspo_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The published fields of Qwen3 and Qwen3-MoE that change the computation."""
+    """The sizes and constants of a model that change its computation; `families` says how they become layers."""
 
+    family: str = "qwen3"
+    """File in `models/families` that builds the model and reads and writes its Hugging Face folders."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -26,7 +28,7 @@ class ModelConfig:
     intermediate_size: int
     """Width of the dense feed-forward (unused by an all-MoE model, kept for the Hugging Face config)."""
     num_experts: int = 0
-    """Experts per layer; 0 makes every layer dense."""
+    """Experts per routed layer; 0 for a dense model."""
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
@@ -54,24 +56,51 @@ class ModelConfig:
             )
 
     @property
+    def stacks(self) -> tuple["Stack", ...]:
+        """The model's layers as its family stacks them, first to last.
+
+        Raises:
+          UserError: no family has this name.
+        """
+        from gspo_jax.models import families  # here, because every family's file imports this one
+
+        return families.of(self).stacks(self)
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers with a router: the leading dimension L of routes, of load and of drift. 0 for a dense model."""
+        return sum(stack.layers for stack in self.stacks if stack.is_routed)
+
+    @property
+    def is_routed(self) -> bool:
+        """True if any layer has a router."""
+        return self.routed_layers > 0
+
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """[L, K] of a token's route: routed layers, experts per token; (0, 0) for a dense model."""
+        return (self.routed_layers, self.experts_per_token) if self.is_routed else (0, 0)
+
+    @property
     def expert_dtype(self) -> np.dtype:
-        """The smallest signed integer that holds every expert's id, and -1."""
+        """The smallest signed integer dtype that holds every expert id, and -1."""
         return np.min_scalar_type(-max(self.num_experts, 1))
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
-        """Raises a UserError where a mesh axis does not divide the dimension it splits."""
+        """Raises a UserError if a mesh axis does not divide the dimension it splits."""
+        if not self.is_routed and sizes["expert"] > 1:
+            raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
+        routed = [stack for stack in self.stacks if stack.is_routed]
         split: dict[str, list[tuple[str, int]]] = {
             "tensor": [
                 ("number of heads", self.num_heads),
                 ("number of key/value heads", self.num_kv_heads),
                 ("vocabulary size", self.vocab_size),
-                ("feed-forward width", self.moe_intermediate_size if self.num_experts else self.intermediate_size),
+                *(("feed-forward width", stack.width) for stack in self.stacks),
             ],
             "fsdp": [("hidden size", self.hidden_size)],
-            "expert": [("number of experts", self.num_experts)] if self.num_experts else [],
+            "expert": [("number of experts", stack.experts) for stack in routed],
         }
-        if not self.num_experts and sizes["expert"] > 1:
-            raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         for axis, dimensions in split.items():
             for what, size in dimensions:
                 if size % sizes[axis]:
@@ -81,8 +110,49 @@ class ModelConfig:
                     )
 
 
+class LayerFlops(NamedTuple):
+    """Floating-point operations of one layer's forward, by what they are counted per."""
+
+    trunk: int
+    """Per token: projections, router, and the feed-forward up to its last matrix."""
+    down: int
+    """Per token: the feed-forward's last matrix, whose output the backward pass does not need."""
+    attention: int
+    """Per query and visible key, all heads together: scores and weighted values."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Consecutive layers of equal shapes, which one scan runs."""
+
+    layers: int
+    """Layers in the stack."""
+    attention: Callable[..., nnx.Module]
+    """Makes the stack's attention: `attention(config, stack, rngs=…)`."""
+    feed_forward: Callable[..., nnx.Module]
+    """Makes the stack's feed-forward: `feed_forward(config, stack, dispatch, rngs=…)`."""
+    width: int
+    """Inner width F of the feed-forward, or of one expert."""
+    experts: int = 0
+    """Experts per layer; 0 for dense layers."""
+    experts_per_token: int = 0
+    """Experts per token; 0 for dense layers."""
+    flops: LayerFlops
+    """Operations of one of the layers."""
+
+    @property
+    def is_routed(self) -> bool:
+        """True if the layers have a router."""
+        return self.experts > 0
+
+    @property
+    def active_width(self) -> int:
+        """Inner width that one token passes through: K · F in a routed layer, F in a dense one."""
+        return self.width * self.experts_per_token if self.is_routed else self.width
+
+
 def normal(stddev: float = 0.02) -> Callable[..., jax.Array]:
-    """Qwen3's initialiser: a plain normal."""
+    """The initialiser of matrices: a plain normal."""
     return jax.nn.initializers.normal(stddev)
 
 
@@ -99,7 +169,7 @@ def parameter(
 ) -> nnx.Param[jax.Array]:
     """Declares a parameter once: its shape, its logical axes (see parallel/mesh.py) and its initialiser.
 
-    Parameters are stored in float32 by the trainer; `float32` marks those that are read in float32 too, whatever the
-    compute dtype, and that the sampler's copy therefore leaves as they are.
+    The trainer stores parameters in float32. `float32` marks those that the forward also reads in float32, whatever
+    the compute dtype; the sampler's copy therefore keeps them as they are.
     """
     return nnx.Param((init or normal())(rngs.params(), shape, jnp.float32), axes=axes, float32=float32)

@@ -1,4 +1,4 @@
-"""A value head for PPO, on a trunk of its own or on the policy's."""
+"""PPO's critic: a value head, on a trunk of its own or on the policy's."""
 
 import dataclasses
 
@@ -14,9 +14,9 @@ from gspo_jax.models.transformer import Transformer
 
 
 class Critic(nnx.Module):
-    """V = h · w on the hidden state that a token is predicted from: the value of the text before that token.
+    """V = h · w, with h the hidden state that a token is predicted from: the value of the text before that token.
 
-    The head begins at zero, so that the first values are 0 whatever the trunk.
+    The head starts at zero, so that initial values are 0 whatever the trunk.
     """
 
     def __init__(
@@ -28,20 +28,20 @@ class Critic(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         dispatch: Dispatch = GATHER,
     ):
-        # Tied embeddings: a trunk that predicts no tokens needs no head for them.
+        # Tied embeddings: a trunk that predicts no tokens needs no unembedding.
         trunk = dataclasses.replace(config, tie_word_embeddings=True)
         self.trunk = Transformer(trunk, rngs=rngs, dtype=dtype, dispatch=dispatch) if own_trunk else None
         self.head = parameter(rngs, (config.hidden_size,), ("embed",), jax.nn.initializers.zeros, float32=True)
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """Values, float32, from hidden states of the trunk or of the policy."""
+        """Returns float32 values, from hidden states of the trunk or of the policy."""
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.head[...])
 
 
 def abstract(
     config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike, dispatch: Dispatch = GATHER
 ) -> tuple[nnx.GraphDef[Critic], nnx.State]:
-    """The critic's graph and the shapes of its parameters; nothing is allocated."""
+    """Returns the critic's graph and the shapes of its parameters, without allocating any."""
     return nnx.split(
         nnx.eval_shape(
             lambda: Critic(config, own_trunk=own_trunk, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch),
@@ -50,9 +50,9 @@ def abstract(
 
 
 def first_params(shapes: nnx.State, policy: nnx.State) -> nnx.State:
-    """The parameters a critic of these shapes begins with: its trunk a copy of the policy's, its head zero.
+    """Returns a critic's initial parameters: the trunk a copy of the policy's, the head zero.
 
-    A true copy: both are donated to the update.
+    The copy has its own buffers, because the update donates both models'.
     """
     trunk = dict(jax.tree_util.tree_leaves_with_path(policy))
 

@@ -1,81 +1,89 @@
-"""What a forward and a backward pass must compute, by formula: the third count beside a traced and a compiled program.
+"""Forward and backward flops by formula: the third count, beside those of a traced and of a compiled program.
 
-A product of [m, k] and [k, n] takes 2·m·k·n flops. Norms, softmaxes and rotations are left out, as is usual.
+A product of [m, k] and [k, n] counts 2·m·k·n flops. Norms, softmaxes and rotary positions are left out, as is usual.
 """
 
 import dataclasses
 from typing import NamedTuple
 
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import LayerFlops, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a forward is given."""
+    """The size of a forward's input."""
 
     tokens: float | int
-    """That go through the layers."""
+    """Tokens that pass through the layers."""
     predictions: float | int
     """Positions whose logits are computed."""
     pairs: float | int
-    """Of a query and a key that it sees, in one layer and one head."""
+    """Pairs of a query and a key that it sees, in one layer and one head."""
 
     def __truediv__(self, parts: int) -> "Work":
-        """A share of it."""
+        """An equal share of the work."""
         return Work(self.tokens / parts, self.predictions / parts, self.pairs / parts)
 
 
 def of_rows(rows: float | int, *, prompt: int, response: int, share: int) -> Work:
-    """Of `rows` responses of full length to prompts of full length, each read once for `share` of its responses."""
+    """The work of `rows` full-length responses to full-length prompts, each prompt fed once for `share` responses."""
     S, T, packed = prompt, response, rows / share
     pairs = S * (S + 1) / 2 + share * (S * T + T * (T + 1) / 2)
     return Work(packed * (S + share * T), rows * T, packed * pairs)
 
 
 class Flops(NamedTuple):
-    """Of a forward, by part."""
+    """Flops of a forward, by part."""
 
     trunk: float | int
-    """Projections, routers and feed-forward, but for `down`."""
+    """Projections, routers and feed-forward, except for `down`."""
     down: float | int
-    """The last matrix of the feed-forward: its output is not needed to go backward."""
+    """The feed-forward's last matrix, whose output the backward pass does not need."""
     attention: float | int
+    """Scores and weighted values."""
     head: float | int
+    """The unembedding."""
 
     @property
     def forward(self) -> float | int:
-        """All of it."""
+        """Flops of the whole forward."""
         return sum(self)
 
     def backward(self, *, recomputed: bool) -> float | int:
-        """Of the gradient of every input and every parameter.
+        """Flops of the gradients of every input and every parameter.
 
-        The head's forward is always computed again, those of the layers where they are `recomputed`.
-
-        Of attention's five products in the backward pass one forms the probabilities anew, besides the two of a
-        forward where that is recomputed.
+        The head's forward is always computed again; that of the layers if `recomputed`. Of attention's five products
+        in the backward pass, one recomputes the probabilities, in addition to the forward's two under remat.
         """
         again = self.trunk + self.attention if recomputed else 0.0
         return 2 * (self.trunk + self.down) + 2.5 * self.attention + 3 * self.head + again
 
     @property
     def needed(self) -> float | int:
-        """Of forward and backward with nothing computed twice: what a model-flops utilisation counts."""
+        """Flops of forward and backward with nothing computed twice: the numerator of model-flops utilisation."""
         return 3 * self.forward
 
 
-def forward(config: ModelConfig, work: Work) -> Flops:
-    """Flops of one forward."""
-    D, h, L = config.hidden_size, config.head_dim, config.num_layers
+def of_layer(config: ModelConfig, *, active_width: int, experts: int = 0) -> LayerFlops:
+    """Flops of one layer of grouped-query attention and SwiGLU.
+
+    Args:
+      config: the model's sizes.
+      active_width: inner width that a token passes through: F, or K · F of K experts.
+      experts: experts that the router scores; 0 for a dense layer.
+    """
+    D, h = config.hidden_size, config.head_dim
     projections = 2 * D * h * (2 * config.num_heads + 2 * config.num_kv_heads)
-    if config.num_experts:
-        down = 2 * D * config.moe_intermediate_size * config.experts_per_token
-        router = 2 * D * config.num_experts
-    else:
-        down, router = 2 * D * config.intermediate_size, 0
+    down = 2 * D * active_width
+    return LayerFlops(projections + 2 * D * experts + 2 * down, down, 4 * config.num_heads * h)
+
+
+def forward(config: ModelConfig, work: Work) -> Flops:
+    """Flops of one forward: the layers of every stack, and the head."""
+    stacks = config.stacks
     return Flops(
-        trunk=L * work.tokens * (projections + router + 2 * down),
-        down=L * work.tokens * down,
-        attention=L * work.pairs * 4 * config.num_heads * h,
-        head=work.predictions * 2 * D * config.vocab_size,
+        trunk=sum(stack.layers * work.tokens * stack.flops.trunk for stack in stacks),
+        down=sum(stack.layers * work.tokens * stack.flops.down for stack in stacks),
+        attention=sum(stack.layers * work.pairs * stack.flops.attention for stack in stacks),
+        head=work.predictions * 2 * config.hidden_size * config.vocab_size,
     )

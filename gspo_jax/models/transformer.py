@@ -1,4 +1,7 @@
-"""Qwen3 and Qwen3-MoE (arXiv 2505.09388): blocks scanned over layers, the same for training, prefill and decode."""
+"""The transformer: stacks of equal layers, each run by one scan, the same for training, prefill and decode.
+
+The model's family (`models/families`) says which stacks there are and what their blocks are made of.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,11 +15,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows
-from gspo_jax.models.attention import Attend, Attention, attend_cached, attend_segments, rms_norm, segment_positions
+from gspo_jax.models.attention import Attend, attend_cached, attend_segments, rms_norm, segment_positions
 from gspo_jax.models.cache import Cache, Slots, write_column
-from gspo_jax.models.config import ModelConfig, ones, parameter
+from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
-from gspo_jax.models.moe import MLP, MoE, Routes, Routing, split_experts
+from gspo_jax.models.moe import (
+    Routes,
+    Routing,
+    join_layers,
+    join_routes,
+    slice_layers,
+    split_experts,
+    split_routing,
+)
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 
@@ -33,45 +44,45 @@ REMATS: dict[Remat, Callable[..., Any] | None] = {
         offload_dst="pinned_host",
     ),
 }
-"""What each layer keeps for its backward pass: all of it, its input and the outputs of its matmuls, or its input alone,
-in the chip's memory or ("offload") the host's.
+"""Remat policies: what each layer saves for its backward pass.
 
-"dots" computes only what is cheap to compute again, and is the fastest where memory is slow; of experts it keeps the
-whole buffers, sized for the worst load. "full" takes little of the chip, and "offload"
-least, for traffic to the host.
+"none" saves all intermediates; "dots" the layer's input and the outputs of its matmuls; "full" its input alone;
+"offload" its input, in the host's memory. "dots" recomputes only what is cheap, and is fastest where memory is slow; of
+experts it saves whole buffers, sized for the worst load. "full" needs little HBM, "offload" least, at the price of
+traffic to the host.
 """
 
 LEAN: tuple[Remat, ...] = ("full", "offload")
-"""Those whose backward pass computes a whole layer again."""
+"""Policies whose backward pass recomputes whole layers."""
 
 
 @struct.dataclass
 class Output:
-    """What a forward returns: enough for chunked log-probs and for routing drift; logits only if asked."""
+    """A forward's output, sufficient for chunked log-probs and for routing drift; logits are computed on demand."""
 
     hidden: Float[Array, "B T D"]
-    """After the final norm, in the compute dtype."""
+    """Hidden states after the final norm, in the compute dtype."""
     routes: Routes
-    """Stacked over layers: its arrays lead with L; K = 0 for a dense model."""
+    """Routes of the routed layers: arrays lead with L, their number, which is 0 for a dense model."""
     head: Float[Array, "D V"]
     """The unembedding, in the compute dtype."""
 
     @property
     def logits(self) -> Float[Array, "B T V"]:
-        """hidden @ head in float32: for small checks. Training uses `kernels.logprobs.token_logprobs`."""
+        """hidden @ head in float32, for a few positions. Training uses `kernels.logprobs.token_logprobs`."""
         return jnp.einsum("btd,dv->btv", self.hidden, self.head, preferred_element_type=jnp.float32)
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and feed-forward; holds every layer's parameters, called on one layer's slice."""
+    """Pre-norm attention and feed-forward; holds the parameters of a stack's layers, called on one layer's slice."""
 
-    def __init__(self, config: ModelConfig, dispatch: Dispatch, *, rngs: nnx.Rngs):
-        L, D = config.num_layers, config.hidden_size
+    def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, rngs: nnx.Rngs):
+        L, D = stack.layers, config.hidden_size
         self.config = config
         self.attention_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention: Any = stack.attention(config, stack, rngs=rngs)
         self.mlp_norm = parameter(rngs, (L, D), ("layers", "embed"), ones, float32=True)
-        self.mlp = MoE(config, dispatch, rngs=rngs) if config.num_experts else MLP(config, rngs=rngs)
+        self.mlp: Any = stack.feed_forward(config, stack, dispatch, rngs=rngs)
 
     def __call__(
         self,
@@ -81,10 +92,10 @@ class Block(nnx.Module):
         attend: Attend,
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Routes, Any]:
-        """Returns the residual stream, this layer's routes, and what `attend` kept.
+    ) -> tuple[Float[Array, "B T D"], Routes | None, Any]:
+        """Returns the residual stream, this layer's routes (None if dense), and what `attend` kept.
 
-        With `layer` the experts' kernels are still those of all layers; the other parameters are this layer's.
+        With `layer` the experts' kernels are those of all layers of the stack; other parameters are this layer's.
         """
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
@@ -96,10 +107,10 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A causal language model. Parameters are float32; `dtype` is what it computes in.
+    """A causal language model with float32 parameters, which computes in `dtype`.
 
-    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype. `dispatch` is how tokens reach their
-    experts.
+    Router logits, softmaxes, norms and log-probs are float32 whatever the dtype. `dispatch` is the way tokens reach
+    their experts.
     """
 
     def __init__(
@@ -114,7 +125,8 @@ class Transformer(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed = parameter(rngs, (V, D), ("vocab", "embed"))
-        self.layers = Block(config, dispatch, rngs=rngs)
+        # A parameter's place in the tree sets the order in which norms are summed: the name stays between these two.
+        self.layers = nnx.List([Block(config, stack, dispatch, rngs=rngs) for stack in config.stacks])
         self.norm = parameter(rngs, (D,), ("embed",), ones, float32=True)
         self.head = None if config.tie_word_embeddings else parameter(rngs, (D, V), ("embed", "vocab"))
 
@@ -128,18 +140,18 @@ class Transformer(nnx.Module):
         routing: Routing | None = None,
         remat: Remat = "none",
     ) -> Output:
-        """The training forward: token t sees the valid tokens at or before it.
+        """The training forward, in which a token sees itself and the valid tokens before it.
 
-        With `prompt` = S and `responses` = G, a row is S tokens of a prompt and then G responses to it of equal length,
-        each of which sees the prompt and itself, and is numbered as if it stood alone.
+        With `prompt` = S and `responses` = G, a row is S tokens of a prompt and then G responses to it of equal length.
+        Each response sees the prompt and itself, and its positions continue from the prompt's end.
 
         Args:
-          tokens: [B, T]; holes are allowed anywhere and marked by `valid`.
-          valid: False on padding, which no token sees and no position counts; all True if not given.
+          tokens: [B, T]; padding may be anywhere.
+          valid: False on padding, which no token sees and no position counts; None: there is no padding.
           prompt: tokens of the prompt segment.
-          responses: segments after it.
-          routing: what is asked of the routers, beside routing.
-          remat: what the backward pass finds kept of the forward, as `REMATS` says.
+          responses: response segments after it.
+          routing: requests to the routers, such as experts to replay.
+          remat: the activation checkpointing policy, one of `REMATS`.
         """
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         out, _ = self._causal(tokens, valid, (prompt, responses), routing, keep_cache=False, remat=remat)
@@ -148,35 +160,24 @@ class Transformer(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P M"], valid: Bool[Array, "P M"], *, prompt: int, responses: int
     ) -> tuple[Output, tuple[Float[Array, "L P M Kv h"], Float[Array, "L P M Kv h"]]]:
-        """The forward of `__call__` that keeps each layer's keys and values."""
+        """The forward of `__call__`, which also returns every layer's keys and values."""
         return self._causal(tokens, valid, (prompt, responses), None, keep_cache=True, remat="none")
 
     def decode(self, tokens: Int[Array, " B"], slots: Slots, cache: Cache) -> tuple[Output, Cache]:
-        """Feeds one token to every slot; idle ones reach no expert, and what comes out there means nothing."""
+        """Feeds one token to every slot; idle slots reach no expert, and their outputs are undefined."""
         P = cache.prompt_lengths.shape[0]
         prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
         positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
         rows = None if slots.aligned else Rows.of(slots.responses, slots.active, P, cache.group_size)
-        graph, stacked = nnx.split(self.layers)
-        whole, sliced = split_experts(stacked)
-
-        def layer(carry: tuple[Array, Array, Array], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes]:
-            x, ks, vs = carry
-            params, index = xs
-
-            def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-                own = write_column(ks, index, cache.step, k[:, 0]), write_column(vs, index, cache.step, v[:, 0])
-                prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
-                where = {"layer": index, "step": cache.step, "ages": slots.ages, "rows": rows}
-                return attend_cached(q[:, 0], *prompt, *own, **where)[:, None], own
-
-            block = nnx.merge(graph, params, whole)
-            x, routes, (ks, vs) = block(x, positions, slots.active[:, None], attend, layer=index)
-            return (x, ks, vs), routes
-
         layers = jnp.arange(self.config.num_layers)
-        (x, k, v), routes = jax.lax.scan(layer, (self._embed(tokens[:, None]), cache.k, cache.v), (sliced, layers))
-        return self._output(x, routes), dataclasses.replace(cache, k=k, v=v, step=cache.step + 1)
+        x, first, found = self._embed(tokens[:, None]), 0, []
+        for block, stack in zip(self.layers, self.config.stacks, strict=True):
+            own = slice_layers(layers, first, stack.layers)
+            x, cache, routes = _decode_stack(block, x, positions, slots, rows, cache, own, first)
+            first += stack.layers
+            found.append(routes)
+        routes = join_routes(found, positions.shape)
+        return self._output(x, routes), dataclasses.replace(cache, step=cache.step + 1)
 
     def _causal(
         self,
@@ -189,41 +190,85 @@ class Transformer(nnx.Module):
         remat: Remat,
     ) -> tuple[Output, Any]:
         positions = segment_positions(valid, *segments)
-        graph, stacked = nnx.split(self.layers)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             return attend_segments(q, k, v, valid, *segments), (k, v) if keep_cache else None
 
-        def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes, Any]]:
-            params, asked = xs
-            x = checkpoint_name(x, "input")
-            x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, asked)
-            return x, (routes, kept)
+        def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
+            graph, stacked = nnx.split(block)
 
-        layer = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat])
-        x, (routes, kept) = jax.lax.scan(layer, self._embed(tokens), (stacked, routing))
-        return self._output(x, routes), kept
+            def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes | None, Any]]:
+                params, asked = xs
+                x = checkpoint_name(x, "input")
+                x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, asked)
+                return x, (routes, kept)
+
+            body = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat])
+            return jax.lax.scan(body, x, (stacked, asked))
+
+        x, found = self._embed(tokens), []
+        for block, asked in zip(self.layers, split_routing(routing, self.config.stacks), strict=True):
+            x, of_stack = run(block, x, asked)
+            found.append(of_stack)
+        routes, kept = zip(*found, strict=True)
+        return self._output(x, join_routes(routes, tokens.shape)), join_layers(kept)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        # Gathered over fsdp first: the rows are spread over fsdp too, and a lookup cannot leave both there.
+        # Gathered over fsdp first: the batch is sharded over fsdp too, and a lookup cannot keep both sharded.
         embed = constrain(self.embed.astype(self.dtype), "vocab", None)
         return constrain(embed[tokens], "batch", None, None)
 
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
-        head = constrain(head.astype(self.dtype), None, "vocab")  # gathered over fsdp once, not for every chunk
+        head = constrain(head.astype(self.dtype), None, "vocab")  # gathered over fsdp once, not for each chunk
         return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head)
+
+
+def _decode_stack(
+    block: Block,
+    x: Float[Array, "B 1 D"],
+    positions: Int[Array, "B 1"],
+    slots: Slots,
+    rows: Rows | None,
+    cache: Cache,
+    layers: Int[Array, " L"],
+    first: int,
+) -> tuple[Float[Array, "B 1 D"], Cache, Routes | None]:
+    """Feeds x through one stack, whose layers are `layers` of the cache, from `first` on.
+
+    Returns the residual stream, the cache with this step's column of these layers, and their routes (None if dense).
+    """
+    graph, stacked = nnx.split(block)
+    whole, sliced = split_experts(stacked)
+
+    def layer(carry: tuple[Array, Array, Array], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes | None]:
+        x, ks, vs = carry
+        params, index = xs
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+            own = write_column(ks, index, cache.step, k[:, 0]), write_column(vs, index, cache.step, v[:, 0])
+            prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
+            where = {"layer": index, "step": cache.step, "ages": slots.ages, "rows": rows}
+            return attend_cached(q[:, 0], *prompt, *own, **where)[:, None], own
+
+        one = nnx.merge(graph, params, whole)
+        in_stack = index - first if first else index
+        x, routes, (ks, vs) = one(x, positions, slots.active[:, None], attend, layer=in_stack)
+        return (x, ks, vs), routes
+
+    (x, k, v), routes = jax.lax.scan(layer, (x, cache.k, cache.v), (sliced, layers))
+    return x, dataclasses.replace(cache, k=k, v=v), routes
 
 
 def abstract(
     config: ModelConfig, *, dtype: DTypeLike = jnp.float32, dispatch: Dispatch = GATHER
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
-    """The model's graph and the shapes of its parameters; nothing is allocated."""
+    """Returns the model's graph and the shapes of its parameters, without allocating any."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch)))
 
 
 def init_params(config: ModelConfig, key: jax.Array, *, mesh: jax.sharding.Mesh | None = None) -> nnx.State:
-    """Random float32 parameters, made where they will live."""
+    """Returns random float32 parameters, each created in its own sharding on `mesh` (None: the default device)."""
     _, shapes = abstract(config)
     shardings = None if mesh is None else mesh_lib.param_shardings(shapes, mesh)
     return jax.jit(lambda k: nnx.state(Transformer(config, rngs=nnx.Rngs(k))), out_shardings=shardings)(key)

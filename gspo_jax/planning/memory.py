@@ -1,7 +1,7 @@
 """A chip's memory at a program's peak, sorted by what it holds."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 
@@ -14,9 +14,10 @@ from gspo_jax.planning.setting import Setting
 def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
     """Bytes in use at the peak, by kind of content, the largest first."""
     kinds: Counter[str] = Counter()
-    shapes = parameter_shapes(setting)
+    model, shapes = setting.model, parameter_shapes(setting)
+    layers = {model.num_layers, *(stack.layers for stack in model.stacks)}
     for buffer in without_aliases(module, compiled.live):
-        kinds[kind_of(module, buffer, setting.model.num_layers, shapes, name)] += buffer.bytes
+        kinds[kind_of(module, buffer, layers, shapes, name)] += buffer.bytes
     if compiled.fits:
         kinds["unused between buffers"] += max(0, compiled.peak_bytes - sum(kinds.values()))
     return dict(kinds.most_common())
@@ -55,8 +56,13 @@ def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
     return {tuple(sharding.shard_shape(x.shape)) for x, sharding in leaves}
 
 
-def kind_of(module: hlo.Module, buffer: Buffer, num_layers: int, shapes: set[tuple[int, ...]], name: str) -> str:
-    """Kind of content of one buffer: parameters, optimizer, gradients, saved activations, cache, collectives, …"""
+def kind_of(
+    module: hlo.Module, buffer: Buffer, layers: Collection[int], shapes: set[tuple[int, ...]], name: str
+) -> str:
+    """Kind of content of one buffer: parameters, optimizer, gradients, saved activations, cache, collectives, …
+
+    Buffers that lead with one of `layers` are stacked over layers; `shapes` are those of the parameters' shards.
+    """
     operation, array = producer(module, buffer)
     if operation is None:
         return "other"
@@ -72,7 +78,7 @@ def kind_of(module: hlo.Module, buffer: Buffer, num_layers: int, shapes: set[tup
     dims = array.dims if array else ()
     if name == "update" and dims in shapes:
         return "gradients"
-    if len(dims) > 1 and dims[0] == num_layers:
+    if len(dims) > 1 and dims[0] in layers:
         kinds = {"update": "saved activations", "score": "routes", "reshard": "the sampler's weights"}
         return kinds.get(name, "cache")
     for scope in ("attention", "feed_forward", "logits", "optimizer"):

@@ -132,7 +132,7 @@ class _Programs:
     def _rollout(self) -> Rollout:
         rows, model = partial(_rows, self.mesh), self.model
         B, S, T = self.rows, self.S, self.T
-        routed = (B, S + T, model.num_layers, model.experts_per_token if model.num_experts else 0)
+        routed = (B, S + T, *model.route_shape)
         kept = sampling.keeps_router_logprobs(self.config, model)
         return Rollout(
             prompts=rows((B, S), jnp.int32),
@@ -152,7 +152,7 @@ class _Programs:
         tokens = _rows(self.mesh, mask.shape, jnp.float32)
         recomputed = config.training.old_logprobs == "recompute"
         routes = None
-        if recomputed and self.model.num_experts:
+        if recomputed and self.model.is_routed:
             logprobs: Any = _rows(self.mesh, rollout.routes.experts.shape, jnp.float32)
             routes = RouterRecord(rollout.routes.experts, logprobs)
         old = OldPolicy(

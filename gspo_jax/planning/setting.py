@@ -69,7 +69,7 @@ class Setting:
         model, meshes = self.model, self.engine.meshes
         shards = (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
         dispatch = self.config.model.dispatch
-        if not model.num_experts or dispatch == "capacity":
+        if not model.is_routed or dispatch == "capacity":
             return 1.0
         K = model.experts_per_token
         share = K / (shards * min(K, model.num_experts // shards))
@@ -106,8 +106,8 @@ class Setting:
         embedding = model.vocab_size * model.hidden_size
         layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))
         active = (layers.trunk + layers.down) / 2  # parameters that a token uses
-        experts = 3 * model.hidden_size * model.moe_intermediate_size * model.num_layers
-        whole = active + experts * (model.num_experts - model.experts_per_token) if model.num_experts else active
+        idle = sum(stack.layers * stack.width * (stack.experts - stack.experts_per_token) for stack in model.stacks)
+        whole = active + 3 * model.hidden_size * idle
         if name == "reshard":
             return (4 + 2) * (whole + 2 * embedding) / chips
         seen = 0.0

@@ -335,17 +335,19 @@ def make_reshard(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Wei
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
-    specs = (mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked)
-    layer_shardings = [NamedSharding(mesh, spec) for spec in specs]
+    specs = {i: mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked}
+    layer_shardings = {i: NamedSharding(mesh, spec) for i, spec in specs.items()}
 
-    def layer(slices: list[Array]) -> list[Array]:
-        cast = [x.astype(dtypes[i]) for i, x in zip(stacked, slices, strict=True)]
-        return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(cast, layer_shardings, strict=True)]
+    def layer(own: list[int], slices: list[Array]) -> list[Array]:
+        cast = [x.astype(dtypes[i]) for i, x in zip(own, slices, strict=True)]
+        return [jax.lax.with_sharding_constraint(x, layer_shardings[i]) for i, x in zip(own, cast, strict=True)]
 
     def reshard(weights: Weights) -> Weights:
         leaves, tree = jax.tree.flatten(weights)
-        layers = jax.lax.map(layer, [leaves[i] for i in stacked])
-        converted = dict(zip(stacked, layers, strict=True))
+        converted = {}
+        for layers in {leaves[i].shape[0]: None for i in stacked}:  # stacks of the same number of layers share a loop
+            own = [i for i in stacked if leaves[i].shape[0] == layers]
+            converted |= zip(own, jax.lax.map(partial(layer, own), [leaves[i] for i in own]), strict=True)
         return jax.tree.unflatten(tree, [converted.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])
 
     return jax.jit(reshard, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))

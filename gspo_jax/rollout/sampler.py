@@ -102,7 +102,7 @@ class Sampler:
     def empty_routes(self, responses: int, positions: int) -> RouterRecord:
         """A router record on the host with no position routed yet, for responses that have not started."""
         config = self._shapes.model(self._graph).config
-        shape = (responses, positions, config.num_layers, config.experts_per_token if config.num_experts else 0)
+        shape = (responses, positions, *config.route_shape)
         experts: Any = np.full(shape, -1, config.expert_dtype)
         logprobs: Any = np.zeros(shape, np.float32) if self._router_logprobs else None
         return RouterRecord(experts, logprobs)

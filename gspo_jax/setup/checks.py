@@ -168,7 +168,7 @@ def _check_routing(config: ConfigDict, objective: Objective) -> None:
 
 def check_dense(config: ConfigDict, model: ModelConfig) -> None:
     """Check that a dense model is not asked for routing, balancing, dispatch or an objective that needs routers."""
-    if model.num_experts:
+    if model.is_routed:
         return
     routing, dispatch = config.routing, config.model.dispatch
     for what, asked, instead in (

@@ -21,7 +21,7 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
     """Return whether the sampler records router log-probs: only if no trainer pass records its own."""
     wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
-    return bool(model.num_experts) and wanted
+    return model.is_routed and wanted
 
 
 def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:

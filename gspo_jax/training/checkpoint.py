@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by path, such as "params.layers.mlp.gate"."""
+    """The leaves of a pytree by path, such as "params.layers.0.mlp.gate"."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(named) != len(leaves):

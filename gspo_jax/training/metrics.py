@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax import objectives
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.moe import Routes
 from gspo_jax.objectives import Info
 from gspo_jax.routing import drift as drift_lib
@@ -25,14 +26,14 @@ def of_policy(
     batch: Experience,
     info: Info,
     *,
-    num_experts: int,
+    config: ModelConfig,
     replayed: Int[Array, "L B N K"] | None = None,
 ) -> tuple[Metrics, Metrics]:
     """What every objective reports of a micro-batch: sums over its tokens; maxima over tokens and responses.
 
     Args:
       scores, batch, info: what the policy, the old policy and the objective say of it.
-      num_experts: E; 0 of a dense model, which routes nothing.
+      config: the policy's; a dense one has no routing metrics.
       replayed: the experts that the forward was given, -1 where it chose.
     """
     rollout, mask = batch.rollout, batch.mask
@@ -49,8 +50,8 @@ def of_policy(
         "moments": _moments(scores.logprobs, rollout.logprobs, mask),
         "clip": objectives.clip_sums(info, mask),
     }
-    if num_experts:
-        sums["routes"] = _of_routes(scores.routes, batch, num_experts, replayed)
+    if config.is_routed:
+        sums["routes"] = _of_routes(scores.routes, batch, config.num_experts, replayed)
     if batch.correction is not None:
         sums["correction"] = jnp.where(mask, batch.correction, 0).sum()
         sums["dropped"] = (mask & (batch.correction == 0)).sum().astype(jnp.float32)

@@ -173,7 +173,7 @@ def make_old_policy(
         if not recompute:
             return OldPolicy(rollout.logprobs, reference_logprobs, value)
         config = weights.model(graph).config
-        routes = record(scores.routes, _inputs(rollout)[1], config) if config.num_experts else None
+        routes = record(scores.routes, _inputs(rollout)[1], config) if config.is_routed else None
         return OldPolicy(scores.logprobs, reference_logprobs, value, routes)
 
     @partial(jax.jit, compiler_options=compiler_options())

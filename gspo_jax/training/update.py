@@ -172,7 +172,7 @@ def _loss(
         router_shift=_router_shift(scores, batch) if objective.router_shift else None,
     )
     sums, maxima = metrics_lib.of_policy(
-        scores, batch, info, num_experts=policy.model(graph).config.num_experts, replayed=routing.replay
+        scores, batch, info, config=policy.model(graph).config, replayed=routing.replay
     )
     loss, sums = terms_lib.add(terms, Seen(batch, scores, weights, critic_params), loss, sums)
     return loss, ({"loss": loss, **sums}, maxima)

@@ -1,6 +1,7 @@
-"""Write the golden data: four tiny random Hugging Face checkpoints and what transformers computes with them.
+"""Write the golden data: five tiny random Hugging Face checkpoints and what transformers computes with them.
 
     python tests/golden/make_golden.py            # from the repository root; rewrites the folders beside this file
+    python tests/golden/make_golden.py olmoe      # this one only
 
 Needs torch and transformers, which gspo_jax itself does not: made with torch 2.13.0 (CPU) and transformers 5.23.0. Each
 folder is a real `save_pretrained` folder plus `reference.npz`:
@@ -8,8 +9,9 @@ folder is a real `save_pretrained` folder plus `reference.npz`:
     logits [B,T,V] float32  of the eager forward
     lengths [B] int32       how many of a row's ids make a prompt
     greedy [B,64] int32     the greedy continuation of each prompt, which EOS does not stop
-The four cover: norm_topk_prob true and false; experts as one tensor each in one file, and fused in a sharded checkpoint
-with an index; head tied and untied. Norm weights are pushed away from 1, so that a forgotten scale shows.
+The five cover: two families; norm_topk_prob true and false; experts as one tensor each in one file, and fused in a
+sharded checkpoint with an index; head tied and untied. Norm weights are pushed away from 1, so that a forgotten scale
+shows.
 
 A seed is taken only if rounding cannot change the answer: along the greedy path the best logit leads the second by more
 than `MIN_GAP`, and everywhere the last chosen expert leads the first rejected one by more than `MIN_ROUTER_GAP`.
@@ -59,6 +61,13 @@ MODELS = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         {"save_original_format": False, "max_shard_size": "240KB"},
     ),
+    "olmoe": (  # intermediate_size is an expert's; heads are hidden_size / num_attention_heads wide
+        transformers.OlmoeForCausalLM,
+        {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 12,
+         "norm_topk_prob": False, "eos_token_id": 1, "rms_norm_eps": 1e-5,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {},
+    ),
     "qwen3": (
         transformers.Qwen3ForCausalLM,
         {"num_hidden_layers": 3, "tie_word_embeddings": False, "eos_token_id": 1,
@@ -77,7 +86,7 @@ MODELS = {
 def build(name: str, seed: int) -> transformers.PreTrainedModel:
     """A float32 model, its matrices drawn wide enough that the logits are far from flat, its norm weights not 1."""
     cls, changes, _ = MODELS[name]
-    model = cls(cls.config_class(**COMMON, **changes, attn_implementation="eager", experts_implementation="eager"))
+    model = cls(cls.config_class(**(COMMON | changes), attn_implementation="eager", experts_implementation="eager"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -96,7 +105,7 @@ def reference(model: transformers.PreTrainedModel, seed: int) -> tuple[dict[str,
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(3, model.config.vocab_size, (ROWS, LENGTH), generator=generator)
     logits = model(tokens, use_cache=False).logits
-    is_moe = model.config.model_type == "qwen3_moe"
+    is_moe = model.config.model_type in ("qwen3_moe", "olmoe")
     greedy, margins = [], {"logits_std": logits.std().item(), "greedy_gap": INF, "distinct": INF, "router_gap": INF}
     for row, length in zip(tokens, LENGTHS, strict=True):
         path = row[None, :length]
@@ -146,10 +155,11 @@ def main() -> None:
     """Write every folder and print one line of margins for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).parent, help="where to write")
-    root = parser.parse_args().root
+    parser.add_argument("names", nargs="*", default=list(MODELS), help="folders to write; all by default")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in MODELS:
-        print(json.dumps(make(name, root)))
+    for name in args.names:
+        print(json.dumps(make(name, args.root)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,149 @@
+"""The parts of a Hugging Face config.json that families share: reading, checking and writing fields."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.types import UserError
+
+CONFIG = "config.json"
+
+Path = str | os.PathLike[str]
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+}
+"""Sizes that every config.json must have: our field, and theirs."""
+
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0,),
+    "sliding_window": (None,),
+    "layer_types": (["full_attention"], []),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
+"""Fields that would change the computation, each with the values that every family implements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigJson:
+    """The fields of one config.json, and where they were read."""
+
+    file: pathlib.Path
+    fields: Mapping[str, Any]
+
+    def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises a UserError for the first field whose value is not listed; an absent field has the first value."""
+        facts = dict(self.fields)
+        facts["sliding_window"] = facts.get("sliding_window") if facts.get("use_sliding_window") else None
+        facts["layer_types"] = sorted(set(facts.get("layer_types") or ()))
+        for field, values in supported.items():
+            if facts.get(field, values[0]) not in values:
+                listed = " and ".join(json.dumps(value) for value in values)
+                raise UserError(f"{self.file}: {field} is {json.dumps(facts[field])}; supported: only {listed}")
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """Returns the positive integer under the first of `names` that is present, or `default`.
+
+        Raises:
+          UserError: none is present and there is no default, or the value is no positive integer.
+        """
+        value = next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
+        if value is None:
+            needed = f"every {self.fields['model_type']} model has it"
+            raise UserError(f"{self.file}: {' or '.join(names)} is missing; {needed}, so download the file again")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.file}: {names[0]} is {json.dumps(value)}; it must be a positive integer")
+        return value
+
+    def experts_per_token(self, experts: int) -> int:
+        """Returns `num_experts_per_tok`; raises a UserError if it exceeds the number of experts."""
+        chosen = self.size("num_experts_per_tok")
+        if chosen > experts:
+            raise UserError(
+                f"{self.file}: num_experts_per_tok {chosen} is above the {experts} experts; set it to {experts} or less"
+            )
+        return chosen
+
+    def common(self, *, positions: int, eps: float, pad: int | None, eos: int | None) -> dict[str, Any]:
+        """Returns the `ModelConfig` fields that families read alike.
+
+        Args:
+          positions, eps, pad, eos: what transformers assumes if max_position_embeddings, rms_norm_eps, pad_token_id or
+            eos_token_id is absent.
+
+        Raises:
+          UserError: a size is missing, or the rotary positions are of a kind that is not implemented.
+        """
+        ends = self.fields.get("eos_token_id", eos)
+        return {
+            **{ours: self.size(theirs) for ours, theirs in _SIZES.items()},
+            "num_kv_heads": self.size("num_key_value_heads", default=self.size("num_attention_heads")),
+            "max_position_embeddings": self.size("max_position_embeddings", default=positions),
+            "rope_theta": self._rope_theta(),
+            "rms_norm_eps": float(self.fields.get("rms_norm_eps", eps)),
+            "tie_word_embeddings": bool(self.fields.get("tie_word_embeddings", False)),
+            "eos_token_ids": () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
+            "pad_token_id": self.fields.get("pad_token_id", pad),
+        }
+
+    def _rope_theta(self) -> float:
+        """The base of the rotary frequencies: inside `rope_parameters` (transformers 5) before the top level (4)."""
+        theta = self.fields.get("rope_theta", 10000.0)
+        for field in ("rope_parameters", "rope_scaling"):
+            rope = self.fields.get(field) or {}
+            plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+            per_layer = any(isinstance(value, dict) for value in rope.values())
+            if not plain or per_layer or rope.get("partial_rotary_factor", 1) != 1:
+                supported = 'only rope_type "default", one for all layers, on the whole head'
+                raise UserError(f"{self.file}: {field} is {json.dumps(rope)}; supported: {supported}")
+            theta = rope.get("rope_theta", theta)
+        return float(theta)
+
+
+def common_fields(config: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json fields that families write alike, for transformers from 4.51 on and 5.
+
+    RoPE is in both spellings, the rest in the older one.
+    """
+    eos = list(config.eos_token_ids)
+    return {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()} | {
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises:
+      UserError: the file does not exist, with the message `missing`, or holds anything else.
+    """
+    if not file.is_file():
+        raise UserError(missing)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds no JSON object; download it again")
+    return value

@@ -1,0 +1,200 @@
+"""Tensors of a Hugging Face checkpoint: how they map to parameters, and slices of them read from safetensors files.
+
+The rules below are those that several families share; a family's `rules` puts a model's together with `of_model`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config_json import CONFIG, read_json
+from gspo_jax.types import UserError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The checkpoint tensors that hold one of our parameters, and the order of their dimensions."""
+
+    tensor: str
+    """Tensor name; "{L}" and "{E}" stand for our leading layer and expert axes, which are separate tensors there."""
+    axes: str
+    """"ours -> theirs", one letter per dimension; H is all heads side by side."""
+    half: int | None = None
+    """0 or 1 if their second dimension concatenates two of our parameters: which of the two this one is."""
+    first: int = 0
+    """Their number of the parameter's first layer."""
+
+    @property
+    def ours(self) -> list[str]:
+        """Our dimensions, one letter each."""
+        return self.axes.split(" -> ")[0].split()
+
+    @property
+    def theirs(self) -> list[str]:
+        """Their dimensions, one letter each."""
+        return self.axes.split(" -> ")[1].split()
+
+    @property
+    def outer(self) -> list[str]:
+        """Our leading axes, along which their tensors are separate."""
+        return [axis for axis in self.ours if f"{{{axis}}}" in self.tensor]
+
+    def name(self, at: Mapping[str, int]) -> str:
+        """The name of their tensor at an index of our outer axes."""
+        return self.tensor.format(**{axis: i + self.first * (axis == "L") for axis, i in at.items()})
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each of their tensors, given that of our parameter."""
+        size = dict(zip(self.ours, ours, strict=True))
+        shape = [size[axis] for axis in self.theirs]
+        if self.half is not None:
+            shape[1] *= 2
+        return tuple(shape)
+
+    def entries(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yields every index into our outer axes with the name of their tensor there."""
+        for at in itertools.product(*(range(n) for n in ours[: len(self.outer)])):
+            yield at, self.name(dict(zip(self.outer, at, strict=True)))
+
+    def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+        """One of their tensors, from our parameter at one index of the outer axes; undefined for a `half`."""
+        inner = self.ours[len(self.outer) :]
+        return ours.transpose([inner.index(axis) for axis in self.theirs])
+
+    def read(
+        self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...], dtype: DTypeLike
+    ) -> np.ndarray:
+        """The part of our parameter (of shape `ours`) at `spans`, one range per dimension; reads little else."""
+        size = dict(zip(self.ours, ours, strict=True))
+        span = dict(zip(self.ours, spans, strict=True))
+        window = [slice(span[axis].start, span[axis].stop) for axis in self.theirs]
+        if self.half is not None:
+            skip = self.half * size[self.theirs[1]]
+            window[1] = slice(window[1].start + skip, window[1].stop + skip)
+        order = [self.theirs.index(axis) for axis in self.ours[len(self.outer) :]]
+        out = np.empty([len(s) for s in spans], jnp.dtype(dtype))
+        for local in itertools.product(*(range(len(span[axis])) for axis in self.outer)):
+            at = {axis: span[axis][i] for axis, i in zip(self.outer, local, strict=True)}
+            piece = checkpoint.read(self.name(at), tuple(window))
+            out[local] = piece.transpose(order)
+        return out
+
+
+_MODEL = {
+    "embed": Rule("model.embed_tokens.weight", "V D -> V D"),
+    "norm": Rule("model.norm.weight", "D -> D"),
+    "head": Rule("lm_head.weight", "D V -> V D"),
+}
+_LAYER = "model.layers.{L}."
+
+ATTENTION = {
+    "attention_norm": Rule(_LAYER + "input_layernorm.weight", "L D -> D"),
+    "attention.q": Rule(_LAYER + "self_attn.q_proj.weight", "L D H -> H D"),
+    "attention.k": Rule(_LAYER + "self_attn.k_proj.weight", "L D H -> H D"),
+    "attention.v": Rule(_LAYER + "self_attn.v_proj.weight", "L D H -> H D"),
+    "attention.o": Rule(_LAYER + "self_attn.o_proj.weight", "L H D -> D H"),
+    "attention.q_norm.scale": Rule(_LAYER + "self_attn.q_norm.weight", "L h -> h"),
+    "attention.k_norm.scale": Rule(_LAYER + "self_attn.k_norm.weight", "L h -> h"),
+    "mlp_norm": Rule(_LAYER + "post_attention_layernorm.weight", "L D -> D"),
+}
+"""A layer's norms and grouped-query attention with normed queries and keys."""
+
+DENSE = {
+    "mlp.gate": Rule(_LAYER + "mlp.gate_proj.weight", "L D F -> F D"),
+    "mlp.up": Rule(_LAYER + "mlp.up_proj.weight", "L D F -> F D"),
+    "mlp.down": Rule(_LAYER + "mlp.down_proj.weight", "L F D -> D F"),
+}
+"""A dense SwiGLU."""
+
+_EXPERTS = {
+    "mlp.router": Rule(_LAYER + "mlp.gate.weight", "L D E -> E D"),
+    "mlp.gate": Rule(_LAYER + "mlp.experts.{E}.gate_proj.weight", "L E D F -> F D"),
+    "mlp.up": Rule(_LAYER + "mlp.experts.{E}.up_proj.weight", "L E D F -> F D"),
+    "mlp.down": Rule(_LAYER + "mlp.experts.{E}.down_proj.weight", "L E F D -> D F"),
+}
+_FUSED = _EXPERTS | {  # transformers 5 in memory, and on disk with save_original_format=False
+    "mlp.gate": Rule(_LAYER + "mlp.experts.gate_up_proj", "L E D F -> E F D", half=0),
+    "mlp.up": Rule(_LAYER + "mlp.experts.gate_up_proj", "L E D F -> E F D", half=1),
+    "mlp.down": Rule(_LAYER + "mlp.experts.down_proj", "L E F D -> E D F"),
+}
+
+
+def experts(names: Container[str]) -> dict[str, Rule]:
+    """The rules of a router and SwiGLU experts: fused if `names` has fused tensors, else one tensor per expert."""
+    return _FUSED if _FUSED["mlp.gate"].name({"L": 0}) in names else _EXPERTS
+
+
+def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The rule of every parameter of a model, by its path.
+
+    Args:
+      config: the model.
+      stacks: for each of its stacks the rules of a layer, by the path inside the block.
+    """
+    rules = {path: rule for path, rule in _MODEL.items() if not (path == "head" and config.tie_word_embeddings)}
+    first = 0
+    for i, (stack, own) in enumerate(zip(config.stacks, stacks, strict=True)):
+        rules |= {f"layers.{i}.{path}": dataclasses.replace(rule, first=first) for path, rule in own.items()}
+        first += stack.layers
+    return rules
+
+
+class Checkpoint:
+    """The tensors of a folder, in one safetensors file or many; raises a UserError if one is missing or damaged."""
+
+    def __init__(self, folder: pathlib.Path, files: contextlib.ExitStack):
+        self.folder = folder
+        self.handles: dict[str, tuple[str, Any]] = {}
+        for name in self._file_names():
+            file = folder / name
+            if not file.is_file():
+                raise UserError(f"{file} does not exist though {INDEX} names it; download it again")
+            try:
+                handle = files.enter_context(safe_open(file, framework="np"))
+            except SafetensorError as error:
+                raise UserError(f"{file} is not a complete safetensors file ({error}); download it again") from error
+            self.handles |= dict.fromkeys(handle.keys(), (name, handle))
+
+    def _file_names(self) -> list[str]:
+        if (self.folder / WEIGHTS).is_file():
+            return [WEIGHTS]
+        missing = f"{self.folder} has neither {WEIGHTS} nor {INDEX}; save the model as safetensors"
+        weight_map = read_json(self.folder / INDEX, missing).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{self.folder / INDEX} has no weight_map; download it again")
+        return sorted(set(weight_map.values()))
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        """Raises a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
+
+        The checkpoint of a `tied` model may still hold its head, which is the embedding again.
+        """
+        for name, shape in expected.items():
+            if name not in self.handles:
+                raise UserError(f"{self.folder} has no tensor {name}, which its {CONFIG} asks for; download it again")
+            file, handle = self.handles[name]
+            found = handle.get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                has = list(found.get_shape())
+                raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
+            if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
+                raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
+        ignored = {_MODEL["head"].tensor} if tied else set()
+        if extra := sorted(self.handles.keys() - expected.keys() - ignored):
+            found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
+            raise UserError(f"{found}, such as {extra[0]}; download both again")
+
+    def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
+        """A slice of one tensor, in the dtype it is stored in."""
+        return self.handles[name][1].get_slice(name)[window]
