@@ -289,6 +289,11 @@ def _route(dispatch: Dispatch, shards: int) -> Callable[..., tuple[Array, Array]
     return partial(_pairs, transport=partial(_capacity, factor=dispatch.capacity_factor))
 
 
+def _flat(x: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
+    """Rows and tokens in one dimension."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def exchange(
     x: Float[Array, "B T D"],
     experts: Int[Array, "B T K"],
@@ -317,11 +322,8 @@ def exchange(
       UserError: this platform lacks the dispatch's collective.
     """
 
-    def flat(a: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
-        return a.reshape(-1, a.shape[-1])
-
     if not has_mesh():
-        y = combine_experts(flat(x), flat(experts), flat(weights), kernels, layer=layer)
+        y = combine_experts(_flat(x), _flat(experts), _flat(weights), kernels, layer=layer)
         return y.reshape(x.shape), jnp.zeros_like(experts[..., 0])
 
     manual, sizes = manual_axes(), jax.sharding.get_abstract_mesh().shape
@@ -340,15 +342,13 @@ def exchange(
         kernels = ExpertKernels(*(varying(w, "data", "fsdp") for w in kernels))
         if "fsdp" in held_by:
             kernels = ExpertKernels(*(jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in kernels))
-        tokens = varying(flat(x), "tensor")
-        y, dropped = _route(dispatch, shards)(tokens, flat(experts), flat(weights), kernels, layer=layer)
+        tokens = varying(_flat(x), "tensor")
+        y, dropped = _route(dispatch, shards)(tokens, _flat(experts), _flat(weights), kernels, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
 
     stack = () if layer is None else (None,)
-    rows, wide, tall = (
-        without_axes(PartitionSpec(*axes), manual)
-        for axes in ((BATCH_AXES,), (*stack, held_by, None, "tensor"), (*stack, held_by, "tensor", None))
-    )
+    layouts: Any = ((BATCH_AXES,), (*stack, held_by, None, "tensor"), (*stack, held_by, "tensor", None))
+    rows, wide, tall = (without_axes(PartitionSpec(*axes), manual) for axes in layouts)
     return jax.shard_map(
         shard,
         in_specs=(rows, rows, rows, ExpertKernels(cast(Any, wide), cast(Any, wide), cast(Any, tall)), PartitionSpec()),

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gspo_jax.parallel.hlo import COLLECTIVES, Array, Module, Operation, Run
+from gspo_jax.parallel.hlo import COLLECTIVES, Array, Module, Operation, Run, convolution_flops
 
 _NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
@@ -214,7 +214,7 @@ class Program(Module):
         if operation.opcode == "dot":
             inner = operation.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
             return 2.0 * math.prod(out) * math.prod(left[int(d)] for d in inner.split(",") if d)
-        return _convolution_flops(operation, left, right, out)
+        return convolution_flops(operation, left, right, out)
 
     def traffic(self, computation: str, operation: Operation) -> Traffic | None:
         """Traffic of a collective; None for other operations and for the -done half of an asynchronous collective."""
@@ -227,7 +227,7 @@ class Program(Module):
         size = sum(a.bytes for a in given)
         if kind == "ragged-all-to-all":  # upper bound: the smaller buffer
             size = min(a.bytes for a in given[:2])
-        group = _group_size(operation)
+        group = operation.group_size
         others = (group - 1) / max(group, 1)
         sent = {
             "all-gather": (group - 1) * size,
@@ -256,7 +256,7 @@ class Program(Module):
         ):  # mostly between memory spaces
             whole, part = operation.arrays[0], operation.arrays[1 if "update" in opcode else -2]
             return part.bytes * ((whole.space == space) + (part.space == space))
-        if opcode == "custom-call" and not _is_kernel(operation):
+        if opcode == "custom-call" and not operation.is_kernel:
             return 0.0
         if opcode.endswith("-start"):  # its result tuple lists inputs and outputs
             return out
@@ -354,7 +354,7 @@ class _CostCollector:
                     if traffic := program.traffic(called, inner):
                         self.collectives.append((times, traffic))
         flops, moved = program.product_flops(computation, operation), program.moved(computation, operation)
-        if _is_kernel(operation):
+        if operation.is_kernel:
             flops, moved = self.kernel(operation, times, moved)
         if chain and begins:
             moved += program.moved(operation.calls[0], chain[1])
@@ -371,54 +371,3 @@ class _CostCollector:
             return 0.0, moved
         fill = next((f for name, f in self.program.filled.items() if operation.name.startswith(name)), 1.0)
         return fill * float(flops), float(moves)
-
-
-def _is_kernel(operation: Operation) -> bool:
-    return operation.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in operation.attributes
-
-
-def _group_size(operation: Operation) -> int:
-    """Number of devices per replica group; the text gives explicit groups, iota groups or mesh axes."""
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", operation.attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
-        return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", operation.attributes):
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", operation.attributes):
-        return found[1].count(",") + 1
-    return 2 if "source_target_pairs" in operation.attributes else 0
-
-
-def _convolution_flops(
-    operation: Operation, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]
-) -> float:
-    """Flops of a convolution: 2 × outputs × contraction size, counting only window positions on the input, not padding.
-
-    The TPU compiler emits batched matmuls as convolutions, with the head dimension as a window of which only one
-    position counts.
-    """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
-    assert labels, operation.attributes[:200]
-    image, kernel, result = labels.groups()
-    window = operation.attribute(r"window=\{([^}]*)\}") or ""
-    settings = dict(re.findall(r"(\w+)=([\w\-x]+)", window))
-    total = 2.0 * out[result.index("b")] * out[result.index("f")] * right[kernel.index("i")]
-    spatial = sorted(c for c in kernel if c.isdigit())
-
-    def setting(name: str, place: int, default: str) -> str:
-        return settings[name].split("x")[place] if name in settings else default
-
-    for place, digit in enumerate(spatial):
-        size, outputs = left[image.index(digit)], out[result.index(digit)]
-        low = int(setting("pad", place, "0_0").split("_")[0])
-        stride, kernel_dilation = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
-        input_dilation = int(setting("lhs_dilate", place, "1"))
-        taps, reach = right[kernel.index(digit)], (size - 1) * input_dilation + 1
-        total *= sum(
-            1
-            for o in range(outputs)
-            for w in range(taps)
-            if 0 <= (at := o * stride + w * kernel_dilation - low) < reach and at % input_dilation == 0
-        )
-    return total

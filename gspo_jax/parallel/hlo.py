@@ -97,6 +97,24 @@ class Operation:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
+    def is_kernel(self) -> bool:
+        """True for a call of a Pallas kernel."""
+        return self.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
+
+    @property
+    def group_size(self) -> int:
+        """Devices per replica group; the text gives explicit groups, iota groups or mesh axes. 0 if it gives none."""
+        if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", self.attributes):
+            sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+            axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # an axis, or a part of one: 'fsdp':(16)4
+            return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+        if found := re.search(r"replica_groups=\[\d+,(\d+)\]", self.attributes):
+            return int(found[1])
+        if found := re.search(r"replica_groups=\{\{([\d,]*)\}", self.attributes):
+            return found[1].count(",") + 1
+        return 2 if "source_target_pairs" in self.attributes else 0
+
+    @property
     def calls(self) -> list[str]:
         """Names of called computations, excluding loop bodies and conditions and the combiners of reductions."""
         names = re.findall(
@@ -310,3 +328,37 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return found.end()
     raise ValueError(f"no closing parenthesis in {text[:200]!r}")
+
+
+def convolution_flops(
+    operation: Operation, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]
+) -> float:
+    """Flops of a convolution: 2 × outputs × contraction size, counting only window positions on the input, not padding.
+
+    The TPU compiler emits batched matmuls as convolutions, with the head dimension as a window of which only one
+    position counts.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
+    assert labels, operation.attributes[:200]
+    image, kernel, result = labels.groups()
+    window = operation.attribute(r"window=\{([^}]*)\}") or ""
+    settings = dict(re.findall(r"(\w+)=([\w\-x]+)", window))
+    total = 2.0 * out[result.index("b")] * out[result.index("f")] * right[kernel.index("i")]
+    spatial = sorted(c for c in kernel if c.isdigit())
+
+    def setting(name: str, place: int, default: str) -> str:
+        return settings[name].split("x")[place] if name in settings else default
+
+    for place, digit in enumerate(spatial):
+        size, outputs = left[image.index(digit)], out[result.index(digit)]
+        low = int(setting("pad", place, "0_0").split("_")[0])
+        stride, kernel_dilation = int(setting("stride", place, "1")), int(setting("rhs_dilate", place, "1"))
+        input_dilation = int(setting("lhs_dilate", place, "1"))
+        taps, reach = right[kernel.index(digit)], (size - 1) * input_dilation + 1
+        total *= sum(
+            1
+            for o in range(outputs)
+            for w in range(taps)
+            if 0 <= (at := o * stride + w * kernel_dilation - low) < reach and at % input_dilation == 0
+        )
+    return total

@@ -61,13 +61,12 @@ def make_update(
 ) -> UpdateFn:
     """A jitted `update(objective, state, frozen, experience, index)`: one optimizer step on mini-batch `index`.
 
-    Token weights come from the whole mini-batch's mask, so the gradients of its micro-batches add up to its own
-    gradient however it is cut. A non-finite gradient or loss leaves parameters and optimizer state unchanged and is
-    counted as skipped. The buffers of the old state are donated, those of the frozen weights are not.
+    Token weights come from the whole mini-batch's mask, so its gradient does not depend on how it is cut into
+    micro-batches. A non-finite gradient or loss changes nothing but the count of skipped updates. The old state's
+    buffers are donated.
 
     Args:
-      graph: the policy's graph.
-      scoring: temperature, chunking and remat of the forward pass.
+      graph, scoring: the policy's graph; temperature, chunking and remat of its forward pass.
       optimizer, schedule: the policy's optimizer and its learning-rate schedule, for the metrics.
       critic: trained beside the policy if the objective uses one.
       penalties: weights of the other loss terms.
@@ -91,6 +90,7 @@ def make_update(
             experts = of_responses(_experts(batch), batch.rollout)
             load = load_lib.shares(load_lib.pairs(experts, batch.mask, num_experts=E))
         trained = (state.params, None if state.critic is None else state.critic.params)
+        reference = batch.old.reference_logprobs is not None
         loss = partial(
             _loss,
             frozen=frozen,
@@ -99,27 +99,27 @@ def make_update(
             scoring=scoring,
             objective=objective,
             replay=replay,
-            terms=terms_lib.chosen(
-                penalties, objective, scoring, critic, reference=batch.old.reference_logprobs is not None
-            ),
+            terms=terms_lib.chosen(penalties, objective, scoring, critic, reference=reference),
         )
-        gradient = jax.value_and_grad(loss, has_aux=True)
-
-        def add(grads: Any, micro: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
-            (_, seen), more = gradient(trained, *micro)
-            return jax.tree.map(jnp.add, grads, more), seen
-
-        zeros = jax.tree.map(jnp.zeros_like, trained)
-        grads, (sums, maxima) = jax.lax.scan(
-            add, zeros, cut_rows((batch, weights), microbatches, group_size=group_size)
-        )
-        metrics = metrics_lib.from_sums(
-            jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)
-        )
+        micro = cut_rows((batch, weights), microbatches, group_size=group_size)
+        grads, metrics = _accumulate(jax.value_and_grad(loss, has_aux=True), trained, micro)
         new, seen = _apply(state, grads, metrics["actor/loss"], optimizer, critic)
         return new, metrics | seen | {"actor/lr": schedule(state.updates - state.skipped)}
 
     return update
+
+
+def _accumulate(gradient: Callable[..., Any], trained: Any, micro: Any) -> tuple[Any, Metrics]:
+    """Sum gradients over the leading axis of `micro`, a (batch, weights) pair, and turn the sums into metrics."""
+
+    def add(grads: Any, part: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
+        (_, seen), more = gradient(trained, *part)
+        return jax.tree.map(jnp.add, grads, more), seen
+
+    grads, (sums, maxima) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), micro)
+    return grads, metrics_lib.from_sums(
+        jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)
+    )
 
 
 def _apply(
