@@ -27,8 +27,8 @@ from rich.console import Console
 from gspo_jax import cli, storage
 from gspo_jax.config import base
 from gspo_jax.reporting.progress import make_table
-from gspo_jax.setup import checks as checks_lib
 from gspo_jax.setup.meshes import make_meshes
+from gspo_jax.setup.policy import model_config
 from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -141,7 +141,7 @@ def processes() -> Finding:
 def mesh(config: ConfigDict) -> Finding:
     """Checks that the config's mesh fits the devices and its batch the mesh."""
     try:
-        sizes = make_meshes(config, checks_lib.check(config)).trainer.shape
+        sizes = make_meshes(config, model_config(config)).trainer.shape
     except UserError as error:
         return Finding("mesh", "failed", str(error), "Change --config.mesh or the batch as the message says.")
     return Finding("mesh", "ok", ", ".join(f"{axis} {size}" for axis, size in sizes.items()))

@@ -104,7 +104,7 @@ def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
 def test_the_least_number_of_chips(size, chips):
     """16 bytes of each parameter, float32: itself, its gradient and Adam's moments, in v5p's 102.8e9 bytes."""
     mesh = make_mesh({"fsdp": -1})
-    engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), StopRule(max_length=8))
+    engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), StopRule(max_length=8, eos_ids=()))
     assert Setting(engine, topology.CHIPS["v5p"]).least_chips() == chips
 
 

@@ -314,8 +314,11 @@ def test_ctrl_c_ends_all_processes(repository, whole, data, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "error: the first argument is missing; say how many processes"),
-        (["--config=configs/tiny.py"], "error: the first argument is --config=configs/tiny.py; say how many processes"),
+        ([], "error: the first argument is missing; give the number of processes"),
+        (
+            ["--config=configs/tiny.py"],
+            "error: the first argument is --config=configs/tiny.py; give the number of processes",
+        ),
     ],
 )
 def test_the_launcher_asks_for_a_number(words, says, repository):

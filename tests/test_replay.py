@@ -121,7 +121,7 @@ def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, f
     (gradient, scores), mask = followed, rollout.mask
     np.testing.assert_array_equal(scores.routes.experts, foreign)
     assert np.abs(scores.logprobs - native[1].logprobs)[mask].min() > 1e-4
-    router = gradient["layers"][0]["mlp"]["router"][...]
+    router = gradient.trainable["layers"][0]["mlp"]["router"][...]
     assert (np.abs(router).max(axis=(1, 2)) > 1e-3).all(), "in every layer"
     at = partial(of_responses, responses=rollout)
     assert not drift.compare(at(foreign), at(scores.routes.experts), mask).flips.any()
@@ -309,17 +309,17 @@ def expected_losses(rollout, olds):
     mask, experts = rollout.mask, olds["r2"].routes.experts[:, S:]
     shares = [np.bincount(experts[mask][:, layer].ravel(), minlength=E) for layer in range(CONFIG.num_layers)]
     shares = [jnp.asarray(counts / counts.sum(), jnp.float32)[None, None] for counts in shares]
-    weights = mask / mask.sum(axis=1, keepdims=True) / len(mask)
+    of_tokens = mask / mask.sum(axis=1, keepdims=True) / len(mask)
 
     def loss(w):
         logits = router_logits(w, rollout)
         balance = sum(E * (jax.nn.softmax(z) * f).sum(axis=-1) for z, f in zip(logits, shares, strict=True))
         squares = sum(jnp.log(jnp.exp(z).sum(axis=-1)) ** 2 for z in logits)
         each = jnp.stack([balance, squares]) / len(logits)
-        return (jnp.asarray([0.3, 0.01])[:, None, None] * weights[None] * each).sum(), each
+        return (jnp.asarray([0.3, 0.01])[:, None, None] * of_tokens[None] * each).sum(), each
 
     with quick_compilation():
-        gradient, each = jax.jit(jax.grad(loss, has_aux=True))(weights())
+        gradient, each = jax.jit(jax.grad(loss, has_aux=True))(weights().trainable)
     return gradient, *np.asarray(each)[:, mask].mean(axis=1)
 
 

@@ -15,8 +15,9 @@ from gspo_jax.models.cache import Cache, Slots, empty_ring, heads_first
 from gspo_jax.models.families import qwen3
 from gspo_jax.models.moe import Routing
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout.decoder import to_sampler
-from tests.tiny import CONFIG, MIXED, leaf_errors, mixed_family, params, prompts  # noqa: F401
+from gspo_jax.rollout.decoder import make_reshard
+from gspo_jax.types import Weights
+from tests.tiny import CONFIG, MIXED, leaf_errors, mixed_family, params, prompts, weights  # noqa: F401
 
 
 def model(config=CONFIG, dtype=jnp.float32):
@@ -108,9 +109,9 @@ def test_a_dense_stack_and_a_routed_one(mixed_family):  # noqa: F811
     replayed = net(tokens, routing=Routing(replay=other))
     np.testing.assert_array_equal(replayed.routes.experts, other)
     np.testing.assert_array_equal(replayed.routes.native[0], out.routes.experts[0])
-    weights, mesh = params(MIXED), mesh_lib.make_mesh({}, devices=jax.devices()[:1])
-    copy = to_sampler(transformer.abstract(MIXED)[1], mesh, jnp.float32)(weights)
-    assert leaf_errors(weights, copy) == 0
+    given, mesh = weights(MIXED), mesh_lib.make_mesh({}, devices=jax.devices()[:1])
+    copy = make_reshard(Weights.full(transformer.abstract(MIXED)[1]), mesh, jnp.float32)(given)
+    assert leaf_errors(given, copy) == 0
 
 
 def test_one_stack_cut_in_two_is_the_same_model(monkeypatch):
