@@ -1,4 +1,4 @@
-"""Run a module that compiles ahead of time with the TPU's compiler, in its own process: the environment must be set
+"""Run a module that uses the TPU's ahead-of-time compiler in its own process, because the environment has to be set
 before jax is imported."""
 
 import importlib.util
@@ -15,7 +15,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def figures(module: str, *arguments: str) -> dict:
-    """Run `python -m module` and return the JSON object on its last line of output, which is also printed."""
+    """Run `python -m module`; print and return the JSON object on its last line of output."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

@@ -160,7 +160,7 @@ def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
             np.testing.assert_allclose(rollout.logprobs[here], scores[here], atol=1e-4)
         known = (rollout.routes.experts >= 0).all(axis=(2, 3))
         np.testing.assert_array_equal(known.sum(axis=1), rollout.prompt_lengths + ended - 1, "the routes are whole")
-    assert both, "no response was begun by one policy and ended by the other"
+    assert both, "some responses are begun by one policy and ended by the other"
 
 
 def test_a_buffer_goes_on_from_its_arrays(sampler):
