@@ -14,7 +14,7 @@ Hyper = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """One batch of float64 and bool arrays [B, T]; outside the mask, log-probs and advantages are 0 and shifts are 1."""
+    """A batch of float64 and bool arrays [B, T]; outside the mask, log-probs and advantages are 0 and shifts 1."""
 
     logprobs: np.ndarray
     old_logprobs: np.ndarray

@@ -173,9 +173,7 @@ def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, r
     noise = rng.normal(size=(rows, T)) * rng.choice([0.0, 0.1, 0.5], size=(rows, 1))
     noise -= (noise * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
     centre = rng.choice(centres(hyper), size=(rows, 1))
-    if (
-        hyper.get("low") == 0
-    ):  # The noise has mean 0 only up to rounding, which could put the mean on either side of the bound.
+    if hyper.get("low") == 0:  # rounding of the noise's mean could put a ratio of 1 on either side of the bound
         noise = np.where(centre == 0, 0.0, noise)
     new = old + centre + noise
     shift = np.where(rng.random((rows, T)) < 0.3, 1.0, rng.uniform(0.5, 1.0, size=(rows, T)))
@@ -190,7 +188,7 @@ def row_advantages(batch: oracles.Batch) -> np.ndarray:
 
 
 def arguments(name: str, batch: oracles.Batch) -> dict[str, np.ndarray]:
-    """Return the arguments of `forward`, float64 and bool: token advantages where allowed, router shift where needed."""
+    """Return `forward`'s arguments, float64 and bool: token advantages where allowed, router shift where needed."""
     advantages = batch.advantages if ROWS[name].token_advantages else row_advantages(batch)
     shift = {"router_shift": batch.router_shift} if "gamma_min" in ROWS[name].defaults else {}
     return {

@@ -191,9 +191,7 @@ def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_
     tokenizer, chosen = Tokenizer.load(hf_folder), {"family": "olmoe", "intermediate_size": 16, "norm_topk_prob": False}
     shape = dataclasses.replace(CONFIG, **chosen, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
     weights = transformer.init_params(shape, jax.random.key(0))
-    weights["head"][...] = (
-        weights["head"][...].at[:, jnp.asarray(tokenizer.eos_ids)].multiply(24)
-    )  # raise eos logits, so that some responses end early
+    weights["head"][...] = weights["head"][...].at[:, jnp.asarray(tokenizer.eos_ids)].multiply(24)  # some end early
     huggingface.save(weights, shape, tmp_path / "olmoe")
     tokenizer.save(tmp_path / "olmoe")
     config = gsm8k(tmp_path / "olmoe", jsonl_folder)
