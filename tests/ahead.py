@@ -1,5 +1,4 @@
-"""Run a module that uses the TPU's ahead-of-time compiler in its own process, because the environment has to be set
-before jax is imported."""
+"""Run a module in its own process, to compile ahead of time for TPUs: jax reads the environment when it is imported."""
 
 import importlib.util
 import json

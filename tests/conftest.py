@@ -46,8 +46,10 @@ LONGEST_FIRST = (
 
 @pytest.fixture(scope="module", autouse=True)
 def release_programs() -> Iterator[None]:
-    """Drop compiled programs before a process exhausts its memory mappings: Linux allows 65530, and one test file needs
-    up to 20000."""
+    """Drop compiled programs before the process runs out of memory mappings.
+
+    Linux allows 65530, and one test file needs up to 20000.
+    """
     yield
     mappings = Path("/proc/self/maps")
     if mappings.exists() and mappings.read_bytes().count(b"\n") > 25000:

@@ -15,15 +15,13 @@ from gspo_jax.models.attention import attend_segments
 from gspo_jax.parallel import mesh as mesh_lib
 
 ROUNDING = {"float32": 2e-6, "bfloat16": 2e-2}
-"""Tolerances relative to the largest entry. In bfloat16 the scaled queries, the probabilities and each block's partial
-dq are rounded."""
+"""Tolerances relative to the largest entry; bfloat16 rounds the scaled queries, the probabilities and partial dq."""
 
 
 def draw(rows, queries, keys, dtype, heads=4, kv_heads=2, width=128):
-    """Return random queries, keys and values, the mask of valid keys (all padding in the last row), and an output
-    cotangent.
+    """Return random queries, keys and values, the mask of valid keys, and an output cotangent.
 
-    The cotangent is zero for queries that see no key: their output carries no loss.
+    The last row is all padding. The cotangent is zero for queries that see no key: their output carries no loss.
     """
     rng = np.random.default_rng(queries)
     shapes = [(rows, queries, heads, width), *[(rows, keys, kv_heads, width)] * 2, (rows, queries, heads, width)]
@@ -109,8 +107,7 @@ def test_the_mask_is_what_responses_see():
 
 
 def test_work_follows_what_is_seen():
-    """With a prompt and eight responses of one block each, the kernel visits one block for the prompt and two per
-    response."""
+    """A prompt and eight responses of one block each: one block for the prompt, two for every response."""
     mask = masks.MultiHeadMask([attention_tpu._Mask(9 * 512, 9 * 512, 512, 512)])
     info, _ = mask_info.process_mask(mask, (512, 512))
     assert info.block_mask.shape == (1, 9, 2)

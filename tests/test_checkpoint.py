@@ -107,7 +107,7 @@ def test_what_a_killed_save_leaves_behind_is_no_checkpoint(saved):
     assert checkpointer.latest == 3
     deadline = time.monotonic() + 10
     while list(folder.glob("*tmp*")) and time.monotonic() < deadline:
-        time.sleep(0.05)  # Orbax removes it in the background.
+        time.sleep(0.05)  # Orbax removes it in the background
     checkpointer.close()
     assert not list(folder.glob("*tmp*"))
 

@@ -68,8 +68,10 @@ def test_bfloat16_stays_and_is_chosen(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def training_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Any]:
-    """Return a run folder as train leaves it (initial model, config, two checkpoints with moved parameters), and the
-    state."""
+    """Return a run folder as train leaves it, and the newest parameters.
+
+    The folder has the initial model, the config, and two checkpoints with different parameters.
+    """
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(GOLDEN / "qwen3_tied", folder / "coldstart")
     Tokenizer.train(["1 + 2 = 3"], 288).save(folder / "coldstart")

@@ -150,8 +150,7 @@ def test_a_part_that_is_copied_between_memories_counts_in_both():
 
 
 def test_a_product_written_as_a_convolution():
-    """32 rows of 8 features by 4 heads of 16. The input has one spatial place, so each of 4 outputs uses one window
-    place."""
+    """32 rows of 8 features by 4 heads of 16: with one input place, each of the 4 outputs uses one window place."""
     text = """
   %a = bf16[32,8,1]{1,0,2} parameter(0)
   %b = bf16[4,16,8]{2,1,0} parameter(1)

@@ -89,8 +89,10 @@ def gradients(f):
 
 @functools.cache
 def compiled(name, dispatch):
-    """Return a dispatch's gradient function, compiled once for all loads; a reference replaces `ragged_all_to_all` on
-    CPU."""
+    """Return a dispatch's gradient function, compiled once for all loads.
+
+    `ragged_all_to_all` does not compile on CPU; its reference implementation replaces it.
+    """
     mesh = next(m for m in MESHES if mesh_id(m) == name)
     run = gradients(functools.partial(exchange, dispatch=dispatch))
     if not mesh:
@@ -142,8 +144,10 @@ def test_a_layer_of_many_has_room_for_every_load(load):
 
 
 def kept(experts, mesh, factor):
-    """Return which pairs fit the capacity, counted one by one: per batch shard in row and token order, for each expert
-    shard."""
+    """Return which pairs fit the capacity, counted one by one.
+
+    Every batch shard fills the room of each expert shard in the order of its rows, tokens and choices.
+    """
     shards = math.prod(mesh.get(axis, 1) for axis in mesh_lib.BATCH_AXES)
     room = math.ceil(factor * (B * T * K / shards) / mesh["expert"])
     keep = np.zeros(experts.shape, bool)

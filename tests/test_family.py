@@ -1,5 +1,4 @@
-"""End-to-end runs of every objective by its config line, and of both PPO critics, a reference, DAPO, step rewards,
-replay.
+"""Every objective trains by its config line; so do both PPO critics, a reference, DAPO, step rewards and replay.
 
 All runs start from a policy that gets some small sums right, so that rewards within a group differ.
 """
@@ -55,8 +54,7 @@ def cold_start(config: ConfigDict, folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick():
-    """Compile runs of a few seconds with most optimisations off; the module-scoped cold starts, which run longer, keep
-    them."""
+    """Compile short runs with most optimisations off; the module-scoped cold starts run longer and keep them."""
     with quick_compilation():
         yield
 

@@ -104,10 +104,9 @@ def test_a_tile_of_rows_is_no_longer_than_a_group_fills(rows, groups, likely, ti
 
 
 def test_wide_rows_have_shorter_tiles():
-    """Two buffers of 512 rows of 4096 numbers take 8 MiB in bfloat16 and 16 MiB in float32, but may take a third of 14
-    MiB.
+    """Wide rows get tiles of fewer rows: two buffers of a tile may take a third of 14 MiB.
 
-    8 MiB has to be cut by 2 and 16 MiB by 4, to the next power of two.
+    512 rows of 4096 numbers take 8 MiB in bfloat16 and 16 MiB in float32, which has to be divided by 2 and by 4.
     """
     tiles = [grouped_matmul_tpu._row_tile(131072, 32, 131072, 4096, size) for size in (2, 4)]
     assert tiles == [256, 128]
@@ -161,8 +160,7 @@ def test_visits_are_the_tiles_of_each_group(name):
 
 
 def test_work_follows_the_rows_in_the_groups():
-    """131072 rows in a buffer with room for four times as many take 256 tiles of 512, plus 31 for groups that start
-    mid-tile."""
+    """131072 rows in a buffer for four times as many: 256 tiles of 512, plus 31 for groups that start mid-tile."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)
     visits, counts = grouped_matmul_tpu._visits(groups, 524288, 512, interpret=True)
     assert 256 < counts[0] == counts[1] <= 256 + 31
@@ -181,8 +179,7 @@ def kernels(jaxpr):
 
 
 def test_kernels_say_what_they_cost():
-    """The kernels' cost estimates match hand counts: flops for every row of the buffer, bytes for two bfloat16
-    matrices.
+    """Cost estimates match hand counts: flops for every row of the buffer, bytes for two bfloat16 matrices.
 
     Forward, two blocks of 384 columns: the rows are read twice, 2 · 1024 · 2048; the weights of one layer out of three,
     2 · 8 · 2048 · 768; the output, 2 · 1024 · 768.

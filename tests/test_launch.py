@@ -15,8 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 @pytest.fixture
 def copy(tmp_path):
-    """Return a repository copy with the scripts, pyproject.toml, and a PATH of `bin/` with the tools that the scripts
-    call."""
+    """Return a repository copy with the scripts and pyproject.toml, and a PATH of `bin/` with the tools they call."""
     root = tmp_path / "a repository"
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "pyproject.toml").write_text('[project]\nname = "gspo_jax"\n')
@@ -35,8 +34,10 @@ def _script(path: Path, body: str) -> Path:
 
 
 def _fake_python(path: Path, version: str) -> None:
-    """Write a stub Python that passes the probe as `version`; the virtual environments it makes do so too and log their
-    calls."""
+    """Write a stub Python that passes the probe as `version`.
+
+    The virtual environments that it makes do the same and log how they are called.
+    """
     inner = f"""
 case "$*" in
   *sys.implementation*) case " ${{!#}} " in *" {version} "*) exit 0;; *) exit 1;; esac ;;
@@ -196,10 +197,10 @@ def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
 
 
 def _install_trainer(root: Path, *, fails: str = "nothing") -> None:
-    """Install a stub trainer with two objectives and two variants; it logs every call, but exits 3 on those with
-    `fails`.
+    """Install a stub trainer with two objectives and two variants.
 
-    It also creates the folders of cold starts and the files of reports.
+    It logs every call, except those that contain `fails`, which exit with 3, and makes the folders of cold starts and
+    the files of reports.
     """
     _install(root)
     inner = f"""

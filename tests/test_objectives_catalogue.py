@@ -299,8 +299,7 @@ def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, boun
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @NAMES
 def test_devices_and_micro_batches_add_up(name, devices):
-    """A sharded mini-batch, with micro-batches that take rows from every device, sums to the whole in value and
-    gradient."""
+    """A sharded mini-batch adds up to the whole; each micro-batch takes rows from every device."""
     hyper = ROWS[name].wide
     objective, batch = objectives.make(name, **hyper), draw_batch(1, name, hyper, rows=32)
     arrays = cast(arguments(name, batch))
@@ -435,8 +434,7 @@ def test_a_batch_without_tokens_has_no_loss(name):
 
 @settings_of(*OPTIONS)
 def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, hyper):
-    """e^200 is inf in float32. Towards inf the gradient is bounded for Â > 0 and zero for Â = 0; towards 0, for every
-    Â."""
+    """e^200 is inf in float32. At +200 the gradient is bounded for Â > 0 and 0 for Â = 0; at −200, for every Â."""
     old = np.full((4, T), -1.0)
     new = old + np.array([[200.0], [200.0], [-200.0], [-200.0]])
     batch = oracles.Batch(

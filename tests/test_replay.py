@@ -249,8 +249,7 @@ def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollou
 
 
 def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
-    """Reference log-probs come from native routes, even where r3 makes the old policy follow routes no router would
-    choose."""
+    """The reference policy routes natively, even where r3 makes the old policy replay routes no router would choose."""
     expected = learn(REFERENCE, rollout)[1].logprobs
     other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
     led = OLD_POLICY["r3"](weights(), None, REFERENCE, dataclasses.replace(rollout, routes=other))

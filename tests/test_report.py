@@ -157,9 +157,7 @@ def test_numbers_that_are_null_are_passed_over(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (group,) = runs.group_runs([runs.load_run(run)])
     reward, layers = runs.curve(group, "reward/mean"), runs.list_curve(group, "routing/flip_rate_per_layer")
-    assert reward is not None and reward.raw.tolist() == [
-        [0.25, 1.5, 2.25, 3.25]
-    ]  # 1.5 is all that is left of 1.0, 1.5
+    assert reward is not None and reward.raw.tolist() == [[0.25, 1.5, 2.25, 3.25]]  # 1.0 is null, which leaves 1.5
     assert layers is not None and layers[0].tolist() == [4, 6, 8]  # iteration 0 lacks its first layer
     assert Path(report.report([run])["png"]).exists()
 
@@ -354,7 +352,7 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
     assert header[3:5] == ["collapsed", "flip rate, 1 / 2 / last"]
     # Two runs of three mini-batches: reward (0.25 + 1.25)/2; flips 0.02·m + 0.02·seed, means 1%, 3%, 5%; spreads
     # 0.03·(0 + 1 + 2)/3, 0.002·…; clipped 0.001·…; one of the two ends at 0.2, below half of its best, 0.6. Two
-    # mini-batches: flips 1% and 3%, the last one; everything else is half as large.
+    # mini-batches: flips 1% and 3%, the last one; spreads and clip fractions are half as large.
     r2 = ["0.600 [0.600, 0.600]", "0.750", "0 of 2", "1.00% / 3.00%", "0.0150", "0.00100", "0.050%", "0.025%"]
     free = ["0.400 [0.200, 0.600]", "0.750", "1 of 2", "1.00% / 3.00% / 5.00%", "0.0300", "0.00200", "0.100%", "0.050%"]
     assert rows == [["replay=r2", *r2, "2.0e-09"], ["replay=none", *free, "2.0e-09"]]

@@ -150,8 +150,7 @@ SEPARATORS = [" ", "\n", ", ", ",", "; ", ". ", " so ", " => ", " 日 ", "\n- ",
 
 @st.composite
 def work(draw):
-    """Draw numbers, a text of right and wrong steps, and each step's reward, from a list of the numbers still
-    available."""
+    """Draw numbers, a text of right and wrong steps, and each step's reward by the numbers still available."""
     numbers = draw(st.lists(st.integers(1, 12), min_size=2, max_size=5))
     left, text, expected = list(numbers), draw(st.sampled_from(["", "we try: ", "#### 1+1=2 "])), []
     if text.startswith("####"):

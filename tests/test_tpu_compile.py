@@ -93,8 +93,7 @@ def figures(dispatch):
 @ahead.needs_libtpu
 @pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
 def test_the_tpu_compiler_takes_the_layer(dispatch):
-    """Three matrices, each with its input gradient and its weight gradient: 9 products of N·K rows, N the group's
-    tokens.
+    """Three matrices with their input and weight gradients: 9 products of N·K rows, N the group's tokens.
 
     The cost estimates cover the buffers, which have room for every pair of the expert group. A balanced router fills a
     quarter of them, and the kernels visit only tiles with rows (tests/test_grouped_matmul_tpu.py). A weight gradient

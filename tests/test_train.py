@@ -140,8 +140,7 @@ def test_another_objective_in_the_same_folder_is_refused(tiny_run):
 
 @pytest.fixture(scope="module")
 def hf_folder(tmp_path_factory) -> Path:
-    """Return a random Qwen3-MoE folder in Hugging Face format, with a real byte-level BPE tokenizer and a chat
-    template."""
+    """Return a Hugging Face folder with a random Qwen3-MoE, a real byte-level BPE tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("hf") / "model"
     tokenizer = Tokenizer.train([q for q, _ in PROBLEMS] * 4, 320)
     config = dataclasses.replace(CONFIG, vocab_size=320, eos_token_ids=tokenizer.eos_ids)

@@ -98,8 +98,7 @@ def test_routes_are_reported_per_layer():
 
 
 def test_a_dense_stack_and_a_routed_one(mixed_family):  # noqa: F811
-    """With a dense stack before a routed one, routes cover the routed layers alone, replay follows them, and the
-    sampler's copy equals the weights."""
+    """Routes and replay cover the routed stack of a two-stack model, and the sampler's copy equals the weights."""
     tokens = jnp.asarray(prompts().tokens)
     net = model(MIXED)
     out = net(tokens)

@@ -102,8 +102,7 @@ def _host_params(config: ModelConfig) -> nnx.State:
 
 
 def params(config: ModelConfig = CONFIG) -> nnx.State:
-    """Return random parameters in fresh buffers, scaled up so that logits and router probabilities are far from
-    uniform."""
+    """Return random parameters in fresh buffers, scaled up so that logits and router probabilities vary."""
     return jax.tree.map(jnp.array, _host_params(config))
 
 
