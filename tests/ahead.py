@@ -1,5 +1,4 @@
-"""Run a module that compiles ahead of time with the TPU's compiler, in its own process: the environment must be set
-before jax is imported."""
+"""Run a module in its own process, to compile ahead of time for TPUs: jax reads the environment when it is imported."""
 
 import importlib.util
 import json
@@ -15,7 +14,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 def figures(module: str, *arguments: str) -> dict:
-    """Run `python -m module` and return the JSON object on its last line of output, which is also printed."""
+    """Run `python -m module`; print and return the JSON object on its last line of output."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

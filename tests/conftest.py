@@ -25,8 +25,8 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Excludes objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, whose sums `scan`
-# rebuilds with a leading axis.
+# Without objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, where `scan`
+# rebuilds the sums with a leading axis.
 jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
 
 LONGEST_FIRST = (
@@ -41,14 +41,14 @@ LONGEST_FIRST = (
     "test_episodes",
     "test_transformer",
 )
-"""Test files that take a minute or more; they start first, so that none of them runs alone at the end."""
+"""Test files that take a minute or more; they start first so that none runs alone at the end."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def release_programs() -> Iterator[None]:
-    """Drop compiled programs before a process runs out of memory mappings: Linux allows 65530 and programs need many.
+    """Drop compiled programs before the process runs out of memory mappings.
 
-    One test file needs up to 20000.
+    Linux allows 65530, and one test file needs up to 20000.
     """
     yield
     mappings = Path("/proc/self/maps")
@@ -57,6 +57,6 @@ def release_programs() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files, but not the tests within them."""
+    """Order the slow files first, keeping the order of tests within each file."""
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))

@@ -1,6 +1,6 @@
-"""NumPy float64 oracles of the objectives: token loops from the formulas, sharing no code with gspo_jax.
+"""Float64 NumPy oracles of the objectives: token loops written from the formulas, sharing no code with gspo_jax.
 
-`Oracle.gain` takes the log-probs twice: to differentiate in, and frozen for terms under a stop-gradient, so that its
+`Oracle.gain` takes the log-probs twice, to differentiate in and frozen for terms under a stop-gradient, so that its
 central differences are the gradient. `Oracle.slope` is derived by hand. h holds the hyper-parameters.
 """
 
@@ -14,7 +14,7 @@ Hyper = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """One batch, [B, T] float64 and bool arrays; outside the mask, log-probs and advantages are 0, shifts 1."""
+    """A batch of float64 and bool arrays [B, T]; outside the mask, log-probs and advantages are 0 and shifts 1."""
 
     logprobs: np.ndarray
     old_logprobs: np.ndarray
@@ -24,17 +24,17 @@ class Batch(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """One objective as functions of single tokens."""
+    """One objective, as functions of single tokens."""
 
     gain: Callable[[np.ndarray, np.ndarray, Batch, int, int, Hyper], float]
-    """gain[i,t], from the log-probs and the frozen log-probs."""
+    """gain[i,t], given the log-probs and the frozen log-probs."""
     slope: Callable[[Batch, int, int, int, Hyper], float]
     """∂ gain[i,u] / ∂ log π_θ[i,t], called with (b, i, t, u, h)."""
     ratio: Callable[[np.ndarray, Batch, int, int], float]
     gate: Callable[[Batch, int, int, Hyper], int]
-    """-1 or 1 if the lower or the upper bound cuts the gradient (or caps the weight), else 0."""
+    """-1 or 1 where the lower or upper bound cuts the gradient (or caps the weight), else 0."""
     margin: Callable[[Batch, int, int, Hyper], float]
-    """Distance of the token from the nearest point at which the gate changes."""
+    """Distance of the token from the nearest point where its gate changes."""
     weights: Callable[[np.ndarray, Hyper], np.ndarray]
 
 
@@ -81,12 +81,12 @@ def tokens(b: Batch, i: int) -> list[int]:
 
 
 def token_ratio(x: np.ndarray, b: Batch, i: int, t: int) -> float:
-    """π_θ / π_old of the token."""
+    """The token's ratio π_θ / π_old."""
     return math.exp(x[i, t] - b.old_logprobs[i, t])
 
 
 def sequence_ratio(x: np.ndarray, b: Batch, i: int, t: int) -> float:
-    """The n-th root of the product of a row's token ratios."""
+    """Geometric mean of a row's token ratios."""
     row = tokens(b, i)
     return math.prod(token_ratio(x, b, i, u) for u in row) ** (1 / len(row))
 
@@ -105,12 +105,12 @@ def sequence_value_token_slope(x: np.ndarray, frozen: np.ndarray, b: Batch, i: i
 
 
 def own_ratio_slope(b: Batch, i: int, t: int, u: int) -> float:
-    """∂ log ratio[i,u] / ∂ log π_θ[i,t] for one ratio per token."""
+    """∂ log ratio[i,u] / ∂ log π_θ[i,t] with one ratio per token."""
     return 1.0 if t == u else 0.0
 
 
 def shared_ratio_slope(b: Batch, i: int, t: int, u: int) -> float:
-    """∂ log ratio[i,u] / ∂ log π_θ[i,t] for one ratio per row, a geometric mean: 1/n for each token."""
+    """∂ log ratio[i,u] / ∂ log π_θ[i,t] with one ratio per row, a geometric mean: 1/n for every token."""
     return 1 / np.count_nonzero(b.mask[i])
 
 
@@ -120,7 +120,7 @@ def clipped_family(
     slope_of_log: Callable[[Batch, int, int, int], float],
     weights: Callable[..., np.ndarray],
 ) -> Oracle:
-    """min(r·Â, clip(r)·Â), and for Â < 0 with a dual clip at least c·Â; members differ in ratio and weights."""
+    """min(r·Â, clip(r)·Â), and with a dual clip at least c·Â for Â < 0; members differ in ratio and weights."""
 
     def gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
         r, a = differentiated(x, frozen, b, i, t), b.advantages[i, t]
@@ -175,14 +175,14 @@ def no_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
 
 
 def cispo_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
-    """clip(r), but with mask="ppo" 0 where PPO would cut the gradient."""
+    """clip(r); with mask="ppo", 0 where PPO cuts the gradient."""
     r, a = token_ratio(b.logprobs, b, i, t), b.advantages[i, t]
     cut = (a > 0 and r > 1 + h["high"]) or (a < 0 and r < 1 - h["low"])
     return 0.0 if h.get("mask") == "ppo" and cut else max(min(r, 1 + h["high"]), 1 - h["low"])
 
 
 def cispo_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
-    """Side on which the weight is capped, whatever Â."""
+    """Side on which the weight is capped, for either sign of Â."""
     r = token_ratio(b.logprobs, b, i, t)
     return 1 if r > 1 + h["high"] else -1 if r < 1 - h["low"] else 0
 
@@ -196,17 +196,17 @@ def cispo_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
 
 
 def log_damping(b: Batch, i: int, t: int, h: Hyper) -> float:
-    """log γ', γ' = max(γ_min, γ); 0 for an objective without router shift."""
+    """log γ' with γ' = max(γ_min, γ); 0 for objectives without router shift."""
     return math.log(max(h["gamma_min"], b.router_shift[i, t])) if "gamma_min" in h else 0.0
 
 
 def clip_input(x: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
-    """The log-ratio that goes into the clip; includes log γ' with apply="before"."""
+    """The log-ratio that is clipped; includes log γ' with apply="before"."""
     return x[i, t] - b.old_logprobs[i, t] + (log_damping(b, i, t, h) if h.get("apply") == "before" else 0.0)
 
 
 def geometric_gain(x: np.ndarray, frozen: np.ndarray, b: Batch, i: int, t: int, h: Hyper) -> float:
-    """Â times the geometric mean of the row's ratios, clipped and then damped."""
+    """Â times the geometric mean of the row's clipped, then damped ratios."""
     sign, c = np.sign(b.advantages[i, t]), h["log_clip"]
     product = 1.0
     for u in tokens(b, i):
@@ -222,7 +222,7 @@ def geometric_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
 
 
 def geometric_slope(b: Batch, i: int, t: int, u: int, h: Hyper) -> float:
-    """0 for a gated token; any other has 1/n of the row's gain."""
+    """0 for a gated token, 1/n of the row's gain for any other."""
     if geometric_gate(b, i, t, h):
         return 0.0
     return geometric_gain(b.logprobs, b.logprobs, b, i, u, h) / np.count_nonzero(b.mask[i])
@@ -285,7 +285,7 @@ ORACLES = {
 
 
 class Verdict(NamedTuple):
-    """An oracle's results for a batch, all [B, T]; outside the mask 0, but the ratio 1 and the margin infinite."""
+    """An oracle's results for a batch, all [B, T]; outside the mask 0, except ratio 1 and an infinite margin."""
 
     gain: np.ndarray
     weights: np.ndarray
@@ -296,12 +296,12 @@ class Verdict(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """−Σ w·gain."""
+        """The loss −Σ w·gain."""
         return -math.fsum((self.weights * self.gain).ravel())
 
 
 def judge(oracle: Oracle, b: Batch, h: Hyper) -> Verdict:
-    """Evaluate an oracle on a batch, with the gradient from its slopes."""
+    """Evaluate an oracle on a batch, taking the gradient from its slopes."""
     gain, gradient, ratio, margin = (np.full(b.mask.shape, fill) for fill in (0.0, 0.0, 1.0, math.inf))
     gate, w = np.zeros(b.mask.shape, int), oracle.weights(b.mask, h)
     for i, t in np.argwhere(b.mask):
@@ -313,7 +313,7 @@ def judge(oracle: Oracle, b: Batch, h: Hyper) -> Verdict:
 
 
 def central_differences(oracle: Oracle, b: Batch, h: Hyper, step: float = 1e-6) -> np.ndarray:
-    """Gradient of the loss by central differences, to check the slopes; rows are independent of each other."""
+    """Gradient of the loss by central differences, an independent check of the slopes; rows do not interact."""
     out, w = np.zeros(b.mask.shape), oracle.weights(b.mask, h)
     for i, t in np.argwhere(b.mask):
         for sign in (1, -1):
@@ -330,7 +330,7 @@ def central_differences(oracle: Oracle, b: Batch, h: Hyper, step: float = 1e-6) 
 def gae(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float, whiten: bool
 ) -> np.ndarray:
-    """Σ_k (γλ)^k δ_{t+k} over the row's sampled tokens only, δ_t = R_t + γ·V_{t+1} − V_t; whitened over all rows."""
+    """Σ_k (γλ)^k δ_{t+k} over a row's sampled tokens, δ_t = R_t + γ·V_{t+1} − V_t; whitened over all rows."""
     out = np.zeros(mask.shape)
     for i, row in enumerate(mask):
         found = [t for t in range(len(row)) if row[t]]
@@ -352,7 +352,7 @@ def zscore(x: list[float]) -> list[float]:
 
 
 def group_steps(rewards: np.ndarray, steps: np.ndarray, group_size: int) -> np.ndarray:
-    """For every token, the sum of the z-scores of the steps that end at or after it."""
+    """For every token, the sum of z-scores over its row's steps that end at or after it."""
     out = np.zeros(steps.shape)
     for first in range(0, len(steps), group_size):
         where = [(i, u) for i in range(first, first + group_size) for u in range(steps.shape[1]) if steps[i, u]]
@@ -364,7 +364,7 @@ def group_steps(rewards: np.ndarray, steps: np.ndarray, group_size: int) -> np.n
 
 
 def value_loss(v: float, old: float, target: float, clip: float) -> tuple[float, bool, float]:
-    """½·max(free, clipped), True if the clipped one is larger, and the derivative with respect to v."""
+    """½·max(free, clipped); True if the clipped error is larger; and the derivative with respect to v."""
     free = (v - target) ** 2
     held = (old + max(min(v - old, clip), -clip) - target) ** 2
     cut = abs(v - old) > clip and held > free

@@ -1,7 +1,7 @@
-"""Config for the tests of multi-process runs: configs/tiny.py:ARGUMENTS, as small as possible.
+"""Config for multi-process tests: configs/tiny.py:ARGUMENTS, as small as possible.
 
-After such a short cold start the policy is hardly ever right, so the reward is a well-formed final answer, combined
-with the overlong punishment.
+After such a short cold start the policy is hardly ever right, so the reward is a well-formed final answer combined with
+the overlong penalty.
 """
 
 from pathlib import Path

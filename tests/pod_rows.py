@@ -1,4 +1,4 @@
-"""A process of the test of hosts.py, `python -m tests.pod_rows`; the environment tells its number."""
+"""One process of the test of hosts.py, started as `python -m tests.pod_rows`; its index comes from the environment."""
 
 import jax
 import numpy as np
@@ -9,12 +9,12 @@ from gspo_jax.parallel import mesh as mesh_lib
 
 B = 16
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]
-"""Meshes to test; on the last one every row lies on all devices."""
+"""Meshes to test; the last one replicates every row on all devices."""
 
 
 def check(sizes: dict[str, int]) -> None:
-    """Check that batches survive the way to the devices and back, and can be assembled from each process's own rows."""
-    # With the devices reversed, a process does not own the rows that its index suggests.
+    """Check that batches survive the round trip to the devices, and can be assembled from each process's own rows."""
+    # Reversed devices: a process does not own the rows that its index suggests.
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[::-1])
     processes.connect(mesh)
     batch = {
@@ -31,7 +31,7 @@ def check(sizes: dict[str, int]) -> None:
     placed["tokens"] = jax.jit(lambda x: x + 0)(placed["tokens"])
     assert placed["tokens"].shape == (B, 6)
     known = hosts.own(mesh, placed)
-    for block in (2**28, 100):  # in one block, and in overlapping blocks
+    for block in (2**28, 100):  # in one block, then in overlapping blocks
         hosts._BLOCK = block
         for found in (hosts.everywhere(placed), hosts.shared(mesh, known, B)):
             jax.tree.map(np.testing.assert_array_equal, found, batch)

@@ -1,4 +1,4 @@
-"""Helpers for runs of several processes on one machine, and for comparing their metrics."""
+"""Helpers to run several processes on one machine and to compare the runs' metrics."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from gspo_jax.reporting.writers import read_metrics
 
 ROOT = Path(__file__).parent.parent
 ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
-"""Metrics computed from differences of log-probs, which may consist of rounding errors alone."""
+"""Metrics of log-prob differences, which may consist of rounding errors alone."""
 
 
 def free_port() -> int:
@@ -31,10 +31,10 @@ def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, 
 
 
 class Pod:
-    """The processes of a run and their output; leaving the block kills them."""
+    """The processes of a run and their output; leaving the `with` block kills them."""
 
     def __init__(self, count: int, *words: str):
-        """Start `count` processes `python WORDS…`."""
+        """Start `count` processes of `python WORDS…`."""
         port = free_port()
         self.processes = [
             subprocess.Popen(
@@ -70,7 +70,7 @@ def run_processes(count: int, *words: str) -> list[str]:
 
 
 def rows_of(workdir: Path) -> list[dict]:
-    """Return the metrics without times and compilation counts; asserts that every step appears once, in order."""
+    """Return a run's metrics without times and compilation counts; asserts that every step appears once, in order."""
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == list(range(len(rows)))
     clock = ("time", "timing/", "throughput/", "compile/")
@@ -78,7 +78,7 @@ def rows_of(workdir: Path) -> list[dict]:
 
 
 def assert_same_metrics(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Assert that two runs logged the same metrics up to rounding, except those whose names begin with one of `but`."""
+    """Assert equal metrics of two runs up to rounding, except for names that begin with one of `but`."""
     ours, theirs = rows_of(one), rows_of(other)
     assert len(ours) == len(theirs)
     for here, there in zip(ours, theirs, strict=True):

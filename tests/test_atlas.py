@@ -1,4 +1,4 @@
-"""The atlas: curves against numbers worked by hand, what is drawn of them, the command and its errors."""
+"""The atlas: curves against values worked by hand, what is drawn of them, and the command with its errors."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from gspo_jax.reporting import drawing
 
 E2 = math.exp(2)
 SOFT = 4 * E2 / (1 + E2) ** 2
-"""4p(1 − p) of p = σ(2): SAPO's kernel at ratio 3 with τ = 1."""
+"""4p(1 − p) with p = σ(2): SAPO's weight kernel at ratio 3 and τ = 1."""
 
 
 @pytest.mark.parametrize(
     "name, advantage, ratio, weight, gated",
     [
-        # r·∇log π inside the clip, nothing where min() holds the clipped side, and only there.
+        # The weight is r inside the clip, and 0 only where min() picks the clipped side.
         ("grpo", 1, 1.1, 1.1, False),
         ("grpo", 1, 1.25, 0.0, True),
         ("grpo", 1, 0.5, 0.5, False),
@@ -32,13 +32,13 @@ SOFT = 4 * E2 / (1 + E2) ** 2
         ("gspo", 1, 1.0003, 1.0003, False),
         ("gspo", 1, 1.0005, 0.0, True),
         ("gspo_token", -1, 0.9995, 0.0, True),
-        # The weight is the ratio up to 1 + 4, then stays there, for either sign.
+        # The weight is the ratio up to 1 + 4 and constant beyond, for either sign of Â.
         ("cispo", 1, 3.0, 3.0, False),
         ("cispo", 1, 7.0, 5.0, True),
         ("cispo", -1, 7.0, 5.0, True),
         ("reinforce", 1, 0.3, 1.0, False),
         ("rloo", -1, 1.7, 1.0, False),
-        # e^0.4 = 1.49: one token is its own geometric mean.
+        # The bound is e^0.4 = 1.49; one token is its own geometric mean.
         ("gmpo", 1, 1.45, 1.45, False),
         ("gmpo", 1, 1.5, 0.0, True),
         ("gmpo", -1, 0.6, 0.0, True),
@@ -63,7 +63,7 @@ def test_gains_worked_by_hand():
     assert gain("reinforce", 2.0) == pytest.approx(math.log(0.2))  # π = 2·0.1
     assert gain("rspo", 1.2) == pytest.approx(1.2)
     assert gain("rspo", 1.2, router_shift=0.8) == pytest.approx(0.96)
-    assert gain("rspo", 1.2, router_shift=0.5) == pytest.approx(0.96)  # the floor
+    assert gain("rspo", 1.2, router_shift=0.5) == pytest.approx(0.96)  # γ is raised to its floor γ_min
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_panel_draws_gain_and_weight_for_both_signs(panel):
     (down_gain, up_gain), (down, up) = upper.lines[:2], lower.lines[:2]
     assert [line.get_color() for line in (up, down, up_gain)] == [atlas.COLORS[1], atlas.COLORS[-1], atlas.COLORS[1]]
     x, y = (np.asarray(data) for data in up.get_data())
-    assert np.isnan(y).sum() == 1 and x[np.isnan(y)] == pytest.approx(1.28, abs=2e-3)  # the pen is lifted at the gate
+    assert np.isnan(y).sum() == 1 and x[np.isnan(y)] == pytest.approx(1.28, abs=2e-3)  # the line breaks at the gate
     assert np.nanmax(y[x > 1.29]) == 0 and np.nanmax(down.get_ydata()) == pytest.approx(2, abs=1e-3)
     assert np.max(up_gain.get_ydata()) == pytest.approx(0.28) and np.max(down_gain.get_ydata()) == pytest.approx(0.2)
 

@@ -1,4 +1,4 @@
-"""The TPU kernels of attention, interpreted on the CPU, equal the XLA forms, forward and backward."""
+"""The TPU attention kernels, in interpret mode on CPU, match the plain XLA forms, forward and backward."""
 
 from functools import partial
 
@@ -15,13 +15,13 @@ from gspo_jax.models.attention import attend_segments
 from gspo_jax.parallel import mesh as mesh_lib
 
 ROUNDING = {"float32": 2e-6, "bfloat16": 2e-2}
-"""Relative to the largest: bfloat16 rounds the scaled queries, the probabilities and every block's part of dq."""
+"""Tolerances relative to the largest entry; bfloat16 rounds the scaled queries, the probabilities and partial dq."""
 
 
 def draw(rows, queries, keys, dtype, heads=4, kv_heads=2, width=128):
-    """Queries, keys, values, what is valid of the keys (the last row is all padding), and a gradient of the output.
+    """Return random queries, keys and values, the mask of valid keys, and an output cotangent.
 
-    There is none for a query that sees no key: nobody learns from it.
+    The last row is all padding. The cotangent is zero for queries that see no key: their output carries no loss.
     """
     rng = np.random.default_rng(queries)
     shapes = [(rows, queries, heads, width), *[(rows, keys, kv_heads, width)] * 2, (rows, queries, heads, width)]
@@ -31,7 +31,7 @@ def draw(rows, queries, keys, dtype, heads=4, kv_heads=2, width=128):
 
 
 def seeing(valid, queries):
-    """Queries with a key before them, in what is as one text or begins with a prompt that has one."""
+    """Return which queries see a valid key, [B, queries, 1, 1]; with segments, exact only if the prompt has one."""
     return (jnp.cumsum(valid, axis=1)[:, -queries:] > 0)[:, :, None, None]
 
 
@@ -40,7 +40,7 @@ def with_gradients(attend, q, k, v, valid, grads):
     out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, valid), q, k, v)
     return jnp.where(seeing(valid, q.shape[1]), out, 0 * out), *vjp(
         grads
-    )  # NaN where what nobody asks for is not finite
+    )  # zero, but NaN if an output without loss is not finite
 
 
 def close(ours, theirs, dtype):
@@ -55,7 +55,7 @@ def close(ours, theirs, dtype):
     ("prompt", "responses", "length"), [(150, 1, 50), (70, 4, 40)], ids=["one response", "a prompt and four"]
 )
 def test_rows_of_segments_equal_the_xla_form(prompt, responses, length, dtype):
-    """Holes, a row of padding alone, and lengths that are no multiples of a block, two of which make up a row."""
+    """Rows have holes, one is all padding, and no length is a multiple of the block; each row spans two blocks."""
     N = prompt + responses * length
     arrays = draw(2, N, N, dtype)
     ours = partial(attention_tpu.attention, prompt=prompt, responses=responses, interpret=True)
@@ -63,11 +63,11 @@ def test_rows_of_segments_equal_the_xla_form(prompt, responses, length, dtype):
     out, *gradients = ours = with_gradients(ours, *arrays)
     close(ours, with_gradients(theirs, *arrays), dtype)
     for x in (out, *gradients):
-        assert not x[-1].any(), "padding gets nothing and gives nothing"
+        assert not x[-1].any(), "padding gets zero output and sends zero gradient"
 
 
 def test_dq_in_a_kernel_of_its_own(monkeypatch):
-    """As for rows that are too long for a part of dq from every block of keys; here with narrow heads, as well."""
+    """The separate dq kernel, which long rows use instead of one partial dq per key block; also covers narrow heads."""
     monkeypatch.setattr(attention_tpu, "_MAX_DQ_PARTIALS", 1)
     arrays = draw(2, 230, 230, "float32", width=32)
     ours = partial(attention_tpu.attention, prompt=70, responses=4, interpret=True)
@@ -107,7 +107,7 @@ def test_the_mask_is_what_responses_see():
 
 
 def test_work_follows_what_is_seen():
-    """A prompt of one block and eight responses of one block each: the prompt's, and two for each response."""
+    """A prompt and eight responses of one block each: one block for the prompt, two for every response."""
     mask = masks.MultiHeadMask([attention_tpu._Mask(9 * 512, 9 * 512, 512, 512)])
     info, _ = mask_info.process_mask(mask, (512, 512))
     assert info.block_mask.shape == (1, 9, 2)

@@ -1,4 +1,4 @@
-"""The benchmark: the numbers it promises, the floating-point operations that it counts, and what it refuses."""
+"""The benchmark: the numbers it reports, the floating-point operations it counts, and the flags it refuses."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ NAMES = ("sample", "score", "update", "iteration")
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small matrices, and programs that are compiled fast and run slowly."""
+    """Use small matrices for the floor speed, and compile with most optimisations off."""
     monkeypatch.setattr(bench, "SIDES", {"cpu": (64,)})
     monkeypatch.setattr(bench, "MATMUL_S", 0.0)
     with quick_compilation():
@@ -61,9 +61,9 @@ def test_what_it_writes(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[st
         seconds, floor = found[name]["median_s"], found["floor"]
         assert floor["seconds"][name] == pytest.approx(floor[f"{name}_flops"] / floor["matmul_flops_per_s"])
         assert floor["ratio"][name] == pytest.approx(seconds / floor["seconds"][name])
-    # Of two repeats the median is the mean, so the parts add up to the iteration.
+    # With two repeats the median is the mean, so the phases add up to the iteration.
     assert sum(found[name]["median_s"] for name in NAMES[:3]) == pytest.approx(found["iteration"]["median_s"])
-    assert found["compile_s"] > found["iteration"]["median_s"], "the first iteration compiles"
+    assert found["compile_s"] > found["iteration"]["median_s"], "compile time includes the first iteration"
     assert found["peak_rss_mb"] == found["compile_peak_rss_mb"] > 100
     assert found["cores"] >= 1
     assert found["workload"] | {"prompts": 4, "group": 2, "repeats": 2, "dtype": "float32"} == found["workload"]
@@ -74,7 +74,7 @@ def test_what_it_writes(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[st
 
 
 def counted(shapes: list[tuple[int, int, int]]) -> float:
-    """What XLA counts for a program of nothing but the products [m, k] @ [k, n]."""
+    """Return the flops that XLA counts for a program of nothing but the products [m, k] @ [k, n]."""
     pairs = [[jax.ShapeDtypeStruct(side, jnp.float32) for side in ((m, k), (k, n))] for m, k, n in shapes]
     return jax.jit(lambda pairs: [a @ b for a, b in pairs]).lower(pairs).cost_analysis()["flops"]
 
@@ -82,11 +82,14 @@ def counted(shapes: list[tuple[int, int, int]]) -> float:
 @pytest.mark.parametrize("share", [3, 1])
 @pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, num_experts=0)], ids=["sparse", "dense"])
 def test_flops_are_those_of_the_matrix_products(config: ModelConfig, share: int) -> None:
-    """The oracle: every product of one group's three responses, attention position by position and head by head."""
+    """Forward flops equal the sum over every matrix product of a group of three responses, listed one by one.
+
+    Attention is listed per position and head. `share` rows have one prompt in common.
+    """
     D, H, Kv, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     G, S, lengths = 3, 4, [5, 1, 7]
     prompts = [*range(1, S + 1)] * (G // share)
-    contexts = [*prompts, *(S + t for T in lengths for t in range(1, T))]  # of all fed tokens, each itself included
+    contexts = [*prompts, *(S + t for T in lengths for t in range(1, T))]  # of fed tokens, each itself included
     N = len(contexts)
     layer = [(N, D, H * h), (N, D, Kv * h), (N, D, Kv * h), (N, H * h, D)]
     layer += [product for c in contexts for product in [(1, h, c), (1, c, h)] * H]
@@ -102,7 +105,7 @@ def test_flops_are_those_of_the_matrix_products(config: ModelConfig, share: int)
 
 
 def test_flops_by_hand() -> None:
-    """Four layers of 256, 8 heads and 4 for keys of 32, 4 of 16 experts of 128, 512 tokens; 8 × 8 × (32 + 128)."""
+    """4 layers, D 256, 8 heads and 4 KV heads of 32, 4 of 16 experts of 128, V 512; 8 × 8 × (32 + 128) tokens."""
     config = ModelConfig(
         vocab_size=512,
         hidden_size=256,
@@ -115,9 +118,9 @@ def test_flops_by_hand() -> None:
         experts_per_token=4,
         moe_intermediate_size=128,
     )
-    active = 4 * (65_536 + 2 * 32_768 + 65_536 + 4_096 + 3 * 4 * 32_768)  # q, k and v, o, router, experts: 2,375,680
+    active = 4 * (65_536 + 2 * 32_768 + 65_536 + 4_096 + 3 * 4 * 32_768)  # q, k + v, o, router, experts: 2,375,680
     read = 8 * 32 + 64 * 127  # 8,384 tokens
-    pairs = 8 * (32 * 33 // 2) + 64 * (127 * 32 + 127 * 128 // 2)  # of a query and a key: 784,512
+    pairs = 8 * (32 * 33 // 2) + 64 * (127 * 32 + 127 * 128 // 2)  # query-key pairs: 784,512
     forward = 2 * active * read + 4 * 4 * 256 * pairs + 2 * 256 * 512 * 64 * 128  # 39.84 + 3.21 + 2.15 GFLOP
     work = workload.Workload(model=MOE)
     assert workload.flops(config, work) == {
@@ -133,11 +136,11 @@ def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SIDES", {"cpu": (64, 128)})
     monkeypatch.setattr(bench, "MATMUL_S", 0.0)
     ticks = itertools.count()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))  # whatever is timed takes a second
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))  # everything that is timed takes one second
     speeds = [
         bench.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16") for n in (1, 4)
     ]
-    assert speeds == [64**3 + 128**3, 4 * (64**3 + 128**3)], "2 n³ operations, the middle of the two sizes"
+    assert speeds == [64**3 + 128**3, 4 * (64**3 + 128**3)], "2 n³ operations, averaged over the two sizes"
 
 
 @pytest.mark.parametrize(

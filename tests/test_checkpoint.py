@@ -1,4 +1,4 @@
-"""Checkpoints: exact on another mesh, the newest kept, and a sentence where one does not fit."""
+"""Checkpoints: exact restore on another mesh, retention of the newest, and clear errors where one does not fit."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ def spec(sizes, config=CONFIG):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A folder with steps 1 to 3 of a run that keeps two, and the state that was saved."""
+    """Return a folder after steps 1 to 3 of a run that keeps two checkpoints, and the last state saved."""
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     state = jax.jit(partial(new_state, optimizer=OPTIMIZER))(Weights.full(place(params(), mesh)))
     checkpointer = Checkpointer(tmp_path, keep=2)
@@ -65,7 +65,7 @@ def test_restores_exactly_on_another_mesh(saved):
 
 
 def params_alone():
-    """Shapes and shardings of the policy's parameters, as a reader asks for them."""
+    """Return shapes and shardings of the policy's parameters, as a reader requests them."""
     return ({"policy": {"params": state.params}} for state in spec({"data": 8}))
 
 
@@ -78,7 +78,7 @@ def test_a_reader_takes_only_the_parameters(saved):
 
 
 def test_arrays_of_any_shape_beside_the_state(tmp_path):
-    """Empty ones too; and a checkpoint without them has none."""
+    """Extra arrays round-trip with their dtypes, empty ones included; a checkpoint saved without any restores none."""
     state, mesh = {"x": jnp.ones(3)}, mesh_lib.make_mesh({"data": 8})
     arrays = {"mask": np.ones((2, 3), bool), "none": np.zeros((2, 0, 4), np.int8), "keys": np.ones((1, 2), np.uint32)}
     with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:

@@ -1,4 +1,4 @@
-"""What a user sees who types something wrong: one sentence with value, limit and remedy."""
+"""Errors for mistyped flags and configs that cannot run: one sentence with value, limit and remedy."""
 
 import subprocess
 import sys
@@ -140,7 +140,7 @@ def test_a_run_may_go_on_with_another_dispatch_but_not_drop_other_tokens():
 
 
 def test_a_run_of_an_older_version_goes_on():
-    """Its config lacks what came later, and has `remat` in another form."""
+    """A saved config without newer fields, and with `remat` in its older form, still matches the current one."""
     config = cli.load_config(TINY)
     saved = config.to_dict()
     del saved["routing"], saved["model"]["dispatch"]

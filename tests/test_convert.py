@@ -1,4 +1,4 @@
-"""Conversion: there and back is exact, a run's newest checkpoint comes out, and what cannot be converted says why."""
+"""Conversion: exact round trips, export of a run's newest checkpoint, and an error for what cannot be converted."""
 
 import json
 import pathlib
@@ -68,7 +68,10 @@ def test_bfloat16_stays_and_is_chosen(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def training_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, Any]:
-    """A run folder as train leaves it: its first model, its config, and two checkpoints with moved parameters."""
+    """Return a run folder as train leaves it, and the newest parameters.
+
+    The folder has the initial model, the config, and two checkpoints with different parameters.
+    """
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(GOLDEN / "qwen3_tied", folder / "coldstart")
     Tokenizer.train(["1 + 2 = 3"], 288).save(folder / "coldstart")

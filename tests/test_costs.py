@@ -1,6 +1,6 @@
-"""The walk over compiled text: every loop as often as it turns, slices as slices, collectives as a ring sends them.
+"""Costs read from compiled HLO: loops times their trip counts, slices at their own size, collectives as ring transfers.
 
-Small programs compiled here, whose costs are worked out by hand, and lines of text as the TPU's compiler writes them.
+Small programs compiled here, with costs worked out by hand, and HLO text as the TPU compiler writes it.
 """
 
 import textwrap
@@ -150,7 +150,7 @@ def test_a_part_that_is_copied_between_memories_counts_in_both():
 
 
 def test_a_product_written_as_a_convolution():
-    """32 rows of 8 features by 4 heads of 16: on an input of one place each of 4 outputs meets one of the 4 places."""
+    """32 rows of 8 features by 4 heads of 16: with one input place, each of the 4 outputs uses one window place."""
     text = """
   %a = bf16[32,8,1]{1,0,2} parameter(0)
   %b = bf16[4,16,8]{2,1,0} parameter(1)
@@ -176,13 +176,13 @@ def test_the_largest_bound_counts_for_every_operation():
 
 
 GATHER = "all-gather(%{}), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{0}}{}"
-"""Of 8 numbers, 32 bytes: each device sends 96."""
+"""Gathers 8 numbers, 32 bytes, from each of 4 devices: each device sends 96 bytes."""
 RATES = costs_lib.Rates(flops=1e30, bandwidth=64.0, links=96.0)
-"""Negating 16 numbers reads and writes 128 bytes: 2 s. A gather reads and writes 160, 2.5 s, and sends for 1 s."""
+"""Negating 16 numbers moves 128 bytes: 2 s. A gather reads and writes 160 bytes, 2.5 s, and sends for 1 s."""
 
 
 def in_line(body: str, *, called: str = "") -> costs_lib.Program:
-    """A program of these lines."""
+    """Return a scheduled program with these instructions before its final negate."""
     return costs_lib.Program(f"""HloModule m, is_scheduled=true
 
 {called}
@@ -220,7 +220,7 @@ def test_what_stands_between_its_beginning_and_its_end_hides_a_collective(betwee
 
 
 def test_two_collectives_share_the_links():
-    """On slow links, ten seconds each: they are begun after 2.5 and 5 s, and arrive after 12.5 and 22.5 s."""
+    """On slow links each transfer takes 10 s; they start after 2.5 and 5 s and arrive after 12.5 and 22.5 s."""
     body = APART + APART.replace("%s", "%t").replace("%u", "%v")
     found = in_line(body + "  %d = f32[32]{0} call-done(%u)\n  %e = f32[32]{0} call-done(%v)", called=CALLED)
     assert found.elapsed(RATES._replace(links=9.6)) == pytest.approx(22.5 + 2)
@@ -242,4 +242,4 @@ def test_a_collective_in_steps_between_others_work_is_sent_once():
     costs = found.costs()
     assert [(times, traffic.bytes) for times, traffic in costs.collectives] == [(1, 96)]
     assert costs.bytes == 160 + 128 + 128
-    assert found.elapsed(RATES) == costs.seconds(RATES), "the step in the middle takes two seconds"
+    assert found.elapsed(RATES) == costs.seconds(RATES), "the middle step takes two seconds and hides the transfer"

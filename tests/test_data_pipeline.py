@@ -1,4 +1,4 @@
-"""The pipeline: batches that the seed alone decides, exact resumption, and nothing cut or lost silently."""
+"""The data pipeline: batches determined by the seed alone, exact resumption, and no record cut or lost silently."""
 
 import itertools
 import json
@@ -70,7 +70,7 @@ def test_resuming_is_exact(source, tokenizer):
     assert isinstance(state, str) and json.loads(state)
     again = batches(source, tokenizer)
     next(again)
-    again.set_state(state)  # it has prefetched from elsewhere already
+    again.set_state(state)  # its prefetched batches must be discarded
     assert [ids(next(again)) for _ in range(6)] == unbroken[5:]
     first.set_state(state)
     assert ids(next(first)) == unbroken[5]
@@ -101,8 +101,8 @@ def test_a_state_of_another_run_is_refused(source, tokenizer, change, message):
 
 def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
     caplog.set_level(standard_logging.WARNING, logger="absl")
-    source[3] = make_record(3, "12345678")  # as long as the limit
-    source[4] = make_record(4, "123456789")  # one more
+    source[3] = make_record(3, "12345678")  # exactly as long as the limit
+    source[4] = make_record(4, "123456789")  # one token over the limit
     source[5] = make_record(5, "")
     source[6] = make_record(6, " \n")
     iterator = batches(source, tokenizer, prompts_per_batch=27)
@@ -114,7 +114,7 @@ def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
 
 
 def test_no_usable_prompt_is_an_error(source, tokenizer):
-    # "0+0=?" has four tokens, "=?" being one, and "10+10=?" six; neither the first nor the last is the shortest.
+    # "0+0=?" has four tokens ("=?" is one) and "10+10=?" has six. The shortest record comes neither first nor last.
     remedy = r"the shortest has 4, so set data\.max_prompt_length to 4 or more$"
     with pytest.raises(
         UserError, match=rf"none of the 30 records of .* is usable \(30 prompt longer than 2 tokens\); {remedy}"
@@ -128,7 +128,7 @@ def test_no_usable_prompt_is_an_error(source, tokenizer):
 
 
 def test_no_worked_response_that_fits_is_an_error(source, tokenizer):
-    # "0 #### 0" is five tokens or more by how the text was merged; with the end of the sequence one more.
+    # "0 #### 0" is five or more tokens, depending on the learned merges; the end of the sequence adds one.
     least = min(len(tokenizer.encode(record["worked"])) + 1 for record in source)
     remedy = rf"the shortest has {least}, so set sampling\.max_response_length to {least} or more$"
     arguments = {"batch": 3, "max_prompt_length": S, "seed": 0}
@@ -192,7 +192,7 @@ def test_the_chat_template_and_the_instruction_make_the_prompt(tokenizer, tmp_pa
     record = make_record(5) | {"instruction": "Be brief."}
     batch = next(batches([record], Tokenizer.load(tmp_path), prompts_per_batch=1, max_prompt_length=40))
     assert batch.texts == ["<|im_start|>user:5+5=?\nBe brief.>"]
-    empty = make_record(6, "")  # a template's own tokens do not make it a prompt
+    empty = make_record(6, "")  # the template's own tokens do not make an empty question a prompt
     loaded = batches([record, empty], Tokenizer.load(tmp_path), prompts_per_batch=1, max_prompt_length=40)
     assert loaded.skipped_by == {"empty prompt": 1}
 
@@ -201,7 +201,7 @@ def test_evaluation_sees_every_prompt_once(source, tokenizer):
     source[4] = make_record(4, "123456789")
     held_out = pipeline.eval_batches(source, tokenizer, prompts_per_batch=8, max_prompt_length=S)
     assert len(held_out) == 4 and held_out.skipped == 1
-    for _ in range(2):  # it can be iterated again
+    for _ in range(2):  # the batches can be iterated repeatedly
         seen = list(held_out)
         assert all(batch.prompts.tokens.shape == (8, S) for batch in seen)
         rows = [row for batch in seen for row in zip(ids(batch), batch.valid.tolist(), strict=True)]
@@ -211,7 +211,7 @@ def test_evaluation_sees_every_prompt_once(source, tokenizer):
 
 def test_worked_batches_hold_prompt_and_response(source, tokenizer):
     source[4] = make_record(4, "123456789")
-    source[5] = make_record(5) | {"worked": "1" * 12}  # 12 tokens and the end-of-sequence token
+    source[5] = make_record(5) | {"worked": "1" * 12}  # 12 tokens, plus the end-of-sequence token
     source[6] = make_record(6) | {"worked": "1" * 11}
     iterator = pipeline.worked_batches(source, tokenizer, batch=28, max_prompt_length=S, max_response_length=12, seed=0)
     assert iterator.skipped_by == {"prompt longer than 8 tokens": 1, "worked response longer than 12 tokens": 1}

@@ -1,4 +1,4 @@
-"""The tasks: problems that are right, splits that do not overlap, and files that are damaged, absent or half built."""
+"""The tasks: correct problems, disjoint splits, and files that are damaged, missing or half built."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def small(tmp_path):
-    """A freshly built small data set: its data_dir, the arguments to load it with, and its training shard."""
+    """Return a freshly built small data set: the arguments to load it with, and its training shard."""
     options = {"data_dir": str(tmp_path / "data"), "train_size": 40, "test_size": 4}
     tasks.load("arithmetic", split="train", **options)
     (shard,) = (tmp_path / "data").rglob("*train.array_record*")
@@ -36,7 +36,7 @@ def small(tmp_path):
 
 
 def canonical(record):
-    """The same for two problems that differ in the order of their numbers."""
+    """Return a key that is equal for problems that differ only in the order of their numbers."""
     if "target" in record:
         return sorted(record["numbers"].split()), record["target"]
     return sorted(re.findall(r"[+-]\d+", "+" + record["question"]))
@@ -49,7 +49,7 @@ def test_generated_problems_are_right_and_short(task, level, data_dir):
     for record in [*train[:300], *test[:100]]:
         worked, _, final = record["worked"].rpartition(" #### ")
         assert final == record["answer"] and "#" not in worked
-        for step in worked.split():  # every step on the way is true
+        for step in worked.split():  # every intermediate step is true
             left, _, right = step.partition("=")
             assert eval(left) == int(right) >= 0
         if task == "arithmetic":
@@ -175,8 +175,8 @@ def build(folder, patch=""):
 def test_a_killed_build_is_redone(tmp_path):
     process = build(tmp_path, STALL)
     assert process.stderr is not None
-    assert any(line == "building\n" for line in process.stderr)  # absl may write before it
-    waiting = build(tmp_path)  # it finds the lock held, and must not touch what the other is building
+    assert any(line == "building\n" for line in process.stderr)  # absl may log before it
+    waiting = build(tmp_path)  # it finds the lock held and must leave the other's build alone
     time.sleep(1.5)
     assert len(list(tmp_path.rglob("incomplete.*"))) == 1 and waiting.poll() is None
     process.send_signal(signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_builders_at_the_same_time_agree(tmp_path):
 def test_a_flipped_byte_costs_one_named_record(small):
     options, shard = small
     content = bytearray(shard.read_bytes())
-    content[2000] ^= 1  # one of 40 records of about 140 bytes, which begin after 64
+    content[2000] ^= 1  # one of 40 records of about 140 bytes, which start after byte 64
     shard.write_bytes(content)
     records = tasks.load("arithmetic", split="train", **options)
     bad = []
@@ -286,7 +286,7 @@ def test_a_limit_below_one_names_the_field_that_set_it(split, field):
 
 
 class Gsm8k(tfds.core.GeneratorBasedBuilder):
-    """A prepared directory such as TFDS's own gsm8k leaves."""
+    """A data set prepared as a TFDS directory, as TFDS's own gsm8k leaves it."""
 
     VERSION = tfds.core.Version("1.0.0")
     SKIP_REGISTERING = True

@@ -1,4 +1,4 @@
-"""The TPU kernel of decoding slots' attention to their own tokens, interpreted on the CPU, equals the loop in XLA."""
+"""The TPU kernel for attention over the decode ring, in interpret mode on CPU, matches the plain XLA loop."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ import pytest
 from gspo_jax.kernels import attention, decode_attention_tpu
 
 L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
-"""Layers, segments of the ring, slots, key heads, columns of a segment, width, and queries to a key head."""
+"""Layers, ring segments, slots, KV heads, columns per segment, head dimension, and query heads per KV head."""
 RING = N * C
 
 
@@ -22,7 +22,7 @@ def draw(dtype):
 
 @partial(jax.jit, static_argnames="block")
 def kernel(q, k, v, step, ages, block):
-    """Compiled once for each size of blocks."""
+    """Run the kernel on layer 1; `block` is static so that each block size is compiled once."""
     del block
     return decode_attention_tpu.ring_softmax(q, k, v, layer=jnp.asarray(1), step=step, ages=ages, interpret=True)
 
@@ -30,7 +30,7 @@ def kernel(q, k, v, step, ages, block):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [16, 32])
 def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
-    """A ring that is being filled, is full, or has gone round; slots of all ages, an idle one, and all of one age."""
+    """Covers a ring that is filling, full and wrapped around; slots of mixed ages, one idle slot, equal ages."""
     q, k, v = draw(dtype)
     column = KV * H * k.dtype.itemsize
     monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
@@ -51,7 +51,7 @@ def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
 
 
 def test_blocks_that_no_slot_sees_are_not_read():
-    """Two segments of three hold no number, and nothing of them is in what comes out."""
+    """Two of three segments hold NaN; every output is finite, so they were never read."""
     q, k, v = draw("float32")
     k, v = (x.at[:, [0, 2]].set(jnp.nan) for x in (k, v))
     out = kernel(q, k, v, jnp.asarray(2 * C - 1), jnp.asarray([0, 1, 7, C]), C)
@@ -60,7 +60,7 @@ def test_blocks_that_no_slot_sees_are_not_read():
 
 
 def test_decoding_takes_the_kernel_on_tpu(monkeypatch):
-    """Prompts and own tokens under one softmax, as on every other backend."""
+    """On TPU, `decode_attention` over prompts and own tokens, one softmax, equals the portable form to 1e-5."""
     q, k, v = draw("float32")
     rng = np.random.default_rng(2)
     prompt_k, prompt_v = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((2, L, 2, KV, 5, H)))
@@ -76,5 +76,5 @@ def test_decoding_takes_the_kernel_on_tpu(monkeypatch):
 
 @pytest.mark.parametrize(("size", "columns"), [(448, 448), (4096, 1024), (64 * 37, 592), (50, 50)])
 def test_blocks_divide_a_segment(size, columns):
-    """Of four heads of 128 in bfloat16, 1024 columns of which take 2^20 bytes; 2368 = 4 · 592."""
+    """Four bfloat16 heads of 128: 1024 columns take 2^20 bytes. 64 · 37 = 2368 = 4 · 592."""
     assert decode_attention_tpu._columns(size, 4 * 128 * 2) == columns

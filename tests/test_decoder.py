@@ -1,4 +1,4 @@
-"""The decoder agrees with the trainer's scoring and does not depend on the batch around a response."""
+"""The decoder matches the trainer's scoring, and a response does not depend on the rest of its batch."""
 
 import dataclasses
 import re
@@ -29,13 +29,13 @@ SETTINGS = {"sampling": SamplingParams(), "stop": StopRule(max_length=T, eos_ids
 
 
 def decode(*args, **settings):
-    """The responses alone."""
+    """Return only the rollout, without the statistics."""
     return generate(GRAPH, *args, **SETTINGS | settings)[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Most programs run once."""
+    """Compile with most optimisations off: most programs here run once."""
     with quick_compilation():
         yield
 
@@ -47,14 +47,14 @@ def rollout():
 
 
 def scored(rollout, *, temperature):
-    """What the trainer's forward says of the same weights' responses."""
+    """Return the trainer's scores of the rollout under the same weights."""
     return jax.jit(partial(score, GRAPH, scoring=Scoring(temperature=temperature, logprob_chunk=64)))(
         weights(), rollout
     )
 
 
 def test_log_probs_equal_the_trainers(rollout):
-    """Within 1e-4 on every sampled token, prompts ragged; no token outside the mask."""
+    """Sampler and trainer log-probs agree to 1e-4 on every sampled token, with ragged prompts."""
     scores = scored(rollout, temperature=1.0)
     mask = rollout.mask
     np.testing.assert_allclose(rollout.logprobs[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
@@ -72,7 +72,7 @@ def test_temperature_is_scored_too():
 
 
 def test_routes_equal_the_trainers_where_known(rollout):
-    """Experts and router log-probs, prompts included."""
+    """Sampler and trainer agree on experts and router log-probs, prompt tokens included."""
     routes = scored(rollout, temperature=1.0).routes
     experts, logprobs = (np.moveaxis(np.asarray(x), 0, 2) for x in (routes.experts, routes.logprobs))
     own, known = rollout.routes, (rollout.routes.experts >= 0).all(axis=(2, 3))
@@ -91,8 +91,8 @@ def test_a_response_ends_with_its_first_eos(rollout):
         stops = np.isin(tokens[:n], EOS)
         assert not stops[:-1].any()
         assert stops[-1] == (not truncated)
-        assert not tokens[n:].any(), "padding after the end"
-    assert 0 < rollout.truncated.sum() < len(rollout.truncated), "the case has both kinds"
+        assert not tokens[n:].any(), "tokens after the end are padding"
+    assert 0 < rollout.truncated.sum() < len(rollout.truncated), "the case has both finished and truncated responses"
 
 
 def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
@@ -106,7 +106,7 @@ def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
 
 
 def same(found, expected):
-    """Token for token, expert for expert; log-probs up to float32's rounding."""
+    """Assert equal tokens and experts, and log-probs equal up to float32 rounding."""
     found, expected = jax.device_get((found, expected))
     for name in ("tokens", "mask", "truncated"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
@@ -119,19 +119,19 @@ def same(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-LONG = {"stop": StopRule(max_length=70, eos_ids=(3,))}  # a ring of two segments
+LONG = {"stop": StopRule(max_length=70, eos_ids=(3,))}  # the ring has two segments
 LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
 
 
 def long(slots=None, **changes):
-    """32 responses of all lengths, one limit each, with the statistics of the decode loop."""
+    """Return 32 responses of mixed lengths, each with its own limit, and the decode loop's statistics."""
     keys = response_keys(jax.random.key(1), jnp.arange(32))
     return generate(GRAPH, weights(), prompts(), keys, **SETTINGS | LONG | {"slots": slots, "limits": LIMITS} | changes)
 
 
 @pytest.fixture(scope="module")
 def one_by_one():
-    """Every response by itself, from prompts that know of no group: what all others must be like."""
+    """Return every response decoded by itself, with no group: the reference for all batched and resumed decoding."""
     batch, keys = prompts(), response_keys(jax.random.key(1), jnp.arange(32))
     each = []
     for i in range(32):
@@ -149,7 +149,7 @@ EARLY = [(early_exit, slots) for early_exit in EXITS for slots in (None, 7)]
 
 @pytest.mark.parametrize(("early_exit", "slots"), mostly_slow(EARLY, always=[EARLY[3]]), ids=str)
 def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
-    """Responses cut off, read again as prefixes and gone on with, end as if they had never been cut off."""
+    """Responses cut off by an early exit, prefilled again as prefixes and resumed, equal those that never stopped."""
     cut = long(slots, early_exit=early_exit)
     assert 0 < cut.unfinished.sum() < 32
     if early_exit.max_tokens is not None:
@@ -160,7 +160,7 @@ def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     one_by_one_there = np.where(mask, one_by_one.tokens, 0)
     np.testing.assert_array_equal(kept, one_by_one_there)
     assert not (cut.unfinished & cut.rollout.truncated).any()
-    groups = np.unique(np.flatnonzero(cut.unfinished) // 4)  # go on whole, but for members that have ended
+    groups = np.unique(np.flatnonzero(cut.unfinished) // 4)  # resumed whole, with finished members at limit 0
     rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
     left = cut.unfinished[rows]
     lengths = jnp.where(left, mask[rows].sum(axis=1), 0)
@@ -195,13 +195,17 @@ def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
 def test_slots_change_nothing(slots, one_by_one):
     found, _, stats = jax.device_get(long(slots))
     same(found, one_by_one)
-    assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), "all kinds of ends"
-    assert stats.decode_tokens == one_by_one.mask.sum() - 32, "the first tokens are the prefill's"
+    assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), (
+        "the case has truncated responses, finished ones, and some of one token"
+    )
+    assert stats.decode_tokens == one_by_one.mask.sum() - 32, (
+        "each response's first token comes from prefill, not from decode steps"
+    )
     assert stats.steps <= stats.slot_steps <= stats.steps * (slots or 32)
 
 
 def test_nor_does_the_order_of_the_queue(one_by_one):
-    """Responses queue in the order of their rows."""
+    """Rows are queued in order, so permuting the groups permutes the responses and changes nothing else."""
     batch, groups = prompts(), np.random.default_rng(2).permutation(8)
     rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
     keys = response_keys(jax.random.key(1), jnp.asarray(rows))
@@ -228,12 +232,12 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
         same(out, one_by_one)
         assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
     steps = np.asarray(stats.steps).reshape(-1, mesh.shape["expert"])
-    assert (steps == steps[:, :1]).all(), "shards that share experts go together"
-    assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "others stop each by itself"
+    assert (steps == steps[:, :1]).all(), "shards of one expert group take the same number of steps"
+    assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
 
 
 def test_slots_are_refilled_and_left_when_idle():
-    """Lengths uniform in 16 to 512: with 64 responses on 16 slots, more than nine slots in ten draw a token."""
+    """With lengths uniform in 16 to 512 and 64 responses on 16 slots, more than 90% of slot steps draw a token."""
     batch, limits = prompts(), jnp.asarray(np.random.default_rng(0).integers(16, 513, 64), jnp.int32)
     keys = response_keys(jax.random.key(1), jnp.arange(64))
     settings = {"stop": StopRule(max_length=512, eos_ids=()), "slots": 16, "limits": limits}
@@ -250,7 +254,7 @@ def test_slots_that_do_not_fit(slots, says):
 
 
 def test_the_loop_copies_no_cache():
-    """In the compiled program. The two rings begin as one of zeros, which is copied before the loop."""
+    """The compiled decode loop updates both rings in place. They share one zero initialiser, copied before the loop."""
     keys = response_keys(jax.random.key(1), jnp.arange(32))
     prefilled = decoder.prefill(GRAPH, weights(), prompts(), keys, sampling=SamplingParams())
     settings = {"sampling": SamplingParams(), "stop": StopRule(max_length=200, eos_ids=()), "slots": 32}
@@ -270,11 +274,13 @@ def test_the_samplers_copy_is_cast_but_for_router_and_norms():
     assert copied["embed"].dtype == copied["layers"][0]["mlp"]["gate"].dtype == jnp.bfloat16
     assert copied["layers"][0]["mlp"]["router"].dtype == copied["norm"].dtype == jnp.float32
     gate = copied["layers"][0]["mlp"]["gate"]
-    assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), "whole on every data and fsdp shard"
+    assert gate.addressable_shards[0].data.shape == (2, 4, 32, 16), (
+        "every data and fsdp shard holds the full expert matrices"
+    )
 
 
 def test_no_second_copy_of_the_weights_is_made_on_the_way_to_the_sampler():
-    """Layer by layer: of eight, the program holds about one more than what goes in and comes out."""
+    """Resharding goes layer by layer, so temporaries stay below half of the output of this eight-layer model."""
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     config = dataclasses.replace(CONFIG, hidden_size=128, moe_intermediate_size=64, num_layers=8)
     shapes = Weights.full(transformer.abstract(config)[1])
@@ -295,7 +301,7 @@ def test_one_program_per_shape():
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied"])
 def test_greedy_decode_equals_transformers(name):
-    """The cached decoder's 64 greedy tokens are those of transformers (tests/golden), from ragged prompts."""
+    """With ragged prompts, the cached decoder's 64 greedy tokens equal those of transformers (tests/golden)."""
     folder = Path(__file__).parent / "golden" / name
     reference = np.load(folder / "reference.npz")
     model, _ = huggingface.load(folder)

@@ -1,4 +1,4 @@
-"""Every dispatch equals an all-experts oracle, forward and backward, on every mesh; a new one adds a row."""
+"""Every dispatch matches a dense all-experts oracle, forward and backward, on every mesh; a new dispatch adds a row."""
 
 import functools
 import math
@@ -27,12 +27,12 @@ MESHES = [
     {"expert": 4, "tensor": 2},
     {"expert": 8},
 ]
-"""No mesh, then the axis `expert` at 1, 2, 4 and 8 with others."""
+"""No mesh, then expert parallelism of 1, 2, 4 and 8 combined with other axes."""
 ALWAYS = [mesh for mesh in MESHES if mesh.get("expert") != 4]
 
 
 def all_experts(x, experts, weights, kernels):
-    """Every expert on every token, then the chosen ones are summed."""
+    """Run every expert on every token, then combine the chosen outputs with their weights."""
     gate, up, down = kernels
     h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     y = jnp.einsum("btef,efd->bted", h, down)
@@ -41,7 +41,7 @@ def all_experts(x, experts, weights, kernels):
 
 
 def routed(load):
-    """Expert ids int32 [B, T, K], different within a token."""
+    """Return expert ids int32 [B, T, K], distinct within a token, with the given kind of load."""
     rng = np.random.default_rng(0)
     experts = np.stack([rng.permutation(E)[:K] for _ in range(B * T)]).reshape(B, T, K).astype(np.int32)
     if load == "one expert":
@@ -50,14 +50,14 @@ def routed(load):
         experts = experts % 2
         experts[..., 1] = 1 - experts[..., 0]
     if load == "padded":
-        experts[rng.random((B, T)) < 0.5] = E  # no expert
-        experts[rng.random((B, T)) < 0.1] = -1  # nor is this
+        experts[rng.random((B, T)) < 0.5] = E  # one past the last id: no expert
+        experts[rng.random((B, T)) < 0.1] = -1  # -1: no expert either
     return experts
 
 
 @functools.cache
 def numbers():
-    """Tokens, weights, kernels, and the cotangent of the output."""
+    """Return tokens, routing weights, expert kernels and the output cotangent."""
     rng = np.random.default_rng(1)
     shapes = (B, T, D), (B, T, K), (E, D, F), (E, D, F), (E, F, D), (B, T, D)
     x, weights, *kernels, target = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
@@ -65,7 +65,7 @@ def numbers():
 
 
 def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, axis_name):
-    """`jax.lax.ragged_all_to_all` by its documentation, out of what every backend has; NaN if the sizes disagree."""
+    """Return what `jax.lax.ragged_all_to_all` documents, built from portable collectives; NaN if the sizes disagree."""
     me, rows = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
     operands = jax.lax.all_gather(operand, axis_name)
     plans = jax.lax.all_gather(jnp.stack([sent_from, sent, lands_at]), axis_name)[:, :, me]
@@ -76,7 +76,7 @@ def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, ax
 
 
 def gradients(f):
-    """The gradients of x, weights and the three kernels, and (y, dropped), as a function of ids and weights."""
+    """Return a function of (ids, weights) to the gradients in x, weights and the three kernels, and (y, dropped)."""
 
     def loss(x, weights, kernels, experts, target):
         y, dropped = f(x, experts, weights, kernels)
@@ -89,7 +89,10 @@ def gradients(f):
 
 @functools.cache
 def compiled(name, dispatch):
-    """One compilation for all loads; where the dispatch does not compile on CPU, with its reference in its place."""
+    """Return a dispatch's gradient function, compiled once for all loads.
+
+    `ragged_all_to_all` does not compile on CPU; its reference implementation replaces it.
+    """
     mesh = next(m for m in MESHES if mesh_id(m) == name)
     run = gradients(functools.partial(exchange, dispatch=dispatch))
     if not mesh:
@@ -108,7 +111,7 @@ def compiled(name, dispatch):
 
 @functools.cache
 def oracle():
-    """The same, of the oracle, which drops nothing."""
+    """Return the oracle's gradient function; the oracle drops nothing."""
     return gradients(lambda x, experts, *args: (all_experts(x, experts, *args), jnp.zeros((B, T), jnp.int32)))
 
 
@@ -116,14 +119,17 @@ def oracle():
 @pytest.mark.parametrize("dispatch", DISPATCHES, ids=lambda d: d.name)
 @pytest.mark.parametrize("mesh", mostly_slow(MESHES, always=ALWAYS), ids=lambda m: mesh_id(m) or "none")
 def test_dispatch_equals_the_oracle(mesh, dispatch, load):
-    """Capacity too: without a factor there is room for every pair."""
+    """Output and all gradients agree to 2e-6. `capacity` is included: without a factor it has room for every pair."""
     experts = routed(load)
     assert leaf_errors(oracle()(experts), compiled(mesh_id(mesh), dispatch)(experts)) < 2e-6
 
 
 @pytest.mark.parametrize("load", ["random", "one expert", "padded"])
 def test_a_layer_of_many_has_room_for_every_load(load):
-    """On an axis of 8 the usual buffers hold 16 pairs of 32 tokens: a random load fits, the 32 of one expert do not."""
+    """A layer read from a stack handles every load. On 8 shards the usual buffers hold 16 of 32 pairs.
+
+    The random load fits, the 32 pairs of one expert do not. The other layer is NaN.
+    """
     experts = jnp.asarray(routed(load))
     x, weights, kernels, _ = numbers()
     stacked = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
@@ -138,7 +144,10 @@ def test_a_layer_of_many_has_room_for_every_load(load):
 
 
 def kept(experts, mesh, factor):
-    """Which pairs find room, by counting: row by row on each shard of the batch, token by token, expert by expert."""
+    """Return which pairs fit the capacity, counted one by one.
+
+    Every batch shard fills the room of each expert shard in the order of its rows, tokens and choices.
+    """
     shards = math.prod(mesh.get(axis, 1) for axis in mesh_lib.BATCH_AXES)
     room = math.ceil(factor * (B * T * K / shards) / mesh["expert"])
     keep = np.zeros(experts.shape, bool)
@@ -156,7 +165,7 @@ def kept(experts, mesh, factor):
 @pytest.mark.parametrize("load", ["random", "one shard", "padded"])
 @pytest.mark.parametrize("mesh", mostly_slow(MESHES[2:], always=ALWAYS), ids=mesh_id)
 def test_capacity_drops_the_later_pairs(mesh, load):
-    """A dropped pair is one of weight zero, in the output and in every gradient, and is counted."""
+    """A dropped pair acts as one with weight zero, in the output and in every gradient, and is counted."""
     experts, weights = routed(load), numbers()[1]
     keep = kept(experts, mesh, factor=0.75)
     (dx, dw, d_kernels), (y, dropped) = compiled(mesh_id(mesh), Dispatch("capacity", 0.75))(experts)
@@ -167,7 +176,7 @@ def test_capacity_drops_the_later_pairs(mesh, load):
 
 
 def test_a_token_without_experts_touches_nothing():
-    """Infinite as it may be: it comes out zero, and the others as if it were not there."""
+    """A token with no expert outputs zero and leaves the others bitwise unchanged, even if its value is infinite."""
     x, weights, kernels, _ = numbers()
     experts = jnp.asarray(routed("padded"))
     nowhere = ((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True)
@@ -204,7 +213,7 @@ def test_a_wrong_dispatch_says_what_is_wrong(fields, message):
 
 
 def test_ragged_all_to_all_is_refused_on_cpu():
-    """Before anything compiles; but an axis of one exchanges nothing, and then it is no matter."""
+    """The error is raised while tracing. An expert axis of size one exchanges nothing and is allowed."""
     x, weights, kernels, _ = numbers()
     ragged = functools.partial(exchange, dispatch=Dispatch("ragged_all_to_all"))
     with (
@@ -214,4 +223,4 @@ def test_ragged_all_to_all_is_refused_on_cpu():
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
     with jax.set_mesh(mesh_lib.make_mesh({"data": 8})):
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
-    assert len({Dispatch(), Dispatch("gather"), Dispatch("capacity", 1.0)}) == 2  # static: equal ones hash alike
+    assert len({Dispatch(), Dispatch("gather"), Dispatch("capacity", 1.0)}) == 2  # static arguments: hash by value

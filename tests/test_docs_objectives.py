@@ -1,4 +1,4 @@
-"""docs/objectives.md is true: its table, its commands, and the example that it tells how to copy."""
+"""docs/objectives.md matches the code: its table, its commands, and its example of a new objective."""
 
 import ast
 import inspect
@@ -32,7 +32,7 @@ def _blocks(language: str, text: str = DOC) -> list[str]:
 
 
 def _table() -> dict[str, dict[str, str]]:
-    """The rows of the table of the twelve, by name."""
+    """Return the rows of the table under "The twelve", by objective."""
     lines = [line for line in DOC.partition("## The twelve")[2].splitlines() if line]
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:]]
@@ -41,7 +41,7 @@ def _table() -> dict[str, dict[str, str]]:
 
 
 def _call(text: str) -> tuple[str, dict[str, object]]:
-    """f(a=1) as ("f", {"a": 1}); f without arguments as ("f", {})."""
+    """Parse a call: "f(a=1)" gives ("f", {"a": 1}), "f" gives ("f", {})."""
     node = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     return node.func.id, {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in node.keywords}
@@ -83,7 +83,7 @@ def test_configs_begin_with_the_defaults_but_for_what_the_doc_says():
 
 
 def _commands() -> list[list[str]]:
-    """Every command in a block or in backticks, without the interpreter: [module or script, flag …]."""
+    """Return every command in a bash block or in backticks, without the interpreter: [module or script, flag …]."""
     shown = [command for block in _blocks("bash") for command in block.replace("\\\n", " ").splitlines()]
     shown += re.findall(r"`((?:bash|python|\.venv/bin/python) [^`]*)`", DOC)
     return [shlex.split(re.sub(r"^(\.venv/bin/)?python -m |^bash ", "", command), comments=True) for command in shown]
@@ -91,11 +91,11 @@ def _commands() -> list[list[str]]:
 
 @pytest.fixture
 def train_config(monkeypatch):
-    """The config that arguments of `train` lead to; raises UserError for what it would be refused for."""
+    """Return a function from arguments of `train` to their config; it raises UserError as train would."""
 
     def parse(arguments: list[str]) -> ConfigDict:
         monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(sys, "argv", ["train", *arguments])  # where ml_collections looks for overrides
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])  # ml_collections looks for overrides in sys.argv
         values = flags.FlagValues()
         config_flags.DEFINE_config_file("config", None, flag_values=values)
         flags.DEFINE_string("workdir", None, "", required=True, flag_values=values)
@@ -116,7 +116,7 @@ def test_a_command_of_the_doc_is_accepted(command, train_config):
         train_config(arguments)
     elif program.startswith("launch/"):
         script = (ROOT / program).read_text(encoding="utf-8")
-        fields = [argument for argument in arguments if argument.startswith("--config.")]  # handed on to train
+        fields = [argument for argument in arguments if argument.startswith("--config.")]  # passed on to train
         train_config(["--config=configs/tiny.py", "--workdir=x", *fields])
         assert all(f"{argument.partition('=')[0]}=" in script for argument in arguments if argument not in fields)
     else:
@@ -158,7 +158,7 @@ def test_step_rewards_are_set_as_the_doc_does():
 
 @pytest.fixture
 def thirteenth(monkeypatch):
-    """The catalogue with the doc's example in it; gives its name and the config with the doc's line."""
+    """Add the doc's example to the catalogue; return its name and a config with the doc's line."""
     function, line = _blocks("python", DOC.partition("## How to add a thirteenth")[2])
     namespace = dict(vars(catalogue))
     before = set(namespace)
@@ -187,7 +187,7 @@ def test_the_thirteenth_is_made_by_name_and_by_config(thirteenth):
 def test_the_thirteenth_by_hand(thirteenth):
     name, _ = thirteenth
     objective = objectives.make(name, log_clip=0.5)
-    # Log-ratios 0 and 0.5 in a response with Â = 2, −0.25 in one with Â = −1; what is not in the mask is poison.
+    # Log-ratios 0 and 0.5 in a response with Â = 2, −0.25 in one with Â = −1; NaN and 1e30 outside the mask.
     old = jnp.array([[-1.0, -2.0], [-3.0, jnp.nan]])
     logprobs = old + jnp.array([[0.0, 0.5], [-0.25, 1e30]])
     batch = {
@@ -200,7 +200,7 @@ def test_the_thirteenth_by_hand(thirteenth):
         lambda logprobs: objectives.loss(objective, logprobs, **batch), has_aux=True
     )(logprobs)
     one, half = math.tanh(1), math.tanh(0.5)
-    # −1/3·(2·0.5·tanh 0 + 2·0.5·tanh 1 + 1·0.5·tanh 0.5): three tokens, each the same weight.
+    # −1/3·(2·0.5·tanh 0 + 2·0.5·tanh 1 + 1·0.5·tanh 0.5): three tokens of equal weight.
     np.testing.assert_allclose(loss, -(one + 0.5 * half) / 3, rtol=1e-6)
     np.testing.assert_allclose(gradient, [[-2 / 3, -2 / 3 * (1 - one**2)], [(1 - half**2) / 3, 0]], rtol=1e-6)
     assert info.gated_high.tolist() == [[False, True], [False, False]]  # 1 − tanh²(1) = 0.42, 1 − tanh²(0.5) = 0.79

@@ -1,4 +1,4 @@
-"""What the doctor finds, on this machine and on machines that are worse off."""
+"""The doctor's findings, on this machine and on simulated ones with problems."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_command_on_a_machine_that_can_train(tmp_path):
     assert found["devices"]["found"].startswith("8 × cpu") and found["mesh"]["found"].startswith("data ")
     assert all(finding["check"] in done.stdout for finding in facts["findings"])
     assert all(finding["remedy"].endswith(".") for finding in facts["findings"] if finding["state"] != "ok")
-    assert not list((tmp_path / "run").iterdir()), "the file that was tried is gone"
+    assert not list((tmp_path / "run").iterdir()), "the probe file is removed again"
 
 
 def test_command_on_one_that_cannot(tmp_path):
@@ -77,7 +77,7 @@ def test_versions_out_of_bounds_and_missing(monkeypatch):
 
 
 def test_the_project_s_own_bounds_are_read():
-    """They are those of pyproject.toml, and hold what is installed here."""
+    """The version bounds come from pyproject.toml, and the installed jax and flax satisfy them."""
     assert {finding.check: finding.state for finding in doctor.versions()}.items() >= {
         "jax": "ok",
         "flax": "ok",

@@ -1,4 +1,4 @@
-"""Routing drift by hand-worked numbers."""
+"""Routing drift against numbers worked by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from gspo_jax.routing import drift
 
 
 def test_flips_by_hand():
-    """One row, three tokens, two layers, K = 2; the third token was never fed (-1), the mask covers all.
+    """One row, three tokens, two layers, K = 2; the third token was never fed (-1), and the mask covers all three.
 
-    Layer 0: token 0 keeps {0,1} in another order (0 flips, another first), token 1 goes {2,3} -> {2,5} (1/2).
-    Layer 1: token 0 goes {4,5} -> {6,7} (1, another first), token 1 keeps {1,2} (0).
-    Flip rate 0.25 in layer 0, 0.5 in layer 1; both tokens changed in some layer; one layer each; token 0 has another
-    first expert in both layers.
+    Layer 0: token 0 keeps {0,1} in another order (0 flips, new top-1), token 1 goes {2,3} -> {2,5} (1/2).
+    Layer 1: token 0 goes {4,5} -> {6,7} (1, new top-1), token 1 keeps {1,2} (0).
+    Flip rate: 0.25 in layer 0, 0.5 in layer 1. Each token changed in one layer. Token 0 has a new top-1 expert in both
+    layers.
     """
     old = jnp.asarray([[[[0, 1], [2, 3], [-1, -1]]], [[[4, 5], [1, 2], [-1, -1]]]], jnp.int8)
     new = jnp.asarray([[[[1, 0], [2, 5], [3, 3]]], [[[6, 7], [1, 2], [3, 3]]]])
@@ -23,14 +23,14 @@ def test_flips_by_hand():
     assert found["routing/tokens_changed"] == 1.0
     assert found["routing/layers_changed"] == 1.0
     assert found["routing/top1_changed"] == 0.5
-    assert "routing/router_kl" not in found, "nobody kept log-probs"
+    assert "routing/router_kl" not in found, "no log-probs were recorded"
 
 
 def test_router_kl_and_shift_by_hand():
-    """One token known, one not; one layer, K = 2 of three experts.
+    """One token with a record and one without; one layer, K = 2 of three experts.
 
-    Old [1/2, 1/4 | 1/4], new [1/4, 1/4 | 1/2]: KL = (1/2) log 2 + 0 + (1/4) log(1/2) = (1/4) log 2; the mean of
-    |log ρ_new − log ρ_old| is (log 2 + 0) / 2, so γ = 1/√2.
+    Old [1/2, 1/4 | 1/4], new [1/4, 1/4 | 1/2]: KL = (1/2) log 2 + 0 + (1/4) log(1/2) = (1/4) log 2. The mean of |log
+    ρ_new − log ρ_old| is (log 2 + 0) / 2, so γ = 1/√2.
     """
     experts = jnp.asarray([[[[0, 1], [-1, -1]]]])
     old = jnp.log(jnp.asarray([[[[0.5, 0.25], [1, 1]]]]))

@@ -1,4 +1,4 @@
-"""Partial rollouts and turns: what is cut off goes on as if it had not been; what others say is not learned from."""
+"""Partial rollouts and multi-turn episodes: resumed responses equal uninterrupted ones, replies are not trained on."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
 G, T, KEY = 2, 16, jax.random.key(1)
 GOES_ON = range(52, 64)
-"""A turn ends with any of these, and the environment replies; or with a 5, and it does not."""
+"""Stop ids that hand the turn to the environment, which replies; 5 also ends a turn, but gets no reply."""
 MESH = mesh_lib.make_mesh({"data": 2}, devices=jax.devices()[:2])
 PROMPTS = prompts(P=12, S=6)
 NAMES, RECORDS = [f"prompt {i}" for i in range(12)], [{"number": str(i)} for i in range(12)]
@@ -29,13 +29,13 @@ NAMES, RECORDS = [f"prompt {i}" for i in range(12)], [{"number": str(i)} for i i
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """On a mesh of two."""
+    """Compile with most optimisations off and run on a mesh of two devices."""
     with quick_compilation(), jax.set_mesh(MESH):
         yield
 
 
 def other_params():
-    """Another policy."""
+    """Return the parameters of a second policy, scaled by 1.1."""
     return jax.tree.map(lambda x: x * 1.1, params())
 
 
@@ -55,39 +55,39 @@ def sampler() -> Sampler:
 
 @pytest.fixture(autouse=True)
 def first_policy(sampler):
-    """Every test begins with it."""
+    """Load the same initial policy before every test."""
     sampler.load(Weights.full(place(params(), MESH)))
 
 
 def some(first: int, count: int):
-    """Prompts with their texts and records."""
+    """Return `count` prompts from `first` on, with their texts and records."""
     rows = slice(first, first + count)
     return Prompts(PROMPTS.tokens[rows], PROMPTS.lengths[rows]), NAMES[rows], RECORDS[rows]
 
 
 def dealer(player: Player):
-    """Gives four new groups at a time; the number of a response says its prompt."""
+    """Return a `begin` that starts four new groups per call, with prompts in the order of the response numbers."""
     return lambda first: player.begin(*some(first // G % 12, 4), KEY, first=first)
 
 
 def row_of(played, i: int) -> int:
-    """Where response i of all lies in what `begin` has given."""
+    """Return the row that response i of a batch has in the uninterrupted rollout of all prompts."""
     return int(played.records[i]["number"]) * G + i % G
 
 
 @pytest.fixture(scope="module")
 def unbroken(sampler):
-    """All responses in one call."""
+    """Return all responses, sampled in one uninterrupted call."""
     sampler.load(Weights.full(place(params(), MESH)))
     return jax.device_get(sampler(PROMPTS, KEY))
 
 
 trainers = jax.jit(partial(score, GRAPH, scoring=Scoring(logprob_chunk=64)))
-"""What the trainer says of a rollout, given the weights."""
+"""The trainer's scores of a rollout under given weights."""
 
 
 def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
-    """So the same prompts, sampled again in one iteration, get other responses: those that follow."""
+    """Sampling prompts again in one iteration continues the response numbering, so the keys are new."""
     batch, _, _ = some(0, 4)
     keys, later = (sampler.keys(batch, KEY, n) for n in (0, 5))
     np.testing.assert_array_equal(later, jax.random.key_data(response_keys(KEY, 5 + jnp.arange(4 * G))))
@@ -95,7 +95,7 @@ def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
 
 
 def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
-    """And come back as if they had not been."""
+    """The shorter prefill bucket changes nothing: tokens and routes are those of the narrow batch, padded."""
     wide = Prompts(np.pad(PROMPTS.tokens, ((0, 0), (0, 2))), PROMPTS.lengths)
     found = jax.device_get(sampler(wide, KEY))
     np.testing.assert_array_equal(found.prompts, np.repeat(wide.tokens, G, axis=0))
@@ -111,11 +111,11 @@ HOW = [EarlyExit(min_ended=0.5), EarlyExit(max_tokens=30)]
 
 @pytest.mark.parametrize("how", mostly_slow(HOW, always=HOW[:1]), ids=str)
 def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, unbroken):
-    """Tokens, log-probs and routes of every response are those of one call; batches are whole and none comes twice."""
+    """Under a fixed policy, partial rollouts equal one call: tokens, log-probs, routes. No response comes twice."""
     player = Player(sampler)
     buffer, seen = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=how), []
     begin = dealer(player)
-    for left in (6, 4, 6, 4):  # four new groups at a time while there are fewer than six
+    for left in (6, 4, 6, 4):  # four new groups at a time while fewer than six are in flight
         played = buffer.batch(begin)
         assert len(buffer) == left
         rows = [row_of(played, i) for i in range(4)]
@@ -133,7 +133,10 @@ def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, u
 
 
 def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
-    """Begun by one policy and ended by the next: what either drew is scored so by that policy, given all before it."""
+    """Tokens drawn before a weight sync keep the old policy's log-probs; later tokens have the new policy's.
+
+    Both are compared with the trainer's scores, which see all preceding tokens, to 1e-4.
+    """
     player = Player(sampler)
     buffer = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=EarlyExit(min_ended=0.5))
     begin = dealer(player)
@@ -157,11 +160,11 @@ def test_each_token_keeps_the_log_prob_of_the_policy_that_drew_it(sampler):
             np.testing.assert_allclose(rollout.logprobs[here], scores[here], atol=1e-4)
         known = (rollout.routes.experts >= 0).all(axis=(2, 3))
         np.testing.assert_array_equal(known.sum(axis=1), rollout.prompt_lengths + ended - 1, "the routes are whole")
-    assert both, "some responses are of both policies"
+    assert both, "some responses are begun by one policy and ended by the other"
 
 
 def test_a_buffer_goes_on_from_its_arrays(sampler):
-    """What a checkpoint holds: the next batches are bitwise the same."""
+    """A buffer restored from the arrays that a checkpoint stores yields bitwise equal batches."""
     player = Player(sampler)
     settings = {"groups": 2, "group_size": G, "in_flight": 6, "early_exit": EarlyExit(min_ended=0.5)}
     buffer = Buffer(player, **settings)
@@ -181,16 +184,16 @@ def test_a_buffer_goes_on_from_its_arrays(sampler):
 
 
 REPLY = [7, 8, 5]
-"""A stop id that is said by the environment ends nothing."""
+"""Reply tokens of the environment; the stop id 5 among them must not end the response."""
 
 
 def answer(prompt, response, record):
-    """An environment with something to say."""
+    """Reply while the last token hands over the turn, else return None."""
     return REPLY if response[-1] in GOES_ON else None
 
 
 def test_turns(sampler):
-    """The environment speaks behind each turn; its tokens are in the mask and the routes, and are no actions."""
+    """Replies follow each turn; their tokens are in the mask and the routes, but not in the action mask."""
     heard = []
 
     def reply(prompt, response, record):
@@ -227,18 +230,18 @@ def test_turns(sampler):
 
 
 def test_responses_begin_with_an_opening(sampler):
-    """Which is no action, and has the stop ids that it has."""
+    """Opening tokens are in the mask but are no actions, and the stop id among them does not end the response."""
     rollout = jax.device_get(Player(sampler, opening=REPLY).play(*some(0, 12), KEY).rollout)
     np.testing.assert_array_equal(rollout.tokens[:, :3], [REPLY] * 24)
     np.testing.assert_array_equal(rollout.action_mask, rollout.mask & (np.arange(T) >= 3))
     scores = np.asarray(trainers(weights(), rollout).logprobs)
     np.testing.assert_allclose(rollout.logprobs[rollout.action_mask], scores[rollout.action_mask], atol=1e-4)
-    assert rollout.mask.sum(axis=1).min() < T, "it may end"
+    assert rollout.mask.sum(axis=1).min() < T, "responses can still end early"
 
 
 @pytest.mark.slow
 def test_turns_in_parts(sampler):
-    """Partial rollouts of several turns are those that one call after the other plays to the end."""
+    """Multi-turn episodes that are cut off and resumed equal those played to the end in one call."""
     player = Player(
         sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, max_turns=3
     )

@@ -1,4 +1,4 @@
-"""What an update learns from: masks, advantages, returns, corrections; and DAPO's rounds of sampling."""
+"""The experience that an update trains on: masks, advantages, returns, corrections; and DAPO's sampling rounds."""
 
 import io
 
@@ -32,7 +32,7 @@ TOTAL = np.array([1.0, 0.0, 0.5, 0.5], np.float32)
 
 
 def rollout(tag: int = 0) -> Rollout:
-    """Rows told apart by their tokens."""
+    """Return a rollout whose tokens identify the row and the round."""
     tokens = np.where(MASK, tag + np.arange(B)[:, None], -1).astype(np.int32)
     none = np.full((B, T, 1, 1), -1, np.int8)
     return Rollout(
@@ -68,7 +68,7 @@ def test_step_rewards_are_added_to_the_advantage_of_the_response():
     found = learn_from("gspo_token", Rewards(TOTAL, np.ones(B, bool), of_tokens, steps), OldPolicy(OLD))
     outcome = np.asarray(group_zscore(TOTAL, group_size=G))[:, None]
     np.testing.assert_allclose(found.advantages, outcome + group_steps(of_tokens, steps, group_size=G), rtol=1e-6)
-    # Rewards 1, 0, 0 of the first group: mean 1/3, deviation 0.57735, so z = 1.1547 and twice -0.57735.
+    # Rewards 1, 0, 0 in the first group: mean 1/3, standard deviation 0.57735, so z = 1.1547 and twice -0.57735.
     np.testing.assert_allclose(found.advantages[0] - outcome[0], [0.57735, 0.57735, -0.57735, -0.57735, 0], atol=1e-4)
     np.testing.assert_allclose(found.advantages[1] - outcome[1], [-0.57735, 0, 0, 0, 0], atol=1e-4)
     np.testing.assert_array_equal(found.advantages[2:], np.zeros((2, T)) + outcome[2:])
@@ -101,7 +101,7 @@ def test_a_correction_weighs_the_trainer_against_the_sampler():
 
 
 def scored(tag: int, total: list[float]) -> Scored:
-    """A round of two groups."""
+    """Return a round of two groups with the given rewards."""
     names = np.array([f"{tag}.{row}" for row in range(B)], object)
     total = np.array(total, np.float32)
     return Scored(
@@ -167,7 +167,7 @@ def test_contrast_is_between_responses_that_could_be_scored():
 
 
 def test_a_phase_that_comes_again_adds_up(monkeypatch):
-    """Each round has its data, sampling and rewards; the clock adds them."""
+    """Every round has its own data, sampling and reward phases; the clock sums them by name."""
     times = iter([0.0, 1.0, 2.0, 4.0, 7.0, 7.0])
     monkeypatch.setattr("gspo_jax.run.clock.time.perf_counter", lambda: next(times))
     clock = Clock(type("Silent", (), {"phase": lambda self, name: None})())
@@ -183,9 +183,9 @@ def test_ratios_of_one_after_an_update_are_warned_of_once():
     stuck = moved | {"ratio/token_log_max": 0.0}
     with Progress(1, label="run", stream=stream) as progress:
         run = RunLog(progress)
-        run.guard_ratios([stuck, moved, moved])  # the first update is on-policy
-        run.guard_ratios([moved | {"actor/lr": 0.0}, stuck])  # nothing has moved
-        run.guard_ratios([moved, stuck | {"update/tokens": 0.0}])  # nothing is learned from
+        run.guard_ratios([stuck, moved, moved])  # the first update of an iteration is on-policy
+        run.guard_ratios([moved | {"actor/lr": 0.0}, stuck])  # a learning rate of 0 moves nothing
+        run.guard_ratios([moved, stuck | {"update/tokens": 0.0}])  # an update without tokens trains nothing
         assert "warning" not in stream.getvalue()
         run.guard_ratios([stuck, stuck, stuck])
         run.guard_ratios([moved, stuck])

@@ -1,6 +1,6 @@
-"""Every objective trains, by a config line; so do PPO's two critics, a reference, DAPO's loop, step rewards, replay.
+"""Every objective trains by its config line; so do both PPO critics, a reference, DAPO, step rewards and replay.
 
-All runs begin from one policy that gets some small sums right, so that groups have something to tell apart.
+All runs start from a policy that gets some small sums right, so that rewards within a group differ.
 """
 
 import re
@@ -36,7 +36,7 @@ def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:
     config.model.architecture.update({"num_layers": 2, "num_experts": 8, "experts_per_token": 2})
     config.iterations = 3
     if config.data.task == "arithmetic":
-        config.rewards = ConfigDict({"exact_answer": 1.0, "answer_format": 1.0})  # the second is easy to learn
+        config.rewards = ConfigDict({"exact_answer": 1.0, "answer_format": 1.0})  # answer_format is easy to learn
     config.coldstart.steps, config.coldstart.terse_steps = 220, 0
     config.critic.optimizer.update({"learning_rate": 3e-3, "warmup_updates": 0})
     config.eval.every = config.log.samples_every = config.checkpoint.every = 100
@@ -54,7 +54,7 @@ def cold_start(config: ConfigDict, folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick():
-    """Runs of a second that compile for many pay for no optimisation; the cold starts, which go on longer, do."""
+    """Compile short runs with most optimisations off; the module-scoped cold starts run longer and keep them."""
     with quick_compilation():
         yield
 
@@ -76,12 +76,12 @@ def counter(data, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def written() -> set[str]:
-    """The names of all metrics that the runs of this file have written so far."""
+    """Return the set that collects the names of all metrics written by this file's runs."""
     return set()
 
 
 def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
-    """The rows of a run's updates, each found sane."""
+    """Train and return the rows of the updates, checking that none was skipped, all are finite and the policy moves."""
     train(config, workdir)
     rows = [row for row in read_metrics(workdir) if "minibatch" in row]
     written |= {name for row in read_metrics(workdir) for name in row if "/" in name}
@@ -91,7 +91,7 @@ def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
         assert np.isfinite([row["actor/loss"], row["actor/entropy"], row["actor/grad_norm"]]).all()
     last = rows[-1]["iteration"]
     norms = [sum(row["actor/grad_norm"] for row in rows if row["iteration"] == i + 1) for i in range(last)]
-    assert min(norms) > 0, "there is something to learn"
+    assert min(norms) > 0, "every iteration has a gradient"
     drifted = [row["ratio/token_log_max"] for row in rows if row["minibatch"] > 0]
     assert min(drifted) > 1e-5, "the policy moves between mini-batches"
     return rows
@@ -103,10 +103,10 @@ def test_every_objective_trains_by_its_config_line(name, data, adder, tmp_path, 
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reward/mean"] > 0
     assert ("critic/loss" in rows[0]) == (name == "ppo")
-    assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "nothing has moved yet"
+    assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "policy and router have not moved yet"
     assert 0.5 < rows[1]["routing/router_shift"] < 1.0
     flips = [row["routing/flip_rate"] for row in rows]
-    assert flips[0] < 0.01, "a tie at most"
+    assert flips[0] < 0.01, "no flips beyond a tie"
     assert max(flips) > 0
     assert not any(row["routing/dropped"] for row in rows)
     if name == "ppo":
@@ -131,14 +131,14 @@ def test_ppo_with_a_head_on_the_policy_and_its_kl_in_the_reward(data, adder, tmp
     config.routing.replay = "r3"
     config.training.entropy_weight = 0.01
     rows = run(config, tmp_path / "run", written)
-    assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the first policy"
+    assert rows[0]["reference/kl"] == pytest.approx(0, abs=1e-8), "the reference is the initial policy"
     assert rows[-1]["reference/kl"] > 1e-7
     assert rows[-1]["critic/loss"] < rows[0]["critic/loss"]
-    assert all(0.8 < row["routing/replayed"] < 1 for row in rows), "all but the last token of each response"
+    assert all(0.8 < row["routing/replayed"] < 1 for row in rows), "all tokens are replayed but each response's last"
 
 
 def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
-    """Partial rollouts too, a reference in the loss, a mismatch correction, and R2."""
+    """DAPO with partial rollouts, a reference KL in the loss, a mismatch correction, R2, and router losses."""
     config = settings(data, arg="dapo,partial,runlocal", model__folder=str(adder), sampling__max_response_length=18)
     config.overlong.cache = 6
     config.reference.kl_weight = 0.01
@@ -151,7 +151,7 @@ def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
     assert all(1 <= row["dynamic/rounds"] <= 4 and row["dynamic/filled"] < 1 for row in last)
     assert max(row["dynamic/rounds"] for row in last) > 1 and max(row["dynamic/dropped"] for row in last) > 0
     full = [row["iteration"] for row in last if row["dynamic/filled"] == 0]
-    assert full, "some batch was filled by groups with contrast"
+    assert full, "some batch was filled with groups whose rewards differ"
     assert all(row["reward/zero_std"] == 0 for row in rows if row["iteration"] in full)
     assert all(-1 <= row["reward/overlong"] <= 0 for row in rows)
     assert min(row["reward/overlong"] for row in rows) < 0
@@ -160,11 +160,13 @@ def test_the_whole_loop_of_dapo(data, adder, tmp_path, written):
     assert all(row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5 for row in rows)
     assert all(row["partial/left"] == 8 and row["partial/calls"] > 0 for row in last)
     assert rows[0]["routing/flip_rate"] == 0, "the old policy's routes are the trainer's own"
-    assert max(row["routing/flip_rate"] for row in rows) > 0, "of the choice that is not followed"
+    assert max(row["routing/flip_rate"] for row in rows) > 0, (
+        "the router's own choice drifts although replay overrules it"
+    )
 
 
 def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written):
-    """And with experts that have room for a balanced load alone."""
+    """Step rewards, with expert capacity for a balanced load only."""
     config = settings(data, arg="steps,runlocal", model__folder=str(counter))
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     rows = run(config, tmp_path / "run", written)
@@ -175,7 +177,7 @@ def test_countdown_with_a_reward_per_valid_step(data, counter, tmp_path, written
 
 
 def test_countdown_in_two_turns(data, counter, tmp_path, written):
-    """Wrong answers are tried again, and what the environment says is not learned."""
+    """Wrong answers get a second turn, and the environment's tokens are not trained on."""
     rewards = ConfigDict({"countdown": 1.0, "answer_format": 1.0})
     config = settings(data, arg="countdown,runlocal", model__folder=str(counter), rewards=rewards, iterations=2)
     config.environment.name = "countdown_feedback"
@@ -233,7 +235,7 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, adder,
 
 
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
-    """The tests above, run in this order, have written all there are."""
+    """The runs above, in file order, write exactly the metrics that the glossary lists."""
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text()))
     rewards = {"reward/exact_answer", "reward/answer_format", "reward/countdown", "reward/countdown_steps"}
     assert written - rewards == documented - {"reward/NAME"}

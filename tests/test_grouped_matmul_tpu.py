@@ -1,4 +1,4 @@
-"""The TPU kernels of the grouped matmul, interpreted on the CPU, equal a dense oracle; their tiles fit the shapes."""
+"""The TPU grouped matmul kernels, in interpret mode on CPU, match a dense float64 oracle; tiles fit the shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -9,29 +9,29 @@ from gspo_jax.kernels import grouped_matmul_tpu
 from gspo_jax.types import UserError
 
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8}
-"""Half a unit in the last place of the largest result, for bfloat16."""
+"""Tolerances relative to the largest result; for bfloat16, half a unit in its last place."""
 
 
 def dense(rows, weights, sizes):
-    """float64: each row times the matrix of its group; those beyond the last group are left out."""
+    """Return each row times its group's matrix, in float64; rows beyond the last group are left out."""
     group = np.repeat(np.arange(len(sizes)), sizes)
     return np.einsum("nd,ndf->nf", rows[: len(group)], weights[group])
 
 
 def dense_outer(rows, grads, sizes):
-    """float64: the sum of each group's outer products."""
+    """Return each group's sum of outer products, in float64."""
     ends = np.cumsum(sizes)
     return np.stack([rows[e - s : e].T @ grads[e - s : e] for s, e in zip(sizes, ends, strict=True)])
 
 
 def draw(dtype, *shape, seed):
-    """Numbers that the dtype holds exactly, for jax and for the oracle."""
+    """Return random numbers as the dtype and as float64; both hold the same values exactly."""
     x = jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
     return x, np.asarray(x, np.float64)
 
 
 def close(x, expected, dtype):
-    """Of the rows that a group owns: what lies beyond may be anything."""
+    """Assert the dtype and the error over rows that belong to a group; rows beyond the groups are undefined."""
     assert x.dtype == dtype
     error = np.abs(np.asarray(x, np.float64)[: len(expected)] - expected).max() / np.abs(expected).max()
     assert error < ROUNDING[dtype]
@@ -49,7 +49,7 @@ SIZES = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "F"), [*((name, 256) for name in SIZES), ("empty group", 200)])
 def test_kernels_equal_the_dense_oracle(name, F, dtype):
-    """Of one matrix and of two, in two blocks of columns; the rows beyond the groups hold no numbers."""
+    """One matrix and two at once, over two column blocks. Rows beyond the groups are NaN: reading one would show."""
     rows, sizes = SIZES[name]
     D, used, E = 256, sum(sizes), len(sizes)
     x, x64 = draw(dtype, rows, D, seed=0)
@@ -70,7 +70,7 @@ def test_kernels_equal_the_dense_oracle(name, F, dtype):
 
 
 def test_a_layer_s_matrices_are_read_where_they_lie():
-    """Of three layers of two; what the others hold is no number."""
+    """The kernel reads layer 1 of a stack of three, in place; the other layers are NaN."""
     rows, sizes = 40, [25, 10]
     x, x64 = draw("float32", rows, 128, seed=0)
     w, w64 = draw("float32", 2, 128, 256, seed=1)
@@ -81,7 +81,7 @@ def test_a_layer_s_matrices_are_read_where_they_lie():
 
 
 def test_without_rows_the_weights_gradient_is_zero():
-    """The other kernels visit no tile then, and leave whatever memory holds."""
+    """With no rows, `outer` still writes zeros; the other kernels visit no tile and leave their output undefined."""
     x, g, none = jnp.full((40, 16), jnp.nan), jnp.full((40, 24), jnp.nan), jnp.zeros(3, jnp.int32)
     (out,) = grouped_matmul_tpu.matmuls(x, (jnp.ones((3, 16, 24)),), none, interpret=True)
     assert out.shape == (40, 24)
@@ -104,19 +104,22 @@ def test_a_tile_of_rows_is_no_longer_than_a_group_fills(rows, groups, likely, ti
 
 
 def test_wide_rows_have_shorter_tiles():
-    """Two buffers of 512 rows of 4096 numbers are 8 MiB in bfloat16, 16 in float32: 4 and 8 times a third of 14."""
+    """Wide rows get tiles of fewer rows: two buffers of a tile may take a third of 14 MiB.
+
+    512 rows of 4096 numbers take 8 MiB in bfloat16 and 16 MiB in float32, which has to be divided by 2 and by 4.
+    """
     tiles = [grouped_matmul_tpu._row_tile(131072, 32, 131072, 4096, size) for size in (2, 4)]
     assert tiles == [256, 128]
 
 
 def test_blocks_divide_the_dimension_where_they_can():
-    """768 = 6 · 128 has the divisors 6, 3, 2 and 1 times 128; 200 has none, and is taken whole or with a masked end."""
+    """768 = 6 · 128 splits into 1, 2, 3 or 6 times 128; 200 has no such divisor: whole, or 128 with a masked tail."""
     assert grouped_matmul_tpu._splits(768) == [128, 256, 384, 768]
     assert grouped_matmul_tpu._splits(200) == [200, 128]
 
 
 def test_columns_are_shared_by_two_cores():
-    """Halves where they fit; of 3 · 128 columns one core computes 256, not all; 64 cannot be cut."""
+    """Each core takes half of the columns if they fit; 3 · 128 columns use blocks of 128, and 64 stay whole."""
     columns = grouped_matmul_tpu._columns
     assert columns(768, lambda n: True) == 384
     assert columns(768, lambda n: n < 384) == 128
@@ -127,7 +130,10 @@ def test_columns_are_shared_by_two_cores():
 
 
 def test_blocks_of_a_weight_s_gradient_move_the_fewest_bytes():
-    """1/1024 + 1/768 < 1/2048 + 1/384: rows of 2048 are read once then, not twice. Whole would be one core's work."""
+    """1/1024 + 1/768 < 1/2048 + 1/384: blocks of 1024 × 768 move fewer bytes than 2048 × 384.
+
+    One block for the whole gradient would leave the second core idle.
+    """
     assert grouped_matmul_tpu._tiles(2048, 768, lambda d, f: d * f <= 2**20) == (1024, 768)
     assert grouped_matmul_tpu._tiles(2048, 768, lambda d, f: True) == (1024, 768)
     assert grouped_matmul_tpu._tiles(64, 96, lambda d, f: True) == (64, 96)
@@ -135,7 +141,7 @@ def test_blocks_of_a_weight_s_gradient_move_the_fewest_bytes():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_visits_are_the_tiles_of_each_group(name):
-    """Counted one by one; groups without rows come last."""
+    """The visits equal an explicit enumeration of (group, tile, first row, end); groups without rows come last."""
     rows, sizes = SIZES[name]
     tile, ends = 16, np.cumsum(sizes)
     expected = [
@@ -154,7 +160,7 @@ def test_visits_are_the_tiles_of_each_group(name):
 
 
 def test_work_follows_the_rows_in_the_groups():
-    """131072 rows in a buffer for four times as many: 256 tiles of 512, and 31 groups begin inside one."""
+    """131072 rows in a buffer for four times as many: 256 tiles of 512, plus 31 for groups that start mid-tile."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)
     visits, counts = grouped_matmul_tpu._visits(groups, 524288, 512, interpret=True)
     assert 256 < counts[0] == counts[1] <= 256 + 31
@@ -162,7 +168,7 @@ def test_work_follows_the_rows_in_the_groups():
 
 
 def kernels(jaxpr):
-    """The cost estimates of the kernels that it calls, by name."""
+    """Return the cost estimates of the Pallas kernels that a jaxpr calls, by kernel name."""
     found = {}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
@@ -173,11 +179,13 @@ def kernels(jaxpr):
 
 
 def test_kernels_say_what_they_cost():
-    """Flops of all the rows there is room for. Bytes of two matrices of bfloat16, by hand:
+    """Cost estimates match hand counts: flops for every row of the buffer, bytes for two bfloat16 matrices.
 
-    forward, two blocks of 384 columns: 2 · 1024 · 2048 for the rows, 2 · 8 · 2048 · 768 for one layer's weights though
-    there are three, 2 · 1024 · 768 to write. Backward, two blocks of 1024: 2 · 2 · 1024 · 768, as many weights, and
-    1024 · 2048 to write. The gradient of one, in blocks of 1024 · 768: 1024 · 2048, twice 1024 · 768, and the weights.
+    Forward, two blocks of 384 columns: the rows are read twice, 2 · 1024 · 2048; the weights of one layer out of three,
+    2 · 8 · 2048 · 768; the output, 2 · 1024 · 768.
+    Backward, two blocks of 1024: 2 · 2 · 1024 · 768 for the cotangents, the same weights, and 1024 · 2048 for the
+    output.
+    Weight gradient of one matrix, in blocks of 1024 · 768: 1024 · 2048, twice 1024 · 768, and one set of weights.
     """
     N, D, F, E = 1024, 2048, 768, 8
     x, g, w, sizes = jnp.ones((N, D)), jnp.ones((N, F)), jnp.ones((3 * E, D, F)), jnp.full(E, N // E, jnp.int32)
@@ -196,4 +204,6 @@ def test_kernels_say_what_they_cost():
         "grouped_outer": (2 * N * D * F, 2 * (N * D + 2 * N * F + weights // 2)),
     }
     assert {k: (costs[k].flops, costs[k].bytes_accessed) for k in expected} == expected
-    assert set(costs) == {"grouped_visits", *expected}, "of a kernel without an estimate the planner knows nothing"
+    assert set(costs) == {"grouped_visits", *expected}, (
+        "every kernel has a cost estimate; without one the planner cannot count it"
+    )

@@ -1,4 +1,4 @@
-"""Hugging Face folders: against transformers' own numbers (tests/golden), round trips, meshes, and every refusal."""
+"""Hugging Face folders: checked against transformers' own numbers (tests/golden), round trips, meshes, and refusals."""
 
 import functools
 import json
@@ -56,13 +56,13 @@ def assert_same(a: Transformer | nnx.State, b: Transformer | nnx.State) -> None:
 
 
 def edit(file: pathlib.Path, **changes: Any) -> None:
-    """Rewrites fields of a JSON file; ... deletes one."""
+    """Rewrite fields of a JSON file; a value of ... deletes the field."""
     value = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in value.items() if v is not ...}))
 
 
 def retensor(folder: pathlib.Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
-    """Rewrites the tensors of a single-file checkpoint."""
+    """Rewrite the tensors of a single-file checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -83,7 +83,7 @@ def test_logits(name: str) -> None:
 
 
 def test_logits_with_heads_split_over_a_mesh() -> None:
-    """A norm over a whole projection adds up over the shards that hold its heads."""
+    """Olmoe's norm over a whole projection sums over the shards that hold its heads."""
     ref, (model, config) = reference("olmoe"), loaded("olmoe")
     mesh = mesh_lib.make_mesh({"expert": 2, "tensor": 2}, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -95,7 +95,7 @@ def test_logits_with_heads_split_over_a_mesh() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy(name: str) -> None:
     ref = reference(name)
-    # One forward over the reference's path decides it: if the best token agrees after every prefix of that path, then
+    # One forward pass over the reference's path is enough: if the argmax agrees after every prefix of that path, then
     # by induction our own greedy decoding takes the same path.
     for tokens, length, greedy in zip(ref["tokens"], ref["lengths"], ref["greedy"], strict=True):
         path = np.concatenate([tokens[:length], greedy])[None]
@@ -135,10 +135,10 @@ def test_config() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        # transformers 4: rope at the top level, num_experts, torch_dtype
+        # transformers 4 spelling: RoPE at the top level, num_experts, torch_dtype
         ("qwen3_moe", {"rope_parameters": ..., "rope_theta": 1e6, "rope_scaling": None}, {}),
         ("qwen3_moe", {"num_local_experts": ..., "num_experts": 8, "dtype": ..., "torch_dtype": "bfloat16"}, {}),
-        ("qwen3_moe", {"rope_theta": 3.0}, {}),  # inside rope_parameters wins
+        ("qwen3_moe", {"rope_theta": 3.0}, {}),  # rope_parameters takes precedence
         ("qwen3_moe", {"rope_parameters": ..., "rope_theta": 500000}, {"rope_theta": 5e5}),
         ("qwen3_moe", {"rope_parameters": ...}, {"rope_theta": 1e4}),  # transformers' default
         ("qwen3_moe", {"rope_scaling": {"type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
@@ -182,7 +182,7 @@ def test_round_trip(tmp_path: pathlib.Path, name: str) -> None:
         assert config_again == config
         assert_same(again, model)
     assert {f.name for f in (tmp_path / "deep" / "one").iterdir()} == {"config.json", "model.safetensors"}
-    assert {f.name for f in tmp_path.iterdir()} == {"many", "deep"}  # nothing temporary is left
+    assert {f.name for f in tmp_path.iterdir()} == {"many", "deep"}  # no temporary file is left
 
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     found, total = {}, 0
@@ -198,7 +198,7 @@ def test_round_trip(tmp_path: pathlib.Path, name: str) -> None:
 
 
 def test_saves_what_transformers_saved(tmp_path: pathlib.Path) -> None:
-    """Names, shapes, values and the metadata that transformers 4 insists on, compared with its own file."""
+    """Names, shapes, values and the metadata that transformers 4 requires equal those in its own file."""
     huggingface.save(*loaded("qwen3_moe"), tmp_path / "out")
     theirs, ours = (load_file(f / "model.safetensors") for f in (GOLDEN / "qwen3_moe", tmp_path / "out"))
     assert theirs.keys() == ours.keys()
@@ -236,7 +236,7 @@ def test_bfloat16(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_second_stack_has_its_own_layers(tmp_path: pathlib.Path, mixed_family: None) -> None:  # noqa: F811
-    """Layer 0 is dense and layers 1 and 2 are routed, in the checkpoint as in the model."""
+    """In the checkpoint as in the model, layer 0 is dense and layers 1 and 2 are routed."""
     weights = params(MIXED)
     huggingface.save(weights, MIXED, tmp_path / "out")
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
@@ -254,7 +254,7 @@ MESHES = [
     ("qwen3_moe_fused", {"fsdp": 4, "tensor": 2}, {"embed": ()}),
     ("qwen3", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     ("olmoe", {"fsdp": 2, "expert": 2, "tensor": 2}, {}),
-    # head_dim, the faster half of a joined dimension, is split in no table of ours; the reader must not rely on it
+    # head_dim, the minor half of a joined dimension, is sharded by no rule of ours, but the reader must allow for it
     ("qwen3_tied", {"data": 2, "fsdp": 2, "tensor": 2}, {"head_dim": ("data",), "layers": ("fsdp",), "embed": ()}),
 ]
 
@@ -263,7 +263,7 @@ MESHES = [
 def test_loads_onto_a_mesh(
     monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], changed: mesh_lib.Rules
 ) -> None:
-    model, config = loaded(name)  # before reads are counted
+    model, config = loaded(name)  # load the model before counting reads
     read: list[int] = []
     original = huggingface.Checkpoint.read
 
@@ -282,7 +282,7 @@ def test_loads_onto_a_mesh(
     found = jax.tree.map(lambda a: a.sharding, params)
     assert jax.tree.leaves(jax.tree.map(lambda a, b: a == b, found, wanted)).count(False) == 0
     if "head_dim" not in changed:
-        # Every element is read once: no replica reads again, and no shard reads its neighbour's part.
+        # Every element is read exactly once: replicas share reads, and no shard reads its neighbour's part.
         assert sum(read) == sum(value.size for value in leaves(model).values())
 
 

@@ -1,4 +1,4 @@
-"""The launch scripts, run for real in a copy of launch/ with interpreters that only say how they were called."""
+"""The launch scripts, run for real in a copy of launch/ with stub interpreters that log how they were called."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 @pytest.fixture
 def copy(tmp_path):
-    """A repository with the scripts, a pyproject.toml and nothing on PATH but `bin/` and what the scripts call."""
+    """Return a repository copy with the scripts and pyproject.toml, and a PATH of `bin/` with the tools they call."""
     root = tmp_path / "a repository"
     shutil.copytree(ROOT / "launch", root / "launch")
     (root / "pyproject.toml").write_text('[project]\nname = "gspo_jax"\n')
@@ -34,7 +34,10 @@ def _script(path: Path, body: str) -> Path:
 
 
 def _fake_python(path: Path, version: str) -> None:
-    """Passes the probe as that version; makes a virtual environment that does the same and logs how it is called."""
+    """Write a stub Python that passes the probe as `version`.
+
+    The virtual environments that it makes do the same and log how they are called.
+    """
     inner = f"""
 case "$*" in
   *sys.implementation*) case " ${{!#}} " in *" {version} "*) exit 0;; *) exit 1;; esac ;;
@@ -63,7 +66,7 @@ def _pick(root: Path, **environment: str):
 
 
 def _install(root: Path) -> None:
-    """Makes the copy look installed, with an interpreter that logs its arguments to `calls`."""
+    """Make the copy look installed, with an interpreter that logs its arguments to `calls`."""
     _script(root / ".venv" / "bin" / "python", 'if [ "$1" != -c ]; then echo "$*" >>calls; fi')
     state = _bash(root, "source launch/venv.sh; install_state").stdout
     (root / ".venv" / "installed-test").write_text(state)
@@ -74,7 +77,7 @@ def _calls(root: Path) -> list[str]:
 
 
 SOURCED = ("cloud.sh", "command.sh", "flags.sh", "sweep.sh", "venv.sh")
-"""Scripts that only others run."""
+"""Scripts that are sourced or run by other scripts only."""
 
 
 def test_scripts_parse_and_are_clean():
@@ -154,7 +157,7 @@ def test_an_install_that_was_cut_off_is_finished(copy):
     assert failed.returncode == 1 and "Collecting everything" in failed.stderr and "the install failed" in failed.stderr
     assert install in _calls(copy) and not any("train" in call for call in _calls(copy))
 
-    for again, installs in ((0, 1), (1, 0), (2, 1)):  # finished; nothing left to do; pyproject.toml has changed
+    for again, installs in ((0, 1), (1, 0), (2, 1)):  # finish the install; do nothing; pyproject.toml has changed
         (copy / "calls").unlink()
         if again == 2:
             (copy / "pyproject.toml").write_text("other requirements")
@@ -194,7 +197,11 @@ def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
 
 
 def _install_trainer(root: Path, *, fails: str = "nothing") -> None:
-    """An interpreter of two objectives and two variants: makes cold starts and reports, logs all but what `fails`."""
+    """Install a stub trainer with two objectives and two variants.
+
+    It logs every call, except those that contain `fails`, which exit with 3, and makes the folders of cold starts and
+    the files of reports.
+    """
     _install(root)
     inner = f"""
 case "$*" in
@@ -242,9 +249,9 @@ def test_the_sweep_goes_on_where_it_was_stopped(copy):
     (copy / "calls").unlink()
     _install_trainer(copy)
     assert _objectives(copy, "--seeds=7").returncode == 0
-    assert _calls(copy) == [TRAIN.format("gspo", 7), REPORT]  # neither the cold start nor what is finished
+    assert _calls(copy) == [TRAIN.format("gspo", 7), REPORT]  # neither the cold start nor a finished run is repeated
     (copy / "calls").unlink()
-    assert _objectives(copy, "--seeds=7", "--config.iterations=60").returncode == 0  # more is asked of both
+    assert _objectives(copy, "--seeds=7", "--config.iterations=60").returncode == 0  # both get more iterations
     assert len(_calls(copy)) == 3 and all("--config.iterations=60" in call for call in _calls(copy)[:2])
 
 

@@ -1,5 +1,6 @@
-"""The scripts for Google Cloud: the very commands that they print, and a preempted run that is brought to its end by a
-gcloud that only plays. Nothing here reaches a network.
+"""The Google Cloud scripts: the exact commands they print, and a preempted run that is brought to its end.
+
+A stub stands in for gcloud; nothing here reaches a network.
 """
 
 import shlex
@@ -32,9 +33,9 @@ def launch(root: Path, script: str, *flags: str):
 
 
 def dry(root: Path, script: str, *flags: str) -> list[str]:
-    """The commands of a dry run, unquoted; what is said about them is left out."""
+    """Return the commands of a dry run, unquoted and without their comments."""
     words = list(flags)
-    words.insert(1, "--dry-run")  # not behind what exec is to run
+    words.insert(1, "--dry-run")  # before the command that exec runs
     done = launch(root, script, *words)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in root.iterdir()) == ["bin", "launch", "pyproject.toml"]
@@ -128,7 +129,7 @@ def test_flags_reach_the_trainer_as_they_were_given(root):
     (line,) = launch(root, "tpu.sh", "run", *PLACE, *given, "--dry-run").stdout.splitlines()
     remote = next(word for word in shlex.split(line) if word.startswith("--command="))
     _script(root / "gspo_jax" / "launch" / "worker.sh", 'printf "%s\\0" "$@" >given')
-    assert _bash(root, remote.removeprefix("--command=")).returncode == 0  # as the shell of a worker reads it
+    assert _bash(root, remote.removeprefix("--command=")).returncode == 0  # as the shell of a worker parses it
     assert (root / "given").read_text().split("\0") == ["start", "-m", "gspo_jax.train", *given, ""]
 
 
@@ -234,11 +235,11 @@ case "$*" in
   *" create "*) next created >/dev/null; [ "$(next created)" = yes ] ;;
 esac
 """
-"""A gcloud that answers from files and says how it was called."""
+"""A stub gcloud that answers from files and logs how it was called."""
 
 
 def babysit(root: Path, *, states: str, statuses: str, checkpoints: str = "", created: str = "yes", tries: int = 5):
-    """Plays to the end; what was done, in short, and how it ended."""
+    """Run babysit against the stub to its end; return the actions taken, abbreviated, and the finished process."""
     play = root / "play"
     play.mkdir()
     for name, lines in {"states": states, "statuses": statuses, "created": created}.items():
@@ -260,7 +261,7 @@ def test_a_preempted_run_gets_new_machines_and_resumes(root):
     did, done = babysit(
         root,
         states="NONE NONE WAITING_FOR_RESOURCES PROVISIONING ACTIVE ACTIVE ACTIVE ACTIVE SUSPENDING SUSPENDED "
-        "NONE CREATING ACTIVE",  # the first look is only whether there is an answer
+        "NONE CREATING ACTIVE",  # the first query only checks that gcloud answers
         statuses=r"a:~none a:~running GONE GONE a:~none a:~running\nb:~running a:~finished\nb:~running "
         r"a:~finished\nb:~finished",
         checkpoints="20",
@@ -338,14 +339,14 @@ def worker(root: Path, *arguments: str):
 
 @pytest.fixture
 def machine(root):
-    """A home folder as push and setup leave it, whose python does what its arguments say."""
+    """Return a home folder as push and setup leave it, whose `python` evaluates its arguments as a shell command."""
     shutil.copytree(root / "launch", root / "gspo_jax" / "launch")
     _script(root / "gspo_jax" / ".venv" / "bin" / "python", 'echo "called: $*"; eval "$*"')
     return root
 
 
 def state_of(machine: Path, wanted: str) -> str:
-    """What status says, once it says what is wanted, or after seconds."""
+    """Return the status of the run, once it contains `wanted` or a few seconds have passed."""
     for _ in range(100):
         said = worker(machine, "status").stdout
         if wanted in said:
@@ -356,7 +357,7 @@ def state_of(machine: Path, wanted: str) -> str:
 
 def test_a_worker_tells_what_has_become_of_its_run(machine):
     assert state_of(machine, "none") == "none"
-    assert worker(machine, "start", "sleep 60").returncode == 0  # and returns at once
+    assert worker(machine, "start", "sleep 60").returncode == 0  # and it returns at once
     assert state_of(machine, "running") == "running"
     again = worker(machine, "start", "true")
     assert again.returncode == 2 and "is already running; stop it first" in again.stderr
@@ -366,7 +367,7 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
     assert state_of(machine, "finished") == "finished"
     assert worker(machine, "start", "exit 3").returncode == 0
     assert state_of(machine, "exit code 3") == "failed with exit code 3"
-    (machine / "run" / "exit").unlink()  # as a reboot leaves it
+    (machine / "run" / "exit").unlink()  # the state after a reboot
     assert state_of(machine, "killed") == "failed, killed"
     assert (machine / "run" / "log").read_text().splitlines()[0] == "called: sleep 60"
 

@@ -1,4 +1,4 @@
-"""Load metrics by hand-worked numbers."""
+"""Expert load metrics against numbers worked by hand."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +7,12 @@ from gspo_jax.routing import load
 
 
 def test_load_by_hand():
-    """One layer of four experts; the second token is not in the mask. Pairs 2, 1, 1, 0 of 4."""
+    """One layer of four experts; the second token is masked out. The experts get 2, 1, 1 and 0 of 4 pairs."""
     experts = jnp.asarray([[[[0, 1], [3, 3], [0, 2], [-1, -1]]]], jnp.int8)
     counts = load.pairs(experts, jnp.asarray([[True, False, True, True]]), num_experts=4)
     assert counts.tolist() == [[2, 1, 1, 0]]
     found = load.metrics(counts)
-    assert found["routing/max_violation"] == 1.0, "half of the pairs, where a quarter is even"
+    assert found["routing/max_violation"] == 1.0, "one expert has half of the pairs, twice the even share"
     np.testing.assert_allclose(
         found["routing/load_entropy"], (0.5 * np.log(2) + 0.5 * np.log(4)) / np.log(4), rtol=1e-6
     )

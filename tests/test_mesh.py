@@ -1,4 +1,4 @@
-"""Mesh axes, the logical-axis table, and what an error says."""
+"""Mesh axes, the logical-axis rules, and their error messages."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_every_parameter_is_split_as_the_table_says():
     _, shapes = transformer.abstract(CONFIG)
     mesh = mesh_lib.make_mesh({"fsdp": 2, "expert": 2, "tensor": 2})
     trainer = mesh_lib.param_shardings(shapes, mesh)
-    split = PartitionSpec(None, ("expert", "fsdp"), None, ("tensor",))  # of 8 experts, whole ones
+    split = PartitionSpec(None, ("expert", "fsdp"), None, ("tensor",))  # whole experts: 8 are split over expert × fsdp
     assert trainer["layers"][0]["mlp"]["gate"].get_value().spec == split
     assert trainer["layers"][0]["attention"]["q"].get_value().spec == PartitionSpec(None, ("fsdp",), ("tensor",))
     sampler = mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER)
@@ -79,7 +79,7 @@ def test_experts_are_split_whole_where_there_are_enough(experts, sizes, axes):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A TPU device as far as a mesh looks at it."""
+    """A stand-in for a TPU device with the attributes that a mesh reads."""
 
     id: int
     slice_index: int

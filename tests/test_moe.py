@@ -1,4 +1,4 @@
-"""The router, by hand-worked numbers; tests/test_dispatch.py holds what comes after it."""
+"""The router against numbers worked by hand; the layers behind it are in tests/test_dispatch.py."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from gspo_jax.models.moe import Routing, route
 
 
 def test_router_is_softmax_then_top_k_then_renormalise():
-    """Worked by hand: softmax of log [4, 3, 2, 1] is [.4, .3, .2, .1]; the top two renormalise to 4/7 and 3/7."""
+    """Softmax of log [4, 3, 2, 1] is [.4, .3, .2, .1]; the top two renormalise to 4/7 and 3/7."""
     logits = jnp.log(jnp.asarray([[[1.0, 4.0, 2.0, 3.0]]]))
     routes, weights = route(logits, k=2, renormalise=True)
     assert routes.experts.tolist() == [[[1, 3]]]
@@ -18,7 +18,7 @@ def test_router_is_softmax_then_top_k_then_renormalise():
 
 
 def test_what_is_asked_of_the_router():
-    """Probabilities [.1, .4, .2, .3]: its own choice is experts 1 and 3; 2 and 0 are replayed for the first token."""
+    """Probabilities [.1, .4, .2, .3]: the router's own choice is 1 and 3; the first token replays 2 and 0."""
     logits = jnp.log(jnp.asarray([[[1.0, 4.0, 2.0, 3.0]] * 2]))
     asked = Routing(
         replay=jnp.asarray([[[2, 0], [2, -1]]], jnp.int8),

@@ -1,4 +1,4 @@
-"""The library's entry: rewards or advantages, looking objectives up, clip fractions, and what it says of bad input."""
+"""The library's entry points: rewards or advantages, lookup by name, clip fractions, and errors for bad input."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ from gspo_jax.objectives.surrogates import Batch
 from gspo_jax.types import UserError
 
 OLD = jnp.log(jnp.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]))
-# Token ratios 1.5, 0.5 and 1.1 in each row; the rows have 3, 2, 1 and 0 tokens.
+# Token ratios 1.5, 0.5 and 1.1 in every row; the rows have 3, 2, 1 and 0 tokens.
 NEW = OLD + jnp.log(jnp.array([[1.5, 0.5, 1.1]] * 4))
 MASK = jnp.array([[True, True, True], [True, True, False], [True, False, False], [False] * 3])
 
@@ -24,9 +24,9 @@ def test_the_example_of_the_readme():
     loss, info = objectives.loss(
         objectives.gspo(low=3e-4, high=4e-4), NEW, old_logprobs=OLD, mask=MASK, rewards=rewards, group_size=4
     )
-    # Â = ±0.866024 as in test_objectives_advantages; the empty row counts in its group. The sequence ratios are
-    # (1.5·0.5·1.1)^(1/3) = 0.937889, 0.75^(1/2) = 0.866025, and 1.5.
-    # Row 0 (+) is below and passes, row 1 (−) is cut at 0.9997, row 2 (−) is above and passes.
+    # Â = ±0.866024 as in test_objectives_advantages; the empty row still counts in its group. Sequence ratios:
+    # (1.5·0.5·1.1)^(1/3) = 0.937889, 0.75^(1/2) = 0.866025, and 1.5. Row 0 (+) is below the range and passes, row 1 (−)
+    # is clipped at 0.9997, row 2 (−) is above and passes.
     want = -0.866024 * (0.937889 - 0.9997 - 1.5) / 3
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_array_equal(info.gated, [[False] * 3, [True, True, False], [False] * 3, [False] * 3])
@@ -36,7 +36,7 @@ def test_the_example_of_the_readme():
 
 
 def test_rewards_are_the_advantages_of_the_objective():
-    # Groups (1, 0) and (3, 1): less the mean ±0.5 and ±1, over the deviation ±√½, less the other ±1 and ±2.
+    # Groups (1, 0) and (3, 1): centred ±0.5 and ±1; divided by the deviation ±√½; leave-one-out ±1 and ±2.
     rewards = jnp.array([1.0, 0.0, 3.0, 1.0])
     zscore, centered, others = [0.7071, -0.7071, 0.7071, 0], [0.5, -0.5, 1, 0], [1, -1, 2, 0]
     for name in catalogue.__all__:
@@ -78,7 +78,7 @@ def test_given_weights_replace_the_batch_s_own():
     loss, info = objectives.loss(
         objectives.grpo(), NEW, old_logprobs=OLD, mask=MASK, advantages=jnp.ones(4), weights=weights
     )
-    # Of six tokens: 1.5 is cut to 1.2 three times, 0.5 passes twice, 1.1 once.
+    # Six tokens: 1.5 is clipped to 1.2 three times, 0.5 passes twice, 1.1 once.
     np.testing.assert_allclose(loss, -0.125 * (3 * 1.2 + 2 * 0.5 + 1.1), rtol=1e-6)
     np.testing.assert_array_equal(info.weights, np.where(MASK, 0.125, 0))
 
@@ -96,7 +96,8 @@ def test_all_of_it_runs_in_one_program():
 
 
 def test_clip_fractions_by_hand():
-    # Row 0 (+): 1.5 is cut above, 1 of 3. Row 1 (−): 0.5 is cut below, 1 of 2. Row 2 (+): 1.5 is cut above, 1 of 1.
+    # Row 0 (+): 1.5 is clipped above, 1 of 3. Row 1 (−): 0.5 is clipped below, 1 of 2. Row 2 (+): 1.5 is clipped above,
+    # 1 of 1.
     advantages = jnp.array([1.0, -1.0, 1.0, 1.0])
     _, info = objectives.loss(objectives.grpo(), NEW, old_logprobs=OLD, mask=MASK, advantages=advantages)
     sums = objectives.clip_sums(info, MASK)
@@ -134,7 +135,7 @@ def test_hyper_parameters_reach_the_objective():
 
 
 def test_none_is_a_value_of_the_options_that_can_be_off():
-    """As a config has it, whose placeholders are None until they are set."""
+    """Unset config placeholders are None, which options that can be off accept as a value."""
     assert objectives.make("grpo", dual_clip=None) and objectives.make("dr_grpo", length=None)
     assert objectives.make("cispo", mask=None)
 

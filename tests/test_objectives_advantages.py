@@ -30,7 +30,7 @@ def test_zscore_damps_a_spread_of_the_size_of_epsilon():
 
 
 def test_centered_by_hand():
-    # Groups of three, means 2 and 5: the second group's level does not reach the first.
+    # Groups of three with means 2 and 5: the level of one group does not affect the other.
     got = group_centered(jnp.array([3.0, 1, 2, 4, 4, 7]), group_size=3)
     np.testing.assert_allclose(got, [1, -1, 0, -1, -1, 2], atol=1e-6)
 
@@ -54,7 +54,7 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(advantage, group_size
 
 @ALL
 def test_rewards_of_other_types_are_widened(advantage):
-    # In bf16 the sample deviation of [256, 257] would be that of [256, 256]; here the inputs alone are bf16.
+    # In bf16 the deviation of [256, 257] would be that of [256, 256]; only the inputs are bf16.
     rewards = np.array([1, 0, 0, 0, 1, 1, 1, 0])
     want = advantage(jnp.asarray(rewards, jnp.float32), group_size=4)
     for dtype in (jnp.bfloat16, jnp.int32, jnp.bool_):
@@ -78,16 +78,15 @@ def test_rewards_of_the_wrong_rank(advantage):
 
 # --- gae ------------------------------------------------------------------------------------------
 
-# Row 0 is whole, row 1 has a hole that is skipped, row 2 has one token, row 3 none.
+# Row 0 is full, row 1 has a hole that is skipped, row 2 has one token, row 3 none.
 MASK = np.array([[1, 1, 1], [1, 0, 1], [0, 1, 0], [0, 0, 0]], bool)
 REWARDS = np.array([[0.0, 0, 1], [2, 0, 4], [0, 3, 0], [0, 0, 0]])
 VALUES = np.array([[0.5, 0.25, 0.75], [1, 0, 2], [0, 1, 0], [0, 0, 0]])
 
 
 def test_gae_by_hand():
-    # γ = λ = 1/2. Row 0: δ = 0 + 1/8 − 1/2 = −3/8, 0 + 3/8 − 1/4 = 1/8, 1 − 3/4 = 1/4, so from the end 1/4,
-    # 1/8 + 1/4 · 1/4 = 3/16, −3/8 + 1/4 · 3/16 = −21/64. Row 1: 4 − 2 = 2, then 2 + 1 − 1 + 1/4 · 2 = 5/2.
-    # Row 2: 3 − 1.
+    # γ = λ = 1/2. Row 0: δ = 0 + 1/8 − 1/2 = −3/8, 0 + 3/8 − 1/4 = 1/8, 1 − 3/4 = 1/4; backwards 1/4, 1/8 + 1/4 · 1/4 =
+    # 3/16, −3/8 + 1/4 · 3/16 = −21/64. Row 1: 4 − 2 = 2, then 2 + 1 − 1 + 1/4 · 2 = 5/2. Row 2: 3 − 1.
     got = gae(jnp.array(REWARDS), jnp.array(VALUES), jnp.array(MASK), gamma=0.5, lam=0.5)
     np.testing.assert_array_equal(got, [[-21 / 64, 3 / 16, 1 / 4], [5 / 2, 0, 2], [0, 2, 0], [0, 0, 0]])
 
@@ -105,12 +104,12 @@ def test_gae_without_lambda_looks_one_token_ahead():
 
 
 def test_gae_whitened_by_hand():
-    # Advantages 1, 2 and 3 of two rows: mean 2, sample deviation 1. Padding takes no part in either.
+    # Advantages 1, 2 and 3 over two rows: mean 2, sample deviation 1; padding counts in neither.
     rewards = jnp.array([[1.0, 0], [1, 2]])
     mask = jnp.array([[True, False], [True, True]])
     got = gae(rewards, jnp.zeros((2, 2)), mask, whiten=True)
     np.testing.assert_allclose(got, [[-1, 0], [1, 0]], atol=2e-6)
-    # 1e-6 · (1, −1) about the mean: std = √2 · 1e-6, so 1 / (√2 + 1) = √2 − 1.
+    # ±1e-6 about the mean: std = √2 · 1e-6, so 1 / (√2 + 1) = √2 − 1.
     small = gae(jnp.array([[0.0], [2e-6]]), jnp.zeros((2, 1)), jnp.ones((2, 1), bool), whiten=True)
     np.testing.assert_allclose(small, [[1 - np.sqrt(2)], [np.sqrt(2) - 1]], rtol=1e-5)
 
@@ -162,7 +161,7 @@ def test_padding_does_not_reach_the_gradient_of_gae(whiten):
 
 
 def test_gae_is_at_least_float32_and_float64_where_it_can_be():
-    # 1 + 0.999 · 0.25 − 0.5, where bf16 would round the product to 0.25.
+    # 1 + 0.999 · 0.25 − 0.5; bf16 would round the product to 0.25.
     rewards, values = jnp.array([[1, 0]]), jnp.array([[0.5, 0.25]], jnp.bfloat16)
     got = gae(rewards, values, jnp.ones((1, 2), bool), gamma=0.999, lam=0.0)
     assert got.dtype == jnp.float32
@@ -202,13 +201,13 @@ def test_gae_of_a_factor_outside_its_range(name, factor):
 
 
 def test_group_steps_by_hand():
-    # One group of two rows with the step rewards 1, 2 and 3: mean 2, sample deviation 1, z = −1, 0, 1. Row 0: the
-    # tokens up to the first step see −1 and what row 0 still has, 1. Row 1 has one step, 0 in z.
+    # One group of two rows with step rewards 1, 2 and 3: mean 2, sample deviation 1, z = −1, 0, 1. Row 0: tokens up to
+    # the first step get −1 + 1, those after it the remaining 1. Row 1 has one step, with z = 0.
     rewards = jnp.array([[9.0, 1, 9, 3], [9, 9, 2, 9]])
     steps = jnp.array([[False, True, False, True], [False, False, True, False]])
     got = group_steps(rewards, steps, group_size=2)
     np.testing.assert_allclose(got, [[0, 0, 1, 1], [0, 0, 0, 0]], atol=2e-6)
-    # In a group by itself row 0 has z = ±√½ and row 1 one step, so nothing.
+    # As a group of its own, row 0 has z = ±√½; row 1, with one step, has 0.
     got = group_steps(rewards, steps, group_size=1)
     np.testing.assert_allclose(got, [[0, 0, np.sqrt(0.5), np.sqrt(0.5)], [0, 0, 0, 0]], atol=2e-6)
 

@@ -1,7 +1,7 @@
-"""The contract of every objective in the catalogue: one row of `ROWS` buys all of it.
+"""The contract of every objective in the catalogue; one row of `ROWS` buys the whole suite.
 
-The invariants are numbered as in the specification: 1 a float64 oracle, 2 any split, 3 ratio one, 4 padding, 5 kinship,
-6 float32 before subtraction.
+Invariants, as numbered in the specification: 1 a float64 oracle, 2 any split, 3 ratio one, 4 padding, 5 kinship, 6
+float32 before subtraction.
 """
 
 import inspect
@@ -29,19 +29,19 @@ B, T = 8, 6
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Hundreds of programs, each for a few numbers."""
+    """Compile with most optimisations off: hundreds of programs, each on a few numbers."""
     with quick_compilation():
         yield
 
 
 class Row(NamedTuple):
-    """What the contract needs to know of an objective."""
+    """The facts about an objective that the contract needs."""
 
     defaults: Hyper
     wide: Hyper
-    """Hyper-parameters that leave some ratios inside and some beyond."""
+    """Hyper-parameters that put some ratios inside the bounds and some beyond."""
     more: tuple[Hyper, ...] = ()
-    """Others that the oracle is asked about: options, and bounds of 0, so that a ratio of 1 is exactly on them."""
+    """Further settings for the oracle test: options, and bounds of 0, which a ratio of 1 meets exactly."""
     advantage: Callable[..., Any] | None = group_zscore
     token_advantages: bool = False
     level: str = "token"
@@ -85,7 +85,7 @@ ROWS = {
         more=(ON, WIDE | {"mask": "ppo"}, ON | {"mask": "ppo"}),
         token_advantages=True,
     ),
-    # 0.375 is a log-ratio that the batches hold exactly.
+    # 0.375 is a log-ratio that float32 batches hold exactly.
     "gmpo": Row(defaults={"log_clip": 0.4}, wide={"log_clip": 0.375}),
     "rspo": Row(
         defaults={"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"},
@@ -125,7 +125,7 @@ def test_an_objective_says_what_it_is(name):
     assert objective.advantage is row.advantage and (objective.critic is None) == (row.advantage is not None)
     assert objective.bounds == {key: row.wide[key] for key in ("low", "high", "log_clip") if key in row.wide}
     assert objective.router_shift == ("gamma_min" in row.defaults)
-    assert hash(objective) is not None  # it may be a static argument
+    assert hash(objective) is not None  # objectives may be static arguments
 
 
 def test_only_ppo_has_a_critic():
@@ -138,7 +138,7 @@ def test_only_ppo_has_a_critic():
 
 
 def masks(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """[rows, T]: full, empty, one token, ragged, and ragged with holes, in any order."""
+    """Return masks [rows, T] in random order: full, empty, one token, ragged, and ragged with holes."""
     kinds = rng.permutation(["full", "empty", "one", "ragged", "ragged", "holes", "holes", "any"] * (rows // 8))
     mask = np.zeros((rows, T), bool)
     for i, kind in enumerate(kinds):
@@ -150,7 +150,7 @@ def masks(rng: np.random.Generator, rows: int) -> np.ndarray:
 
 
 def centres(hyper: Hyper) -> list[float]:
-    """Log-ratios inside the bounds, beyond them and far off; exactly on them where a float can be."""
+    """Return log-ratios inside the bounds, beyond them and far off, and exactly on them where floats allow it."""
     lower, upper = -hyper.get("log_clip", 0.5), hyper.get("log_clip", 0.5)
     on = [lower, upper, 0.0] if "log_clip" in hyper else [0.0, 0.0]
     if "low" in hyper:
@@ -161,9 +161,9 @@ def centres(hyper: Hyper) -> list[float]:
 
 
 def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, rows: int = B) -> oracles.Batch:
-    """A batch whose numbers float32 holds exactly, as float64.
+    """Return a batch in float64 whose numbers float32 holds exactly.
 
-    The log-ratios of a row are scattered about a centre that is their mean, or all on it.
+    A row's log-ratios scatter about a centre that is their mean, or all equal it.
     """
     rng = np.random.default_rng(seed)
     mask = masks(rng, rows)
@@ -173,7 +173,7 @@ def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, r
     noise = rng.normal(size=(rows, T)) * rng.choice([0.0, 0.1, 0.5], size=(rows, 1))
     noise -= (noise * mask).sum(axis=1, keepdims=True) / np.maximum(mask.sum(axis=1, keepdims=True), 1)
     centre = rng.choice(centres(hyper), size=(rows, 1))
-    if hyper.get("low") == 0:  # a mean of noise is 0 but for rounding, and could be on either side of the bound
+    if hyper.get("low") == 0:  # rounding of the noise's mean could put a ratio of 1 on either side of the bound
         noise = np.where(centre == 0, 0.0, noise)
     new = old + centre + noise
     shift = np.where(rng.random((rows, T)) < 0.3, 1.0, rng.uniform(0.5, 1.0, size=(rows, T)))
@@ -183,12 +183,12 @@ def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, r
 
 
 def row_advantages(batch: oracles.Batch) -> np.ndarray:
-    """[B], of a batch whose advantages are constant in a row."""
+    """Return advantages [B] of a batch whose advantages are constant in each row."""
     return batch.advantages.sum(axis=1) / np.maximum(batch.mask.sum(axis=1), 1)
 
 
 def arguments(name: str, batch: oracles.Batch) -> dict[str, np.ndarray]:
-    """What `forward` is given of a batch, float64 and bool: token advantages where allowed, a shift where needed."""
+    """Return `forward`'s arguments, float64 and bool: token advantages where allowed, router shift where needed."""
     advantages = batch.advantages if ROWS[name].token_advantages else row_advantages(batch)
     shift = {"router_shift": batch.router_shift} if "gamma_min" in ROWS[name].defaults else {}
     return {
@@ -205,19 +205,19 @@ def cast(arrays: dict[str, np.ndarray], dtype: Any = np.float32) -> dict[str, ja
 
 
 def forward(objective: objectives.Objective, logprobs: jax.Array, **rest: Any):
-    """((loss, info), gradient in the log-probs)."""
+    """Return ((loss, info), gradient in the log-probs)."""
     return jax.value_and_grad(lambda x: objectives.loss(objective, x, **rest), has_aux=True)(logprobs)
 
 
 @cache
 def compiled(name: str, **hyper: Any):
-    """`forward` of one objective, traced once for each type and shape."""
+    """Return `forward` of one objective, traced once per dtype and shape."""
     objective = objectives.make(name, **hyper)
     return jax.jit(lambda logprobs, **rest: forward(objective, logprobs, **rest))
 
 
 def run(name: str, hyper: Hyper, batch: oracles.Batch):
-    """`forward` of a whole batch in float32."""
+    """Return `forward` of a whole batch in float32."""
     return compiled(name, **hyper)(**cast(arguments(name, batch)))
 
 
@@ -230,7 +230,7 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 def test_value_and_gradient_equal_the_oracle(name, hyper, seed):
     oracle, batch = oracles.ORACLES[name], draw_batch(seed, name, hyper)
     want = oracles.judge(oracle, batch, hyper)
-    # On a bound, exactly, there is one right answer; where rounding can carry a ratio over it there are two.
+    # Exactly on a bound the answer is unique; close to it, rounding may carry a ratio across, so both would be right.
     assume(np.all((want.margin == 0) | (want.margin > 1e-5)))
     smooth = (want.margin > 0).all(axis=1)
     witness = oracles.central_differences(oracle, batch, hyper)
@@ -252,7 +252,7 @@ def test_value_and_gradient_equal_the_oracle(name, hyper, seed):
 
 @settings_of(*OPTIONS)
 def test_the_batches_reach_every_corner(name, hyper):
-    """What the test above promises: each sign of Â, both gates shut, ratios on bounds, every kind of row."""
+    """The draws of the oracle test cover each sign of Â, both gates, ratios on bounds, and every kind of row."""
     signs, gates, lengths, on_bounds = set(), set(), set(), 0
     for seed in range(12):
         batch = draw_batch(seed, name, hyper)
@@ -261,7 +261,7 @@ def test_the_batches_reach_every_corner(name, hyper):
         gates |= set(verdict.gate[batch.mask])
         lengths |= set(batch.mask.sum(axis=1))
         on_bounds += np.sum(verdict.margin == 0)
-        assert np.any(batch.mask[:, 1:] & ~batch.mask[:, :-1])  # a hole
+        assert np.any(batch.mask[:, 1:] & ~batch.mask[:, :-1])  # some row has a hole
     assert signs == {-1, 0, 1} and {0, 1, T} <= lengths
     assert gates == ({-1, 0, 1} if hyper else {0})
     assert on_bounds > 0 or not (hyper.get("low") == 0 or "log_clip" in hyper)
@@ -281,7 +281,7 @@ def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, boun
         ratio = np.asarray(jnp.exp(new - old))[0, 0]
         edge = dtype(abs(d)) if "log_clip" in bound else ratio
         for at, gated in ((edge, False), (np.nextafter(edge, dtype(0 if "log_clip" in bound else 1)), True)):
-            # The differences are exact, so the bound comes back from its offset bit by bit.
+            # The differences are exact, so the offset gives the bound back bit by bit.
             value = {"low": 1 - float(at), "high": float(at) - 1}.get(bound, float(at))
             wide = {} if "log_clip" in bound else {"low": 1.0, "high": 9.0}
             objective = objectives.make(name, **wide | {bound.split()[0]: value})
@@ -289,7 +289,7 @@ def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, boun
             advantages = jnp.full(1, 2 * sign, dtype)
             (_, info), gradient = forward(objective, new, old_logprobs=old, mask=mask, advantages=advantages, **shift)
             assert bool(info.gated[0, 0]) is gated
-            cut = gated and name != "cispo"  # whose weight is capped, and its gradient passes
+            cut = gated and name != "cispo"  # cispo caps the weight but passes the gradient
             np.testing.assert_allclose(gradient, [[0.0 if cut else -2 * sign * ratio]], rtol=1e-6)
 
 
@@ -299,7 +299,7 @@ def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, boun
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @NAMES
 def test_devices_and_micro_batches_add_up(name, devices):
-    """A mini-batch spread over devices, each micro-batch taking some rows of every device."""
+    """A sharded mini-batch adds up to the whole; each micro-batch takes rows from every device."""
     hyper = ROWS[name].wide
     objective, batch = objectives.make(name, **hyper), draw_batch(1, name, hyper, rows=32)
     arrays = cast(arguments(name, batch))
@@ -351,7 +351,7 @@ def test_uneven_micro_batches_add_up(name, cuts):
 
 
 def on_policy(batch: oracles.Batch) -> oracles.Batch:
-    """The same batch, before the policy and its router have moved."""
+    """Return the same batch with policy and router unmoved."""
     return batch._replace(logprobs=batch.old_logprobs, router_shift=np.ones_like(batch.router_shift))
 
 
@@ -369,7 +369,7 @@ def test_at_ratio_one_the_gradient_is_reinforce(name):
 
 @NAMES
 def test_all_but_the_logprobs_are_constants(name):
-    """On policy the caller may hand over the same array twice; what else is made from it has no gradient either."""
+    """On policy, old log-probs, advantages and shift derived from the live log-probs get no gradient."""
     objective = objectives.make(name)
     batch = on_policy(draw_batch(2, name, ROWS[name].defaults, row_constant=True))
     arrays = cast(arguments(name, batch) | {"advantages": row_advantages(batch)})
@@ -434,7 +434,7 @@ def test_a_batch_without_tokens_has_no_loss(name):
 
 @settings_of(*OPTIONS)
 def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, hyper):
-    """e^200 is inf in float32. Upwards it is bounded for Â > 0 and nothing for Â = 0, downwards for every Â."""
+    """e^200 is inf in float32. At +200 the gradient is bounded for Â > 0 and 0 for Â = 0; at −200, for every Â."""
     old = np.full((4, T), -1.0)
     new = old + np.array([[200.0], [200.0], [-200.0], [-200.0]])
     batch = oracles.Batch(
@@ -462,19 +462,19 @@ def test_gspo_token_is_gspo_where_advantages_are_constant_in_a_row(hyper):
 def test_a_clipped_gspo_row_has_no_gradient_and_the_others_keep_theirs():
     mask = jnp.ones((4, 3), bool)
     old = jnp.full((4, 3), -1.0)
-    # Row means +0.2 and -0.2, beyond the bounds; only where Â pushes further out is a row cut.
+    # Row means are +0.2 and -0.2, beyond the bounds; a row is cut only where Â pushes further out.
     new = old + jnp.array([[0.6, 0.0, 0.0], [0.6, 0.0, 0.0], [-0.6, 0.0, 0.0], [-0.6, 0.0, 0.0]])
     advantages = jnp.array([1.0, -1.0, 1.0, -1.0])
     (_, info), gradient = forward(objectives.gspo(), new, old_logprobs=old, mask=mask, advantages=advantages)
     np.testing.assert_array_equal(gradient[jnp.array([0, 3])], np.zeros((2, 3)))
-    # 1/N_rows · 1/n · s = 1/12 · e^±0.2, along the row the same.
+    # Every token of the row gets 1/N_rows · 1/n · s = 1/12 · e^±0.2.
     np.testing.assert_allclose(gradient[1], np.full(3, np.exp(0.2) / 12), rtol=1e-6)
     np.testing.assert_allclose(gradient[2], np.full(3, -np.exp(-0.2) / 12), rtol=1e-6)
     np.testing.assert_array_equal(info.gated_high.all(axis=1), [True, False, False, False])
     np.testing.assert_array_equal(info.gated_low.all(axis=1), [False, False, False, True])
 
 
-# Log-ratios 0.9, 0.1, −0.7 of a row of three, and the same mirrored for Â < 0.
+# Log-ratios 0.9, 0.1, −0.7 in a row of three, mirrored for Â < 0.
 THREE = {
     "old_logprobs": jnp.full((2, 3), -1.0),
     "logprobs": jnp.array([[-0.1, -0.9, -1.7], [-1.9, -1.1, -0.3]]),
@@ -484,7 +484,7 @@ THREE = {
 
 
 def test_a_gated_token_of_gmpo_loses_only_its_own_term():
-    # l = 0.4, 0.1, −0.7, mean −1/15, and mirrored +1/15. 1/(N_rows · n) = 1/6.
+    # l = 0.4, 0.1, −0.7 with mean −1/15, mirrored +1/15; 1/(N_rows · n) = 1/6.
     (loss, info), gradient = forward(objectives.gmpo(), **THREE)
     up, down = 2 * np.exp(-1 / 15) / 6, 2 * np.exp(1 / 15) / 6
     np.testing.assert_allclose(gradient, [[0, -up, -up], [0, down, down]], rtol=1e-6)
@@ -494,7 +494,7 @@ def test_a_gated_token_of_gmpo_loses_only_its_own_term():
 
 
 def test_rspo_damps_both_signs():
-    # γ = 0.9, then 0.5, raised to γ_min = 0.8, then 1: what gmpo says, times (0.9 · 0.8)^(1/3).
+    # γ = 0.9, then 0.5 raised to γ_min = 0.8, then 1: gmpo's result times (0.9 · 0.8)^(1/3).
     shift = jnp.array([[0.9, 0.5, 1.0]] * 2)
     (loss, info), gradient = forward(objectives.rspo(), **THREE, router_shift=shift)
     (undamped_loss, undamped_info), undamped = forward(objectives.gmpo(), **THREE)
@@ -504,7 +504,8 @@ def test_rspo_damps_both_signs():
 
 
 def test_rspo_before_the_clip_damps_no_token_that_is_cut():
-    # Log-ratio 0.45, above the bound of 0.4: γ = 0.9 carries it under, and 0.9 or 1 is what the clip then looks at.
+    # Log-ratio 0.45 is above the bound of 0.4; γ = 0.9 or 0.8, applied before the clip, carries it below, γ = 1 does
+    # not.
     batch = THREE | {"logprobs": jnp.full((2, 3), -0.55), "router_shift": jnp.array([[0.9, 0.8, 1.0]] * 2)}
     (_, after), gradient_after = forward(objectives.rspo(), **batch)
     (loss, before), gradient = forward(objectives.rspo(apply="before"), **batch)
@@ -521,7 +522,7 @@ def test_cispo_caps_the_weight_and_passes_the_gradient():
     one = {"old_logprobs": jnp.zeros((1, 2)), "mask": jnp.ones((1, 2), bool), "advantages": jnp.ones(1)}
     new = jnp.log(jnp.array([[8.0, 0.125]]))
     (_, info), gradient = forward(objectives.cispo(), new, **one)
-    np.testing.assert_allclose(gradient, [[-5 / 2, -0.125 / 2]], rtol=1e-6)  # 1 + 4 is the cap, 1 − 1 no floor
+    np.testing.assert_allclose(gradient, [[-5 / 2, -0.125 / 2]], rtol=1e-6)  # capped at 1 + 4; a floor of 1 − 1 is none
     np.testing.assert_array_equal(info.gated, [[True, False]])
     (_, info), gradient = forward(objectives.cispo(mask="ppo"), new, **one)
     np.testing.assert_allclose(gradient, [[0, -0.125 / 2]], rtol=1e-6)
@@ -531,9 +532,9 @@ def test_cispo_caps_the_weight_and_passes_the_gradient():
 def test_sapo_at_ratio_one_and_far_out():
     one = {"old_logprobs": jnp.zeros((2, 2)), "mask": jnp.ones((2, 2), bool), "advantages": jnp.array([1.0, -1.0])}
     (loss, _), gradient = forward(objectives.sapo(tau_pos=0.5, tau_neg=2.0), jnp.zeros((2, 2)), **one)
-    np.testing.assert_allclose(loss, -(2 / 0.5 - 2 / 2.0) / 2, rtol=1e-6)  # 2Â/τ, the mean of two rows
+    np.testing.assert_allclose(loss, -(2 / 0.5 - 2 / 2.0) / 2, rtol=1e-6)  # 2Â/τ, averaged over two rows
     np.testing.assert_allclose(gradient, [[-0.25] * 2, [0.25] * 2], rtol=1e-6)
-    # Far above, the sigmoid is 1: 4Â/τ. Far below it is σ(−τ).
+    # Far above ratio 1 the sigmoid is 1 and the gain 4Â/τ; far below it is σ(−τ).
     far = jnp.array([[200.0, 200.0], [-200.0, -200.0]])
     (loss, info), gradient = forward(objectives.sapo(tau_pos=0.5, tau_neg=2.0), far, **one)
     np.testing.assert_allclose(loss, -(4 / 0.5 - 4 / 2.0 / (1 + np.exp(2.0))) / 2, rtol=1e-6)
@@ -566,7 +567,8 @@ def test_a_dual_clip_bounds_what_a_bad_token_can_cost():
 
 
 def test_logprobs_are_float32_before_they_are_subtracted():
-    # −8 − (−1/256) = −7.99609375 in float32; bf16 has a step of 1/32 there and would say −8. Row of one: s = r.
+    # −8 − (−1/256) = −7.99609375 in float32; bf16 has a step of 1/32 there and would give −8. In a row of one token, s
+    # = r.
     new, old = jnp.full((1, 1), -8.0, jnp.bfloat16), jnp.full((1, 1), -1 / 256, jnp.bfloat16)
     for name in ("grpo", "gspo", "gspo_token"):
         (loss, info), _ = forward(

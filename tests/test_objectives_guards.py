@@ -1,4 +1,4 @@
-"""The warning about a clip range of the wrong size: who gets one, who does not, and what it says."""
+"""The warning about a clip range of the wrong scale: which settings trigger it, which do not, and its text."""
 
 import pytest
 

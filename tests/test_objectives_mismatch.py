@@ -1,4 +1,4 @@
-"""The corrections of the sampler/trainer mismatch: what each makes of the same ratios, worked by hand."""
+"""Corrections of the sampler-trainer mismatch: each one applied to the same ratios, worked by hand."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from gspo_jax.objectives import mismatch
 from gspo_jax.objectives.mismatch import icepop, make_correction, sequence_mask, tis
 from gspo_jax.types import UserError
 
-# ρ row by row; row 1 has a hole, row 2 no token, row 3 agrees.
+# Ratios ρ by row; row 1 has a hole, row 2 no token, row 3 agrees.
 RHO = np.array([[1.5, 3.0, 0.25], [0.9, 9.0, 1.1], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 MASK = np.array([[1, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 0]], bool)
 SAMPLER = np.full((4, 3), -1.0)
@@ -84,7 +84,7 @@ def test_the_factor_is_a_constant(name):
 
 @NAMES
 def test_the_factor_is_at_least_float32(name):
-    # In bf16 −8 + 1/256 is −8: ρ would be 1 − 0.0039 and not 1.
+    # In bf16, −8 + 1/256 is −8, which would make ρ 1 − 0.0039 instead of 1.
     old, sampler = np.full((1, 1), -8.0), np.full((1, 1), -8.0)
     got = factor(make_correction(name), old, sampler, np.ones((1, 1), bool), jnp.bfloat16)
     assert got.dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""The KL to a reference and the critic's loss: by hand, against loops and differences, and whatever lies in padding."""
+"""The KL to a reference and the critic's loss: by hand, against loops and differences, and with any padding."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def test_kl_and_its_gradient_equal_the_formula(estimator, seed, scale):
     new = -rng.exponential(size=MASK.shape)
     reference = new + scale * rng.normal(size=MASK.shape)
     x = reference - new
-    # Of x, then of log π_θ = log π_ref − x.
+    # First in x, then in log π_θ = log π_ref − x.
     value = {"k1": -x, "k2": x**2 / 2, "k3": np.exp(x) - x - 1}[estimator]
     slope = {"k1": np.ones_like(x), "k2": -x, "k3": 1 - np.exp(x)}[estimator]
     with jax.enable_x64(True):
@@ -55,13 +55,13 @@ def test_k3_is_held_at_twenty_on_both_sides():
     got, back = jax.vjp(lambda y: kl(y, reference, mask, estimator="k3"), jnp.zeros((1, 4)))
     np.testing.assert_allclose(got, [[np.exp(19) - 20, np.exp(20) - 21, 18 + np.exp(-19), 19 + np.exp(-20)]], rtol=1e-5)
     np.testing.assert_allclose(back(jnp.ones((1, 4)))[0], [[1 - np.exp(19), 0, 1 - np.exp(-19), 0]], rtol=1e-5)
-    # The others are not held.
+    # k1 and k2 are not clamped.
     np.testing.assert_allclose(kl(jnp.zeros((1, 4)), reference, mask, estimator="k1"), -reference)
     np.testing.assert_allclose(kl(jnp.zeros((1, 4)), reference, mask, estimator="k2"), reference**2 / 2)
 
 
 def test_k3_of_a_small_difference_is_precise_in_float32():
-    # x = 2^-12: e^x − x − 1 = x²/2 + x³/6 + …, of which exp(x) − 1 would leave nothing right.
+    # x = 2^-12: e^x − x − 1 = x²/2 + x³/6 + …, of which exp(x) − 1 − x would keep no correct digit.
     x = 2.0**-12
     got = kl(jnp.zeros((1, 1)), jnp.full((1, 1), x), jnp.ones((1, 1), bool), estimator="k3")
     np.testing.assert_allclose(got, [[x**2 / 2 + x**3 / 6]], rtol=2e-3)
@@ -99,8 +99,8 @@ def test_kl_of_what_does_not_fit():
 
 
 def test_value_loss_by_hand():
-    # V_old = 1, clip 0.5. V = 2 is held at 1.5: for R = 1 the free error 1 is the larger, for R = 3 the held 1.5.
-    # V = 0 is held at 0.5: for R = 0 the held 0.5 is the larger; V = 1.25 moves within the clip.
+    # V_old = 1, clip 0.5. V = 2 is clipped to 1.5: for R = 1 the free error 1 is larger, for R = 3 the clipped 1.5. V =
+    # 0 is clipped to 0.5: for R = 0 the clipped 0.5 is larger; V = 1.25 stays within the clip.
     values, returns = jnp.array([[2.0, 2.0, 0.0, 1.25]]), jnp.array([[1.0, 3.0, 0.0, 2.0]])
     old, mask = jnp.ones((1, 4)), jnp.ones((1, 4), bool)
     loss, cut = value_loss(values, old, returns, mask, clip=0.5)
@@ -130,7 +130,7 @@ def test_value_loss_and_its_gradient_equal_the_loops(seed, clip):
 
 
 def test_rounding_cuts_no_gradient_within_the_clip():
-    """V_old + (V − V_old) is V but for the last bit."""
+    """Within the clip, V_old + (V − V_old) may differ from V in the last bit, which must not cut the gradient."""
     rng = np.random.default_rng(0)
     old = jnp.asarray(rng.normal(size=(32, 32)), jnp.float32)
     values = old + jnp.asarray(rng.uniform(-0.15, 0.15, size=(32, 32)), jnp.float32)
@@ -167,7 +167,7 @@ def test_padding_changes_nothing_in_the_value_loss(poison):
 
 
 def test_value_loss_subtracts_in_float32():
-    # −8 + 1/256 in each of the two differences, which bf16 would round to −8.
+    # −8 + 1/256 in both differences, which bf16 would round to −8.
     small, big = jnp.full((1, 1), 1 / 256, jnp.bfloat16), jnp.full((1, 1), 8.0, jnp.bfloat16)
     loss, _ = value_loss(small, small, big, jnp.ones((1, 1), bool), clip=0.5)
     assert loss.dtype == jnp.float32

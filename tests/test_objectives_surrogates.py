@@ -1,4 +1,4 @@
-"""The primitives by themselves: weights against loops, empty rows, what a bound does to its own value, overflow."""
+"""The primitives: weights against loops, empty rows, values exactly on a bound, and overflow."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from gspo_jax.objectives.surrogates import (
 )
 from tests import oracles
 
-# Lengths 4, 1, 0, and 2 with a hole.
+# Lengths 4, 1, 0, and 2 with a hole in front of each.
 MASK = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
 
 
 def test_weights_by_hand():
-    # Three rows have a token, seven tokens in all.
+    # Three rows have tokens, seven tokens in total.
     mask = jnp.asarray(MASK)
     np.testing.assert_allclose(sequence_mean(mask).sum(axis=1), [1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-6)
     np.testing.assert_allclose(sequence_mean(mask)[0, 0], 1 / 12, rtol=1e-6)
@@ -60,7 +60,7 @@ def test_row_mean_reads_the_mask_alone():
 
 
 def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_zero():
-    # e^200 is inf in float32: gated for Â > 0, nothing for Â = 0, and as bad as it should be for Â < 0.
+    # e^200 is inf in float32: gated for Â > 0, zero for Â = 0, and infinite, as it should be, for Â < 0.
     d = jnp.full((1, 3), 200.0)
     advantages = jnp.array([[1.0, 0.0, -1.0]])
     said, back = jax.vjp(lambda x: clipped(x, advantages, low=0.2, high=0.2).gain, d)

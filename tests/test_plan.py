@@ -1,4 +1,4 @@
-"""The plan: what it is asked, what it says of a program, and, with the TPU's compiler, that its counts agree."""
+"""The planner: argument errors, what it reports of a program, and, with the TPU compiler, that its counts agree."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ RECIPE = "configs/qwen3_30b_a3b.py"
     ("name", "whole", "met"), [("Qwen3-30B-A3B", 30.53e9, 3.042e9), ("OLMoE-1B-7B-0924", 6.919e9, 1.179e9)]
 )
 def test_published_shapes_have_the_parameters_in_their_names(name, whole, met):
-    """In all, and those that a token meets in products: the head's too, the embedding's not."""
+    """Check total parameters, and those in a token's matrix products: the head counts there, the embedding does not."""
     model = find(name)
     one = flops.forward(model, flops.Work(1, 1, 0))
     assert one.forward / 2 == pytest.approx(met, rel=1e-3)
@@ -41,11 +41,11 @@ def test_published_shapes_have_the_parameters_in_their_names(name, whole, met):
     idle = experts * (model.num_experts - model.experts_per_token)
     assert one.forward / 2 + idle + embedding == pytest.approx(whole, rel=1e-3)
     heads = model.num_layers * model.num_heads * model.head_dim
-    assert flops.forward(model, flops.Work(0, 0, 1)).forward == 4 * heads  # of a pair of a query and a key
+    assert flops.forward(model, flops.Work(0, 0, 1)).forward == 4 * heads  # per query-key pair
 
 
 def test_flops_of_rows_that_share_their_prompt():
-    """Two rows of one prompt of 2 tokens and responses of 3: 2 + 2·3 tokens; pairs 1 + 2, and 2 · (6 + 1 + 2 + 3)."""
+    """A prompt of 2 tokens shared by two responses of 3: 2 + 2·3 tokens; pairs 1 + 2, and 2 · (6 + 1 + 2 + 3)."""
     assert flops.of_rows(2, prompt=2, response=3, share=2) == flops.Work(8, 6, 3 + 2 * 12)
     assert flops.of_rows(2, prompt=2, response=3, share=1) == flops.Work(10, 6, 2 * (3 + 12))
 
@@ -102,7 +102,7 @@ def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
 
 @pytest.mark.parametrize(("size", "chips"), [("Qwen3-30B-A3B", 5), ("Qwen3-235B-A22B", 37)])
 def test_the_least_number_of_chips(size, chips):
-    """16 bytes of each parameter, float32: itself, its gradient and Adam's moments, in v5p's 102.8e9 bytes."""
+    """16 bytes per parameter in float32 (weight, gradient, Adam's two moments) over v5p's 102.8e9 bytes of HBM."""
     mesh = make_mesh({"fsdp": -1})
     engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), StopRule(max_length=8, eos_ids=()))
     assert Setting(engine, topology.CHIPS["v5p"]).least_chips() == chips
@@ -148,7 +148,7 @@ def test_a_mesh_that_does_not_fit_the_slice(tmp_path):
 
 
 def scaled_down():
-    """The recipe with few layers and short responses, for a slice of eight chips."""
+    """Return the recipe with short responses and small batches, for a slice of eight chips."""
     config = cli.load_config(RECIPE)
     config.data.prompts_per_batch, config.sampling.group_size = 32, 4
     config.sampling.max_response_length = 960
@@ -159,7 +159,7 @@ def scaled_down():
 
 
 def figures(name):
-    """The plan of a recipe scaled down, or, by the name of a slice, of the 30B recipe itself."""
+    """Return the plan of the scaled-down recipe on slice `name`; on v5p:4x4x4, the plan of the full 30B recipe."""
     whole = name == "v5p:4x4x4"
     if not whole:
         MODELS["Qwen3-30B-A3B"] = dataclasses.replace(find("Qwen3-30B-A3B"), num_layers=4, vocab_size=4096)
@@ -183,10 +183,12 @@ def test_every_program_of_a_recipe_fits_and_is_counted_right(name):
         assert program["seconds"]["per_op"] > 0
     update = found["programs"]["update"]
     experts = [c for c in update["collectives"] if c["kind"] == "all-reduce"]
-    assert sum(c["bytes"] for c in experts) < 0.05 * update["ici_bytes"], "gradients are reduce-scattered"
+    assert sum(c["bytes"] for c in experts) < 0.05 * update["ici_bytes"], (
+        "gradients are reduce-scattered, not all-reduced"
+    )
     seconds = update["seconds"]
-    assert 0 < seconds["exposed"] < 0.8 * seconds["ici"], "gathers go on beside the rest"
-    if name == "v5p:4x4x4":  # what docs/plan.md says
+    assert 0 < seconds["exposed"] < 0.8 * seconds["ici"], "part of the gathers overlaps with compute"
+    if name == "v5p:4x4x4":  # the figures in docs/plan.md
         assert seconds["exposed"] < 0.5 * seconds["ici"]
         assert update["peak_bytes"] <= 60e9 and update["seconds"]["per_op"] <= 1.20
         assert update["ici_bytes"] <= 185e9

@@ -1,6 +1,6 @@
-"""Runs of several processes, for real: the same numbers as of one, checkpoints for each other, an end when one dies.
+"""Real multi-process runs: the numbers of one process, interchangeable checkpoints, and a clean end if one dies.
 
-That two processes train as one does is in test_train.py, beside the run of one.
+test_train.py checks that two processes train as one, next to the one-process run.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from gspo_jax.types import UserError
 from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes
 
 HEARTBEAT_S, LATE_S = 5, 5
-"""Of tests/pod_config.py; and how late a process may be."""
+"""The heartbeat of tests/pod_config.py, and the slack that a process gets beyond it."""
 CONFIG = f"--config={ROOT}/tests/pod_config.py"
 slow = pytest.mark.slow
 
 
 def command(workdir: Path, data: Path, kind: str, *flags: str, iterations: int, cold: Path | None) -> list[str]:
-    """The flags of a run; `kind` is the argument of its config."""
+    """Return the flags of a run; `kind` is the argument of its config."""
     words = [f"{CONFIG}:{kind}", f"--workdir={workdir}", f"--config.data.data_dir={data}", *flags]
     words += [f"--config.iterations={iterations}"]
     return words if cold is None else [*words, f"--config.model.folder={cold}"]
@@ -40,13 +40,13 @@ TRAIN = ("-m", "gspo_jax.train")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Where the data and the runs of one process are."""
+    """Return the folder of the data set and of the one-process runs."""
     return tmp_path_factory.mktemp("pod")
 
 
 @pytest.fixture(scope="module")
 def whole(data) -> Callable[[str], Path]:
-    """By kind, the folder of what one process makes of five iterations; all begin from the first one's cold start."""
+    """Return a function from a kind to its one-process run of five iterations; all share the plain run's cold start."""
 
     def run(kind: str) -> Path:
         folder = data / (kind.replace(",", "-") or "plain")
@@ -104,7 +104,7 @@ def test_a_cold_start_of_two_processes_is_that_of_one(whole, data, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "coldstart" / name).read_bytes() == (whole("") / "coldstart" / name).read_bytes()
     ours, theirs = (rows_of(folder)[0]["eval/response_length"] for folder in (tmp_path, whole("")))
-    assert ours == pytest.approx(theirs, rel=0.05)  # sixty steps of training make more of rounding
+    assert ours == pytest.approx(theirs, rel=0.05)  # rounding differences grow over sixty training steps
 
 
 @slow
@@ -118,7 +118,7 @@ def test_evaluation_of_two_processes_repeats_the_runs_own(whole, data, tmp_path)
 
 
 def wait_for(found: Callable[[], bool], running: Callable[[], bool], seconds: float = 300) -> None:
-    """Until it is found."""
+    """Wait until `found()` holds; fail if `running()` stops or the time is up."""
     deadline = time.monotonic() + seconds
     while not found():
         assert running() and time.monotonic() < deadline
@@ -163,7 +163,7 @@ ALONE_S = 3
 
 
 def test_who_is_left_alone_at_the_start_ends():
-    """The coordinator takes the call and is gone, as one that dies then."""
+    """A process whose coordinator dies right after accepting the connection gives up after ALONE_S."""
     start = f"from gspo_jax.parallel import processes; processes.start(heartbeat_s=5, start_s={ALONE_S})"
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -180,7 +180,7 @@ def test_who_is_left_alone_at_the_start_ends():
 
 @pytest.fixture
 def alone(monkeypatch) -> pytest.MonkeyPatch:
-    """An environment that says nothing of other processes."""
+    """Remove every variable that announces other processes from the environment."""
     for name in list(os.environ):
         if name.startswith(("JAX_COORDINATOR", "JAX_NUM_PROC", "JAX_PROCESS", "SLURM_")):
             monkeypatch.delenv(name)
@@ -221,7 +221,7 @@ def test_slurm_is_found(alone):
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    """A copy of launch/ whose .venv is the interpreter of the tests."""
+    """Return a copy of launch/ whose .venv runs the tests' own interpreter."""
     root = tmp_path / "repository"
     shutil.copytree(ROOT / "launch", root / "launch")
     shutil.copy(ROOT / "pyproject.toml", root)
@@ -237,7 +237,7 @@ def repository(tmp_path) -> Path:
 
 
 def launch(repository: Path, *words: str) -> subprocess.Popen:
-    """Begins launch/cpu_pod.sh."""
+    """Start launch/cpu_pod.sh in a session of its own."""
     script = str(repository / "launch" / "cpu_pod.sh")
     return subprocess.Popen(
         ["bash", script, *words],
@@ -246,19 +246,19 @@ def launch(repository: Path, *words: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else bash keeps what ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash keeps an inherited SIG_IGN
     )
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends the launcher and what it has begun."""
+    """Kill the launcher and its whole process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def processes_of(workdir: Path) -> dict[int, int]:
-    """The ids of the processes that train in a folder, by their number."""
+    """Return the process ids of the trainers of a run folder, by process index."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -277,7 +277,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 @slow
 @needs_proc
 def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
-    """One process is killed; the run ends as one that was left alone."""
+    """After one process is killed, the launcher resumes the run, and its metrics equal those of an undisturbed run."""
     one, workdir = whole(""), tmp_path / "run"
     words = command(workdir, data / "data", "", *KINDS[""], iterations=5, cold=one / "coldstart")
     process = launch(repository, "2", *words)
@@ -336,7 +336,7 @@ def test_the_launcher_asks_for_a_number(words, says, repository):
     ],
 )
 def test_the_launcher_names_who_was_lost(codes, says, repository, monkeypatch):
-    """Who loses another one ends at once: it may be the first that is seen."""
+    """A process that loses a peer exits at once and may be seen first, yet the message names the one that failed."""
     python = repository / ".venv" / "bin" / "python"
     ends = "".join(
         f'if [ "${{JAX_PROCESS_ID:-}}" = {number} ]; then exit {code}; fi\n' for number, code in enumerate(codes)

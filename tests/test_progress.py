@@ -1,4 +1,4 @@
-"""Progress on a real pseudo-terminal, through a pipe, and on a stream that breaks."""
+"""Progress output on a real pseudo-terminal, through a pipe, and on a stream that breaks."""
 
 import io
 import os
@@ -28,7 +28,7 @@ RUN = """
 
 
 class _Clock:
-    """Stands for the module `time` in progress.py."""
+    """A stand-in for the module `time` in progress.py."""
 
     def __init__(self):
         self.now = 100.0
@@ -45,7 +45,7 @@ def clock(monkeypatch):
 
 
 def _on_a_terminal(program: str, **environment: str) -> str:
-    """Runs the program on a pty of 100 columns and returns all it wrote, escape codes included."""
+    """Run the program on a pty of 100 columns and return everything it wrote, escape codes included."""
     parent, child = pty.openpty()
     command = [sys.executable, "-c", textwrap.dedent(program)]
     variables = {**os.environ, "COLUMNS": "100", "LINES": "30", "TERM": "xterm-256color", **environment}
@@ -64,12 +64,12 @@ def _on_a_terminal(program: str, **environment: str) -> str:
 
 def test_terminal_shows_a_live_bar():
     written = _on_a_terminal(RUN)
-    assert "\x1b[?25l" in written and "\x1b[?25h" in written  # the cursor is hidden and comes back
+    assert "\x1b[?25l" in written and "\x1b[?25h" in written  # the cursor is hidden and restored
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     assert "sampling" in plain and "1/3" in plain and "3/3" in plain
     assert re.search(r"2/3 +elapsed 0:00:0\d  ETA 0:00:0\d", plain)
-    assert "reward 0.750 · accuracy 12.5% · flipped 3.1%" in plain  # an older accuracy stays in sight
-    assert r"saved [step] 12\x1b[2J" in plain  # neither markup nor escape codes are obeyed
+    assert "reward 0.750 · accuracy 12.5% · flipped 3.1%" in plain  # the last known accuracy stays on display
+    assert r"saved [step] 12\x1b[2J" in plain  # neither markup nor escape codes in a message take effect
     assert plain.index("saved") < plain.rindex("3/3")  # above the bar
 
 
@@ -90,7 +90,7 @@ def test_a_pipe_gets_one_line_per_iteration(clock):
     assert stream.getvalue().splitlines() == [
         "tiny: 4 iterations; the first one compiles and does not count for the ETA",
         "tiny 1/4  reward 0.500  accuracy 50.0%  1,234 tok/s  entropy 0.1235  elapsed 0:01:00  ETA after iteration 2",
-        f"tiny 2/4  {usual}  elapsed 0:01:10  ETA 0:00:20",  # 2 left x 10 s: the minute of iteration 1 is no guide
+        f"tiny 2/4  {usual}  elapsed 0:01:10  ETA 0:00:20",  # 2 left x 10 s; the minute of iteration 1 is left out
         f"tiny 3/4  {usual}  elapsed 0:01:30  ETA 0:00:15",  # 1 left x (10 + 20) / 2 s
         "tiny 4/4  reward 0.500  accuracy 75.0%  1,234 tok/s  entropy 0.1235  elapsed 0:01:33",
     ]
@@ -112,7 +112,7 @@ def test_eta_counts_down_within_an_iteration_and_after_a_resume(clock):
         assert bar.eta_s == 80.0
         clock.now += 4
         assert bar.eta_s == 76.0
-        clock.now += 60  # slower than ever before: the ETA stops at the iterations still to come
+        clock.now += 60  # longer than any iteration so far: the ETA stops at the iterations still to come
         assert bar.eta_s == 70.0
 
 
@@ -133,7 +133,7 @@ def test_a_closed_stream_does_not_end_the_run():
             bar.advance(reward=0.5)
         bar.table([{"a": 1}])
     assert "tiny 1/50" in stream.getvalue()
-    assert stream.writes == 4  # tried once, then left alone
+    assert stream.writes == 4  # one failed attempt, then no more
 
 
 def test_ascii_streams_get_something():

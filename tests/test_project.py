@@ -1,4 +1,4 @@
-"""The files around the code agree with it and with one another: version, CI, hooks, templates, links, navigation."""
+"""Project files agree with the code and each other: version, CI, hooks, templates, links, navigation."""
 
 import re
 import tomllib
@@ -21,12 +21,12 @@ def _yaml(path: str) -> Any:
 
 
 def _prose(page: Path) -> str:
-    """The page without its code blocks."""
+    """Return the page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
-    """Anchors of the page's headings, as GitHub and MkDocs make them."""
+    """Return the anchors of the page's headings, as GitHub and MkDocs generate them."""
     headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
@@ -63,7 +63,7 @@ def test_hooks_run_checks_of_the_test_command():
 
 @pytest.mark.parametrize("form", ["bug_report", "feature_request"])
 def test_issue_forms_are_complete(form):
-    """GitHub ignores a form without these, or with an id twice."""
+    """Every form has the fields and the unique ids without which GitHub ignores it."""
     content = _yaml(f".github/ISSUE_TEMPLATE/{form}.yml")
     fields = content["body"]
     assert content["name"] and content["description"] and len({field["id"] for field in fields}) == len(fields)

@@ -1,4 +1,4 @@
-"""Replay and capture: what is recorded of routers, a forward that follows a record, and the routers' losses."""
+"""Routing capture and replay: the recorded routes, a forward pass that follows them, and the router losses."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from tests import tiny
 from tests.tiny import leaf_errors, place, prompts, quick_compilation
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
-"""More experts than a byte can count."""
+"""300 experts: ids that do not fit into a byte."""
 GRAPH, _ = transformer.abstract(CONFIG)
 weights = partial(tiny.weights, CONFIG)
 P, G, S, T, E = 4, 4, 5, 6, CONFIG.num_experts
@@ -44,7 +44,7 @@ REFERENCE = jax.tree.map(lambda x: x * 1.1, weights())
 
 @partial(jax.jit, static_argnames="scoring")
 def learn(policy, rollout, replay=None, scoring=SCORING):
-    """Scores, and the gradient of a fixed sum of log-probs."""
+    """Return the gradient of a fixed weighted sum of log-probs, and the scores."""
     target = jnp.cos(jnp.arange(rollout.mask.size, dtype=jnp.float32)).reshape(rollout.mask.shape)
 
     def loss(w):
@@ -56,7 +56,7 @@ def learn(policy, rollout, replay=None, scoring=SCORING):
 
 OLD_POLICY = {
     replay: make_old_policy(GRAPH, SCORING, recompute=True, replay=replay) for replay in ("r2", "r3")
-}  # no program until it is called
+}  # compiled on the first call
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +69,31 @@ def rollout():
 
 
 def real(rollout) -> np.ndarray:
-    """[B, N]: where prompts and responses have tokens."""
+    """Return where prompts and responses hold tokens, bool [B, N]."""
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
     return np.concatenate([in_prompt, rollout.mask], axis=1)
 
 
 @pytest.fixture(scope="module")
 def native(rollout):
-    """Of the plain forward: its gradient and scores."""
+    """Return gradient and scores of the forward pass without replay."""
     return jax.device_get(learn(weights(), rollout))
 
 
 @pytest.fixture(scope="module")
 def foreign(native):
-    """Other experts for every token of every layer."""
+    """Return expert ids that differ from the router's own choice for every token of every layer."""
     return (native[1].routes.experts + 1) % E
 
 
 @pytest.fixture(scope="module")
 def followed(rollout, foreign):
-    """Of the forward that is made to take those."""
+    """Return gradient and scores of the forward pass that replays `foreign`."""
     return jax.device_get(learn(weights(), rollout, foreign))
 
 
 def assert_same(expected, found):
-    """Gradient, log-probs, entropies and hidden states are bitwise equal."""
+    """Assert that gradient, log-probs, entropies and hidden states are bitwise equal."""
     chex.assert_trees_all_equal(expected[0], found[0])
     for name in ("logprobs", "entropy", "hidden"):
         np.testing.assert_array_equal(getattr(expected[1], name), getattr(found[1], name), err_msg=name)
@@ -122,16 +122,16 @@ def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, f
     np.testing.assert_array_equal(scores.routes.experts, foreign)
     assert np.abs(scores.logprobs - native[1].logprobs)[mask].min() > 1e-4
     router = gradient.trainable["layers"][0]["mlp"]["router"][...]
-    assert (np.abs(router).max(axis=(1, 2)) > 1e-3).all(), "in every layer"
+    assert (np.abs(router).max(axis=(1, 2)) > 1e-3).all(), "the router gets a gradient in every layer"
     at = partial(of_responses, responses=rollout)
     assert not drift.compare(at(foreign), at(scores.routes.experts), mask).flips.any()
     assert (drift.compare(at(foreign), at(scores.routes.native), mask).flips > 0).all()
-    # Layer 0 sees the same tokens either way.
+    # Layer 0 sees the same input either way, so its own choice is the same.
     np.testing.assert_array_equal(scores.routes.native[0], native[1].routes.experts[0])
 
 
 def test_weights_are_those_of_the_current_router_at_the_replayed_experts():
-    """Probabilities 1/2, 1/4, 1/8, 1/8: experts 1 and 2 weigh 2/3 and 1/3, experts 0 and 1 as native 2/3 and 1/3."""
+    """Probabilities 1/2, 1/4, 1/8, 1/8: replayed experts 1 and 2 weigh 2/3 and 1/3, as do the native 0 and 1."""
     logits = jnp.log(jnp.broadcast_to(jnp.asarray([0.5, 0.25, 0.125, 0.125]), (1, 4, 4))) + 7.0
     replay = jnp.asarray([[[1, 2], [2, 1], [-1, 3], [3, -1]]], jnp.int8)
     routes, weights = route(logits, k=2, renormalise=True, asked=Routing(replay))
@@ -144,7 +144,7 @@ def test_weights_are_those_of_the_current_router_at_the_replayed_experts():
 
 
 def test_the_gradient_of_replayed_weights_is_that_of_a_softmax_over_these_experts():
-    """w = softmax(z_1, z_2), so ∂w_1/∂z = w_1 w_2 (0, 1, −1, 0): nothing for experts that are not replayed."""
+    """w = softmax(z_1, z_2), so ∂w_1/∂z = w_1 w_2 (0, 1, −1, 0): zero for experts that are not replayed."""
     z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.125, 0.125]]]))
     asked = Routing(jnp.asarray([[[1, 2]]]))
     found = jax.grad(lambda z: route(z, k=2, renormalise=True, asked=asked)[1][0, 0, 0])(z)
@@ -152,7 +152,7 @@ def test_the_gradient_of_replayed_weights_is_that_of_a_softmax_over_these_expert
 
 
 def test_tokens_without_a_record_are_routed_natively_one_by_one(rollout, native, foreign):
-    """A single -1 among its K is enough; and tokens before the first replayed one do not see the difference."""
+    """One -1 among a token's K ids makes that token native. Tokens before the first replayed one are unaffected."""
     replay = foreign.copy()
     replay[:, :, ::2, -1] = -1
     routes = learn(weights(), rollout, replay)[1].routes
@@ -185,14 +185,14 @@ def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
 
 @pytest.fixture(scope="module")
 def olds(rollout):
-    """What the old policy says under r2 and under r3, with a reference that is another."""
+    """Return the old policy's record under r2 and r3, with scores of a different reference policy."""
     with quick_compilation():
         return {replay: jax.device_get(f(weights(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
 
 
 @functools.cache
 def make(replay: str, microbatches: int, group_size: int, penalties: Penalties):
-    """An update on all of the experience, whose new state holds the gradient."""
+    """Return an update on the whole experience whose new optimizer state is the gradient."""
     settings = {"minibatches": 1, "microbatches": microbatches, "group_size": G, "replay": replay}
     scoring = dataclasses.replace(SCORING, group_size=group_size)
     record = optax.trace(decay=0.0), optax.constant_schedule(1.0)
@@ -200,7 +200,7 @@ def make(replay: str, microbatches: int, group_size: int, penalties: Penalties):
 
 
 def update(experience, policy, *, replay="none", microbatches=1, group_size=G, penalties=NO_PENALTIES):
-    """Gradient and metrics."""
+    """Return gradient and metrics of one update."""
     state = new_state(jax.tree.map(jnp.array, policy), optax.trace(decay=0.0))
     with quick_compilation():
         after, metrics = make(replay, microbatches, group_size, penalties)(state, policy.frozen, experience, 0)
@@ -214,7 +214,7 @@ def experience_of(rollout, old, *, scale: float = 1.0) -> Experience:
 
 @pytest.fixture(scope="module")
 def first(rollout, olds):
-    """The first update under r2."""
+    """Return gradient and metrics of the first update under r2."""
     return update(experience_of(rollout, olds["r2"]), weights(), replay="r2")
 
 
@@ -224,7 +224,7 @@ def test_the_first_update_under_r2_has_not_drifted_at_all(first):
         assert metrics[f"routing/{name}"] == 0, name
     assert not metrics["routing/flip_rate_per_layer"].any()
     assert metrics["routing/replayed"] == 1
-    # Scoring and update are two programs: their router log-probs may differ in the last bit.
+    # Scoring and update are separate programs, so their router log-probs may differ in the last bit.
     np.testing.assert_allclose(metrics["routing/router_kl"], 0, atol=1e-7)
     np.testing.assert_allclose(metrics["routing/router_shift"], 1, atol=1e-6)
     assert metrics["ratio/token_log_max"] < 1e-5
@@ -245,11 +245,11 @@ def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollou
     flips = drift.metrics(drift.compare(at(record), at(scores.routes.chosen), rollout.mask))
     np.testing.assert_allclose(flips["routing/flip_rate"], metrics["routing/flip_rate"], rtol=1e-6)
     free = learn(policy, rollout)[1].logprobs
-    assert np.abs(scores.logprobs - free)[rollout.mask].max() > 1e-3, "replay is what keeps the experts"
+    assert np.abs(scores.logprobs - free)[rollout.mask].max() > 1e-3, "without replay the log-probs would be different"
 
 
 def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
-    """Also where the sampler's routes, which r3 makes the old policy follow, are others than anyone would take."""
+    """The reference policy routes natively, even where r3 makes the old policy replay routes no router would choose."""
     expected = learn(REFERENCE, rollout)[1].logprobs
     other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
     led = OLD_POLICY["r3"](weights(), None, REFERENCE, dataclasses.replace(rollout, routes=other))
@@ -268,11 +268,11 @@ def test_ids_are_the_smallest_integer_that_holds_all_and_none(experts, dtype):
 
 
 def test_records_of_prefill_decode_and_scoring_agree(rollout, olds):
-    """Prompts included; the last token of a response is not in the sampler's record, padding in none."""
+    """All three records agree, prompts included. The sampler never feeds a response's last token; padding is -1."""
     sampler, trainer = rollout.routes, olds["r2"].routes
     assert sampler.experts.dtype == trainer.experts.dtype == np.int16
     assert sampler.experts.shape == (P * G, S + T, CONFIG.num_layers, CONFIG.experts_per_token)
-    assert sampler.experts.max() > 255, "the case has experts that no byte holds"
+    assert sampler.experts.max() > 255, "the case has expert ids above 255"
     there, fed = real(rollout), real(rollout)
     fed[np.arange(P * G), S + rollout.mask.sum(axis=1) - 1] = False
     for known in ((trainer.experts >= 0).all, (trainer.experts >= 0).any):
@@ -285,7 +285,7 @@ def test_records_of_prefill_decode_and_scoring_agree(rollout, olds):
 
 
 def router_logits(weights, rollout) -> list:
-    """[B, T, E] of every layer at the response tokens: a plain loop, every row with its own prompt."""
+    """Return every layer's router logits [B, T, E] at the response tokens, from a plain loop without prompt sharing."""
     model = nnx.merge(GRAPH, weights)
     graph, stacked = nnx.split(model.layers[0])
     valid, found, eps = jnp.asarray(real(rollout)), [], CONFIG.rms_norm_eps
@@ -305,7 +305,10 @@ def router_logits(weights, rollout) -> list:
 
 @pytest.fixture(scope="module")
 def expected_losses(rollout, olds):
-    """Of all router probabilities: balance loss, z-loss, and the gradient of 0.3 and 0.01 of them, as gspo weighs."""
+    """Return the gradient of 0.3 · balance loss + 0.01 · z-loss with gspo's token weights, and both mean losses.
+
+    Computed from the full router probabilities of every token.
+    """
     mask, experts = rollout.mask, olds["r2"].routes.experts[:, S:]
     shares = [np.bincount(experts[mask][:, layer].ravel(), minlength=E) for layer in range(CONFIG.num_layers)]
     shares = [jnp.asarray(counts / counts.sum(), jnp.float32)[None, None] for counts in shares]
@@ -327,25 +330,26 @@ LOSSES = Penalties(balance=0.3, router_z=0.01)
 
 
 def test_the_routers_losses_are_those_of_all_probabilities(rollout, olds, expected_losses):
-    """With advantages of 0 there is nothing else to learn; four micro-batches, no prompt shared."""
+    """With zero advantages only the router losses have a gradient; four micro-batches, no prompt sharing."""
     experience = experience_of(rollout, olds["r2"], scale=0)
     found = update(experience, weights(), microbatches=4, group_size=1, penalties=LOSSES)
     assert_losses(expected_losses, *found)
 
 
 def assert_losses(expected_losses, gradient, metrics):
-    """That gradient and means are the expected ones."""
+    """Assert that the gradient and both mean losses are the expected ones, to 1e-5 and 1e-6."""
     expected, balance, z = expected_losses
     assert leaf_errors(expected, gradient) < 1e-5
     np.testing.assert_allclose(metrics["routing/balance_loss"], balance, rtol=1e-6)
     np.testing.assert_allclose(metrics["routing/z_loss"], z, rtol=1e-6)
-    assert balance > 1.0, "load and router are uneven in the same way"
+    assert balance > 1.0, "load and router probabilities are uneven in the same way"
 
 
 def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, first, expected_losses):
-    """But for the last token of a response, which the sampler did not feed: it is routed natively, so alike here.
+    """On policy, r3 gives the numbers of r2, and the gradient of the router losses adds to that of the objective.
 
-    One micro-batch and no losses there, two and the routers' losses here.
+    The sampler never fed a response's last token, so r3 routes it natively, which changes nothing here. The r2 run has
+    one micro-batch and no router losses, this one two micro-batches and both losses.
     """
     settings = {"replay": "r3", "penalties": LOSSES, "microbatches": 2}
     both, metrics = update(experience_of(rollout, olds["r3"]), weights(), **settings)
@@ -362,7 +366,7 @@ def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, fir
 
 
 def test_dropped_is_a_share_of_all_pairs(rollout, native):
-    """One of its K = 2 experts is out of reach for every token, in one of two layers: a quarter."""
+    """One of K = 2 experts dropped for every token in one of two layers: a quarter of all pairs."""
     scores = jax.tree.map(jnp.asarray, native[1])
     dropped = jnp.zeros_like(scores.routes.dropped).at[0].set(1)
     routes = scores.routes._replace(dropped=dropped, watched=scores.routes.logprobs)

@@ -1,4 +1,4 @@
-"""The report: grouping by seed, numbers worked by hand, the files it writes, and what it says to bad input."""
+"""The report: grouping by seed, numbers worked by hand, the files it writes, and its errors for bad input."""
 
 import base64
 import itertools
@@ -21,7 +21,7 @@ from gspo_jax.types import UserError
 
 
 def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 4, routing: bool = True) -> Path:
-    """Two mini-batches an iteration; every number can be worked out by hand."""
+    """Write a run with two mini-batches per iteration, whose every number can be worked out by hand."""
     config = {"seed": seed, "objective": {"name": name, "low": 3e-4}}
     write_config(folder, config, command=f"python -m gspo_jax.train --config.seed={seed} <&>")
     with MetricsWriter(folder) as writer:
@@ -55,7 +55,7 @@ def test_a_curve_has_one_point_per_iteration(tmp_path):
     reward = runs.curve(group, "reward/mean")
     assert reward is not None
     assert reward.steps.tolist() == [2, 4, 6, 8]
-    # Iteration i has rewards i and i + 1/2; the second run is 4 higher.
+    # Iteration i has rewards i and i + 1/2; those of the second run are 4 higher.
     assert reward.raw.tolist() == [[0.25, 1.25, 2.25, 3.25], [4.25, 5.25, 6.25, 7.25]]
     last = runs.curve(group, "reward/mean", minibatch=1)
     assert last is not None and last.raw[0].tolist() == [0.5, 1.5, 2.5, 3.5]
@@ -72,7 +72,7 @@ def test_smoothing_keeps_a_constant_and_a_line(tmp_path):
     constant, line = runs.curve(group, "clip_fraction/token"), runs.curve(group, "reward/mean")
     assert constant is not None and line is not None
     np.testing.assert_allclose(constant.smooth, 0.15)
-    np.testing.assert_allclose(line.smooth[0, 5:-5], line.raw[0, 5:-5])  # a centred window does not lag behind
+    np.testing.assert_allclose(line.smooth[0, 5:-5], line.raw[0, 5:-5])  # a centred window does not lag
 
 
 def test_runs_that_differ_in_their_seed_only_are_one_group(tmp_path):
@@ -83,7 +83,7 @@ def test_runs_that_differ_in_their_seed_only_are_one_group(tmp_path):
     assert groups[0].color != groups[1].color
     alone = runs.group_runs([runs.load_run(folder) for folder in folders[:3]])
     assert [group.caption for group in alone] == ["tiny (3 seeds)"]
-    (folders[0] / "config.json").unlink()  # what is not known is not the same
+    (folders[0] / "config.json").unlink()  # runs without a config are never grouped
     groups = runs.group_runs([runs.load_run(folder) for folder in folders[:2]])
     assert [group.label for group in groups] == ["tiny-0", "tiny-1"]
 
@@ -92,11 +92,11 @@ def test_facts_worked_by_hand(tmp_path):
     loaded = [runs.load_run(_fake(tmp_path / f"s{seed}", seed=seed)) for seed in (0, 2)]
     (found,) = runs.facts(runs.group_runs(loaded))
     accuracy = found["metrics"]["eval/accuracy"]
-    # First evaluations 0.10 and 0.12, last 0.60 and 0.62.
+    # Evaluations: first 0.10 and 0.12, last 0.60 and 0.62.
     assert accuracy["initial"] == pytest.approx({"mean": 0.11, "min": 0.10, "max": 0.12})
     assert accuracy["final"] == pytest.approx({"mean": 0.61, "min": 0.60, "max": 0.62})
     assert accuracy["change"] == pytest.approx({"mean": 0.50, "min": 0.50, "max": 0.50})
-    assert found["metrics"]["reward/mean"]["change"]["mean"] == pytest.approx(3.0)  # 0.25 -> 3.25, + seed on both
+    assert found["metrics"]["reward/mean"]["change"]["mean"] == pytest.approx(3.0)  # 0.25 -> 3.25, both plus the seed
     assert [(run["seed"], run["updates"], run["tokens_per_s"]) for run in found["runs"]] == [
         (0, 8, 101.5),
         (2, 8, 101.5),
@@ -107,11 +107,11 @@ def test_the_seconds_of_a_run_leave_out_the_time_it_was_stopped(tmp_path):
     run = _fake(tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines[5:]:
-        line["time"] += 3600  # stopped for an hour after two iterations of four
+        line["time"] += 3600  # stopped for an hour after two of four iterations
     lines[-1]["timing/iteration_s"] = None
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,) = runs.facts(runs.group_runs([runs.load_run(run)]))
-    assert found["runs"][0]["seconds"] == 33.0  # 10 + 11 + 12, and the last is not known
+    assert found["runs"][0]["seconds"] == 33.0  # 10 + 11 + 12; the last one is missing
 
 
 def test_the_command_writes_picture_page_and_json(tmp_path):
@@ -124,7 +124,7 @@ def test_the_command_writes_picture_page_and_json(tmp_path):
     png = (run / "report" / "report.png").read_bytes()
     page = (run / "report" / "report.html").read_text(encoding="utf-8")
     assert png.startswith(b"\x89PNG") and base64.b64encode(png).decode() in page
-    assert not re.search(r'(src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
+    assert not re.search(r'(src|href)="(?!data:)', page)  # the page loads nothing from elsewhere
     assert "&lt;b&gt;3&lt;/b&gt;" in page and "<b>" not in page
     assert json.loads(out.read_text())["groups"][0]["metrics"]["eval/accuracy"]["final"]["mean"] == pytest.approx(0.6)
 
@@ -133,7 +133,7 @@ def test_many_runs_need_a_place_and_are_compared_there(tmp_path):
     folders = [_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name) for name in ("gspo", "grpo") for seed in (0, 1)]
     with pytest.raises(UserError, match=r"report of 4 runs needs a folder.*--out=DIR"):
         report.report(folders)
-    made = report.report([*folders, folders[0]], out=tmp_path / "both")  # the same folder twice counts once
+    made = report.report([*folders, folders[0]], out=tmp_path / "both")  # a folder given twice counts once
     assert [len(group["runs"]) for group in made["groups"]] == [2, 2]
     page = Path(made["html"]).read_text(encoding="utf-8")
     assert "Settings that differ" in page and "objective.name" in page
@@ -157,8 +157,8 @@ def test_numbers_that_are_null_are_passed_over(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (group,) = runs.group_runs([runs.load_run(run)])
     reward, layers = runs.curve(group, "reward/mean"), runs.list_curve(group, "routing/flip_rate_per_layer")
-    assert reward is not None and reward.raw.tolist() == [[0.25, 1.5, 2.25, 3.25]]  # of 1.0 and 1.5 the 1.5 is left
-    assert layers is not None and layers[0].tolist() == [4, 6, 8]  # iteration 0 does not know its first layer
+    assert reward is not None and reward.raw.tolist() == [[0.25, 1.5, 2.25, 3.25]]  # 1.0 is null, which leaves 1.5
+    assert layers is not None and layers[0].tolist() == [4, 6, 8]  # iteration 0 lacks its first layer
     assert Path(report.report([run])["png"]).exists()
 
 
@@ -171,7 +171,7 @@ def test_the_glossary_knows_what_is_drawn():
 
 
 def _family(folder: Path) -> list[Path]:
-    """Every objective of the catalogue with three seeds, as the trainer would leave them."""
+    """Write runs of every objective in the catalogue with three seeds, as the trainer would leave them."""
     folders = []
     for rank, name in enumerate(catalogue.__all__):
         for seed in range(3):
@@ -190,7 +190,7 @@ def _family(folder: Path) -> list[Path]:
 def test_twelve_objectives_can_be_told_apart(tmp_path):
     folders = _family(tmp_path)
     groups = runs.group_runs([runs.load_run(folder) for folder in folders])
-    assert [group.label for group in groups] == catalogue.__all__  # nothing else differs
+    assert [group.label for group in groups] == catalogue.__all__  # the runs differ in nothing else
     assert len({group.color for group in groups}) == len(groups) == 12
     table = tmp_path / "docs" / "results.md"
     made = report.report(folders, out=tmp_path / "docs", table=table)
@@ -205,7 +205,7 @@ def test_twelve_objectives_can_be_told_apart(tmp_path):
 def test_the_table_worked_by_hand(tmp_path, capsys):
     folders = [_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name) for name in ("gspo", "grpo") for seed in (0, 1)]
     lines = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
-    lines[-1] |= {"eval/accuracy": 0.5, "timing/iteration_s": 100.0}  # it was held up: the median does not mind
+    lines[-1] |= {"eval/accuracy": 0.5, "timing/iteration_s": 100.0}  # one slow iteration leaves the median unchanged
     (folders[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = tmp_path / "new" / "table.md"
     arguments = [*map(str, folders), f"--out={tmp_path / 'both'}", f"--table={table}"]
@@ -213,8 +213,8 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == str(table)
     text = table.read_text(encoding="utf-8")
     header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    # Accuracy ends at 0.60 and 0.61; for gspo at 0.50 and 0.61. The last of four iterations: 0.15 of the tokens,
-    # (0 + 0.1)/2 by response, (0 + 0.01)/2 flipped, entropy (1/7 + 1/8)/2. Seconds: 11, 12, 13 of each.
+    # Final accuracy is 0.60 and 0.61, for gspo 0.50 and 0.61. In the last of four iterations: 0.15 of tokens clipped,
+    # (0 + 0.1)/2 of responses, (0 + 0.01)/2 flipped, entropy (1/7 + 1/8)/2. Seconds per iteration: 11, 12, 13.
     tail = ["15.00%", "5.00%", "0.50%", "0.134", "12.00"]
     assert header[-1] == "s per iteration"
     assert rows == [["grpo", "0.605 [0.600, 0.610]", *tail], ["gspo", "0.555 [0.500, 0.610]", *tail]]
@@ -234,7 +234,7 @@ VARIANTS = {"gspo": "none", "grpo": "none", "grpo, r2": "r2", "grpo, r3": "r3", 
 
 
 def _variant(folder: Path, label: str, *, seed: int = 0, minibatches: int = 3, last: float = 0.6) -> Path:
-    """Ten iterations of a run of the routing comparison, as the trainer would leave them."""
+    """Write ten iterations of a run of the routing comparison, as the trainer would leave them."""
     routing = {"replay": VARIANTS[label], "balance_weight": 0.0}
     config = {"seed": seed, "objective": {"name": label.partition(",")[0]}, "routing": routing}
     folder = folder / f"{label.replace(', ', '_')}-{seed}"
@@ -243,7 +243,7 @@ def _variant(folder: Path, label: str, *, seed: int = 0, minibatches: int = 3, l
         writer.write(0, {"eval/accuracy": 0.2})
         for i in range(10 * minibatches):
             iteration, minibatch = divmod(i, minibatches)
-            late = iteration == 9  # a tenth
+            late = iteration == 9  # the last tenth of the run
             row = {"iteration": iteration + 1, "minibatch": minibatch, "reward/mean": 0.25 * late + seed}
             row |= {
                 "routing/flip_rate": 0.01 * minibatch * (1 + late) + 0.02 * seed,
@@ -261,7 +261,7 @@ def _variant(folder: Path, label: str, *, seed: int = 0, minibatches: int = 3, l
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Every figure that a report draws."""
+    """Collect every figure that a report draws."""
     kept, picture = [], report.picture
 
     @contextmanager
@@ -278,7 +278,7 @@ def test_labels_leave_out_what_is_not_there(tmp_path):
     folders = [_variant(tmp_path, label) for label in VARIANTS]
     assert [group.label for group in runs.group_runs([runs.load_run(folder) for folder in folders])] == list(VARIANTS)
     weights = []
-    for weight in (0.0, 0.5):  # of numbers 0 is one as others are
+    for weight in (0.0, 0.5):  # 0 is a number like any other
         folder = tmp_path / f"weight {weight}"
         write_config(folder, {"routing": {"balance_weight": weight}}, command="")
         MetricsWriter(folder).write(0, {"eval/accuracy": 0.1})
@@ -298,16 +298,16 @@ def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures)
     for title, texts in named.items():
         wanted = {f"60% {label}" for label in VARIANTS} if title == "Held-out accuracy" else set(VARIANTS)
         assert wanted <= texts
-    figure.draw_without_rendering()  # texts remember the size they were last drawn in, that of the file
+    figure.draw_without_rendering()  # texts keep the size of their last draw, which was for the file
     page = figure.bbox
     for found in axes.values():
         names = [text.get_window_extent() for text in found.texts if text.get_text() in VARIANTS]
         assert all(box.x1 < page.x1 and box.y0 > page.y0 for box in names)
         assert all(above.y0 - below.y0 > 0.8 * below.height for below, above in itertools.pairwise(names))
-    assert sorted(text.get_text() for text in figure.texts[:6]) == sorted(VARIANTS)  # the headline, one line of it
+    assert sorted(text.get_text() for text in figure.texts[:6]) == sorted(VARIANTS)  # the headline in its one-line form
     assert max(text.get_window_extent().x1 for text in figure.texts) < page.x1
     report.report(folders, out=tmp_path / "out")
-    assert [found.get_title(loc="left") for found in figures[1].axes] == [  # what a run has none of is left out
+    assert [found.get_title(loc="left") for found in figures[1].axes] == [  # panels without data are left out
         panel.title
         for panel in panels.PANELS["training"]
         if panel.metric not in ("response_length/mean", "actor/entropy")
@@ -351,8 +351,8 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
     header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert header[3:5] == ["collapsed", "flip rate, 1 / 2 / last"]
     # Two runs of three mini-batches: reward (0.25 + 1.25)/2; flips 0.02·m + 0.02·seed, means 1%, 3%, 5%; spreads
-    # 0.03·(0 + 1 + 2)/3, 0.002·…; clipped 0.001·…; one run of two ended at 0.2, below half of its best, 0.6.
-    # Two mini-batches: flips 1% and 3%, which is the last; all else half as much.
+    # 0.03·(0 + 1 + 2)/3, 0.002·…; clipped 0.001·…; one of the two ends at 0.2, below half of its best, 0.6. Two
+    # mini-batches: flips 1% and 3%, the last one; spreads and clip fractions are half as large.
     r2 = ["0.600 [0.600, 0.600]", "0.750", "0 of 2", "1.00% / 3.00%", "0.0150", "0.00100", "0.050%", "0.025%"]
     free = ["0.400 [0.200, 0.600]", "0.750", "1 of 2", "1.00% / 3.00% / 5.00%", "0.0300", "0.00200", "0.100%", "0.050%"]
     assert rows == [["replay=r2", *r2, "2.0e-09"], ["replay=none", *free, "2.0e-09"]]
@@ -365,7 +365,7 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
 
 def test_labels_are_moved_apart_and_stay_inside():
     assert drawing.spread_labels([0.1, 0.5], gap=0.08) == [0.1, 0.5]
-    assert drawing.spread_labels([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # around the middle of both
+    assert drawing.spread_labels([0.5, 0.52], gap=0.08) == pytest.approx([0.47, 0.55])  # centred on the middle of both
     for ends in ([0.93, 0.95, 0.97], [0.0, 0.01, 0.02], [0.5] * 12):
         close = drawing.spread_labels(ends, gap=0.08)
         assert min(close) >= 0 and max(close) <= 0.96 and min(np.diff(close)) > 0.079
@@ -378,7 +378,7 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(tmp_path, count):
         axes.set_ylim(0, 10)
         drawing.label_ends(axes, [(5 + i / 100, f"gspo_token{i}", "#000000") for i in range(count)], size=10.5)
         boxes = [text.get_window_extent() for text in axes.texts]
-    assert len(boxes) == count and len(axes.lines) in (count - 1, count)  # all but one had to move, and are joined
+    assert len(boxes) == count and len(axes.lines) in (count - 1, count)  # moved labels (all or all but one) are joined
     glyphs = axes.texts[0].get_fontsize() * figure.dpi / 72
     assert min(np.diff([box.y0 for box in boxes])) > 1.1 * glyphs
     assert boxes[0].y1 > axes.bbox.y0 and boxes[-1].y0 < axes.bbox.y1

@@ -1,4 +1,4 @@
-"""A run killed with -9 and started again ends bitwise where one ends that was not stopped."""
+"""A run killed with SIGKILL and restarted ends bitwise equal to one that was never interrupted."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def parameters(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def metrics(workdir: Path) -> list[dict]:
-    """Everything but wall-clock times and what was compiled."""
+    """Return the metrics rows without wall-clock times and compilation counts."""
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     clock = ("time", "timing/", "throughput/", "compile/")
     return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
@@ -66,7 +66,7 @@ def test_kill_9_and_resume_is_bitwise_equal(kind, tmp_path):
     wait_for((broken / "checkpoints" / "2").exists, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "it was killed before its end"
+    assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "the run was killed before its end"
     assert "resuming from iteration" in finish(start(kind, broken, data, whole / "coldstart"))
 
     a, b = parameters(whole), parameters(broken)
@@ -74,7 +74,7 @@ def test_kill_9_and_resume_is_bitwise_equal(kind, tmp_path):
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
     assert metrics(whole) == metrics(broken)
-    assert max(row.get("actor/grad_norm", 0) for row in metrics(whole)) > 0.1, "there is something to learn"
+    assert max(row.get("actor/grad_norm", 0) for row in metrics(whole)) > 0.1, "some update has a gradient"
     if "partial" in kind:
         older = [row["response/older"] for row in metrics(whole) if row.get("iteration", 0) > 2]
-        assert max(older) > 0, "some responses went on from the buffer of the checkpoint"
+        assert max(older) > 0, "some responses resume from the checkpoint's buffer"

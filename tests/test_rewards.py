@@ -1,4 +1,4 @@
-r"""The reward functions: final answers as people write them, and none that is free for the taking."""
+r"""The reward functions: final answers as people write them, and no reward for degenerate completions."""
 
 import time
 
@@ -16,7 +16,7 @@ def score(name, completion, **record):
     [
         ("7+8=15 4+2+1=7 #### 75", "75", 1),
         ("#### 75", "57", 0),
-        ("the answer is 75", "75", 0),  # no mark
+        ("the answer is 75", "75", 0),  # no answer mark
         ("", "75", 0),
         ("####", "75", 0),
         ("#### 1,234", "1234", 1),
@@ -39,7 +39,7 @@ def score(name, completion, **record):
         ("#### 1e3", "1000", 0),
         ("#### 6 5", "65", 0),
         ("#### 60+5", "60", 0),
-        ("#### 18 #### 19", "19", 1),  # the last counts
+        ("#### 18 #### 19", "19", 1),  # the last mark counts
         ("#### 19 #### 18", "19", 0),
         (r"so \boxed{18}.", "18", 1),
         (r"#### 18 and \boxed{19}", "19", 1),
@@ -48,11 +48,11 @@ def score(name, completion, **record):
         (r"\boxed{18\%}", "18", 1),
         (r"\boxed{18", "18", 0),  # never closed
         (r"#### 18 \boxed{19", "18", 0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),  # no number: as text
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),  # not a number: compared as text
         (r"\boxed{\frac{1}{2}}", "0.5", 0),
         ("#### yes", "yes", 1),
         ("#### yes", "5", 0),
-        ("#### 99999999999999999999999999999999", "99999999999999999999999999999998", 0),  # exact, no float
+        ("#### 99999999999999999999999999999999", "99999999999999999999999999999998", 0),  # exact, not as floats
         ("#### 0.1000000000000000000000000000000000001", "0.1", 0),
     ],
 )
@@ -97,15 +97,15 @@ def test_answer_format(completion, expected):
         ("#### 7+5*3=22", 1),
         (r"\boxed{3 \times 5 + 7}", 1),
         ("#### 3×5+7", 1),
-        ("#### 22", 0),  # not from the numbers
+        ("#### 22", 0),  # does not use the given numbers
         ("#### 3*5+7+0", 0),
         ("#### 3*5+5+2", 0),
         ("#### 3*5", 0),
-        ("#### (3+7)*5", 0),  # the numbers, another result
+        ("#### (3+7)*5", 0),  # the given numbers, but another result
         ("#### 35-7-6", 0),
         ("#### 3*5+7.0", 0),
         ("#### 3**5+7", 0),
-        ("#### 3*5--7", 0),  # a sign is no operator here
+        ("#### 3*5--7", 0),  # a sign is not an operator
         ("#### 5*3+7 5", 0),
         ("#### 3*5+", 0),
         ("#### 5(3)+7", 0),

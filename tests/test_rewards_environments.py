@@ -1,4 +1,4 @@
-"""What environments say to a turn."""
+"""The replies of environments to a turn."""
 
 import pytest
 

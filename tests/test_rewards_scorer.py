@@ -51,7 +51,7 @@ def picky(prompt, completion, record):
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory):
-    """Two importable modules: `fake_here` for this process and `fake_there` for workers."""
+    """Return the names of two importable modules: `fake_here` for this process and `fake_there` for workers."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "fake_here.py").write_text(FAKE.replace(', "picky"', ""))
     (folder / "fake_there.py").write_text(FAKE.replace('"moody", "broken", ', ""))
@@ -66,7 +66,7 @@ def fakes(tmp_path_factory):
 @pytest.fixture(scope="module")
 def verifier():
     with Scorer({"math_verify": 1.0}, timeout_s=TIMEOUT_S, workers=2) as scorer:
-        run(scorer, ["#### 1"])  # started
+        run(scorer, ["#### 1"])  # starts the workers
         yield scorer
 
 
@@ -81,7 +81,7 @@ def pids(scorer):
 
 def test_scores_are_weighted_and_kept_apart():
     with Scorer({"exact_answer": 1.0, "answer_format": 0.25, "countdown": 0.0}) as scorer:
-        assert scorer._pool is None  # nothing needs a process
+        assert scorer._pool is None  # no function needs a process
         scores = run(scorer, ["#### 3", "#### 4", "3", "#### 1+2"], numbers="1 2", target="3")
     np.testing.assert_array_equal(scores.total, np.asarray([1.25, 0.25, 0.0, 0.25], np.float32))
     assert scores.total.dtype == np.float32 and scores.failures == 0
@@ -107,7 +107,7 @@ def test_an_empty_batch_is_empty():
         ({"math_verfy": 1.0}, {}, "did you mean 'math_verify'"),
         ({"format": 1.0}, {}, "^reward 'format' is now called 'answer_format'; rename it in the config$"),
         ({"zzz": 1.0}, {}, "there are answer_format, countdown, exact_answer, math_verify"),
-        ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # a function, but no reward
+        ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # an importable function, but no reward
         ({"answer_format": math.nan}, {}, "weight nan of reward 'answer_format' is not finite"),
         (
             {"answer_format": 1.0},
@@ -165,7 +165,7 @@ def test_a_worker_that_dies_is_replaced_and_the_sample_retried_once(fakes, tmp_p
         assert "the reward worker ended with signal 9, 2 times" in caplog.text
         assert run(scorer, ["exit", "a"]).failures == 1
         after = pids(scorer)
-        os.kill(after[0], signal.SIGKILL)  # while it has nothing to do
+        os.kill(after[0], signal.SIGKILL)  # killed while idle
         assert run(scorer, ["a", "b"]).failures == 0
         assert len({*before, *after, *pids(scorer)}) == 3
 
@@ -210,7 +210,7 @@ HANGS = {
 
 
 def test_hanging_answers_are_killed_and_the_others_scored(verifier):
-    """FAULTS 20."""
+    """An answer that hangs scores NaN and costs its worker; all other answers keep their scores."""
     fine = [r"\boxed{3}", r"\boxed{4}", "#### 3"] * 3
     expected = run(verifier, fine).total.tolist()
     before = pids(verifier)
@@ -220,7 +220,7 @@ def test_hanging_answers_are_killed_and_the_others_scored(verifier):
         took = time.monotonic() - start
         assert np.isnan(scores.total[4]) and scores.failures == 1, name
         assert np.delete(scores.total, 4).tolist() == expected, name
-        assert took < TIMEOUT_S + 3, (name, took)  # a replacement may be starting; 2 cores
+        assert took < TIMEOUT_S + 3, (name, took)  # a replacement may be starting on a machine with 2 cores
     assert len(pids(verifier)) == 2 and len(set(pids(verifier)) - set(before)) >= 1
     for pid in set(before) - set(pids(verifier)):
         assert not os.path.exists(f"/proc/{pid}")
@@ -228,7 +228,7 @@ def test_hanging_answers_are_killed_and_the_others_scored(verifier):
 
 
 def test_workers_are_light_and_end_with_the_parent(tmp_path):
-    """A worker has no jax, though the parent's __main__ imports it, and is gone when the parent is killed."""
+    """A worker never imports jax, although the parent's __main__ does, and it ends when the parent is killed."""
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent("""
@@ -255,7 +255,7 @@ def test_workers_are_light_and_end_with_the_parent(tmp_path):
 
 
 def test_a_hung_worker_ends_without_its_parent():
-    """The parent is gone and nobody kills it: its own watchdog does, at 2 timeouts + 10 s, here shortened."""
+    """A hung worker whose parent is gone is ended by its own watchdog, at 2 timeouts + 10 s, shortened here."""
     code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_MARGIN_S = 0.2\n" + (
         "there = types.ModuleType('there'); there.hang = lambda prompt: 10 ** 10 ** 10\n"
         "sys.modules['there'] = there; sys.argv = ['', 'there', '0.1']; worker.main()"
@@ -284,7 +284,7 @@ def test_close_ends_the_workers_and_can_be_repeated(fakes):
 
 
 def alive(pid):
-    """False for a zombie too: it has ended, and whoever adopted it has yet to notice."""
+    """Return whether a process runs; False for a zombie, which has ended but is not yet reaped."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

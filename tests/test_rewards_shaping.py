@@ -1,4 +1,4 @@
-"""The overlong penalty, by hand."""
+"""The overlong penalty against numbers worked by hand."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=
 
 
 def test_overlong_by_hand():
-    # L_max 20, L_cache 4: free up to 16; then (16 - 17)/4, ..., (16 - 20)/4 = -1; beyond it stays -1.
+    # L_max 20, L_cache 4: no penalty up to 16; then (16 - 17)/4, ..., (16 - 20)/4 = -1; -1 beyond.
     penalty = shaping.overlong(np.asarray([0, 15, 16, 17, 18, 19, 20, 21, 500], np.int32), limit=20, cache=4)
     assert penalty.dtype == np.float32
     np.testing.assert_array_equal(penalty, [0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1])

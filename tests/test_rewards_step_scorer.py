@@ -1,4 +1,4 @@
-"""Step scores of a batch, and the tokens they land on, with a real byte-level tokenizer."""
+"""Step scores of a batch, and the tokens they are assigned to, with a real byte-level tokenizer."""
 
 import math
 import sys
@@ -64,7 +64,7 @@ def test_countdown_end_to_end():
 
 def test_functions_are_weighted_and_add_up_where_they_end_together():
     scores = run(scorer(words=2.0, letters=0.25), ["ab a", ""])
-    # words ends at 2 and 4; letters at 1, 2, 3, 4 with 1, 0, 0, 1. So 0.25, 2 + 0, 0, 2 + 0.25.
+    # words ends at 2 and 4; letters at 1, 2, 3, 4 with 1, 0, 0, 1. The sums are 0.25, 2 + 0, 0, 2 + 0.25.
     assert scores.steps == [[(1, 0.25), (2, 2.0), (3, 0.0), (4, 2.25)], []]
     assert {name: s.tolist()[0] for name, s in scores.by_name.items()} == {"words": 1.0, "letters": 0.5}
     assert all(math.isnan(s[1]) for s in scores.by_name.values())
@@ -77,7 +77,7 @@ def test_a_weight_of_zero_only_records():
 
 
 def test_what_is_no_step_leaves_a_completion_without_and_is_counted(caplog):
-    """FAULTS 18."""
+    """Invalid results and exceptions leave a completion without steps; they are counted and warned of once."""
     bad = ["nan", "inf", "zero", "far", "half", "none", "raise"]
     scores = run(scorer(words=1.0, moody=1.0), ["fine", *bad])
     assert scores.steps == [[(1, 0.5), (2, 1.5), (4, 1.0)], *[[]] * 7] and scores.failed.sum() == 7
@@ -102,7 +102,7 @@ def test_a_function_that_always_raises_ends_the_run():
         ({}, "no step reward function is given"),
         ({"countdown_step": 1.0}, "no step reward 'countdown_step'; did you mean 'countdown_steps'"),
         ({"countdown": 1.0}, "no step reward 'countdown'.*there are countdown_steps"),
-        ({"re": 1.0}, "no step reward 're'"),  # in the module, but no reward
+        ({"re": 1.0}, "no step reward 're'"),  # a name in the module, but no reward
         ({"countdown_steps": math.inf}, "weight inf of step reward 'countdown_steps' is not finite"),
     ],
 )
@@ -126,7 +126,7 @@ EOS = TOKENIZER.eos_ids[0]
 
 
 def batch(*rows):
-    """Right padded tokens and mask of rows of ids."""
+    """Return right-padded tokens and mask of the given rows of ids."""
     width = max(map(len, rows)) + 1
     tokens = np.full((len(rows), width), TOKENIZER.pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
@@ -136,7 +136,7 @@ def batch(*rows):
 
 
 def where(steps, ids):
-    """The tokens on which the steps of one response land, with their rewards."""
+    """Return the tokens that the steps of one response are assigned to, with their rewards."""
     rewards, is_step = place_step_rewards([steps], *batch(ids), TOKENIZER.decode)
     assert rewards.dtype == np.float32 and is_step.dtype == bool and rewards.shape == is_step.shape == (1, len(ids) + 1)
     assert not rewards[~is_step].any()
@@ -148,8 +148,8 @@ def test_steps_land_on_the_tokens_that_end_them():
     pieces = [TOKENIZER.decode([i]) for i in ids]
     assert pieces == ["3", "*", "5", "=", "1", "5", " ", "1", "5", "+", "7", "=", "2", "2", ""]
     assert where([(6, 1.0), (14, 0.5)], ids) == {5: 1.0, 13: 0.5}
-    assert where([(14, 0.5), (6, 1.0)], ids) == {5: 1.0, 13: 0.5}  # in any order
-    assert where([(6, 0.0)], ids) == {5: 0.0}  # a step without reward is a step
+    assert where([(14, 0.5), (6, 1.0)], ids) == {5: 1.0, 13: 0.5}  # order does not matter
+    assert where([(6, 0.0)], ids) == {5: 0.0}  # a step of reward 0 is still a step
     assert where([(1, 1.0), (2, 2.0)], ids) == {0: 1.0, 1: 2.0}
     assert where([], ids) == {}
 
@@ -162,10 +162,10 @@ def test_steps_that_end_in_one_token_add_up():
 
 
 def test_characters_of_many_tokens_count_once():
-    ids = TOKENIZER.encode("é3=语5=1")  # neither é alone nor 语 was trained: 2 and 3 tokens of a byte each
+    ids = TOKENIZER.encode("é3=语5=1")  # neither é nor 语 was learned as one token: they take 2 and 3 byte tokens
     assert len(ids) == 2 + 1 + 1 + 3 + 1 + 1 + 1
     assert where([(2, 1.0), (5, 2.0), (7, 3.0)], ids) == {2: 1.0, 7: 2.0, 9: 3.0}
-    assert where([(1, 1.0), (4, 2.0)], ids) == {1: 1.0, 6: 2.0}  # at the last byte: before, it is no 语
+    assert where([(1, 1.0), (4, 2.0)], ids) == {1: 1.0, 6: 2.0}  # at the last byte, which completes the 语
 
 
 def test_special_tokens_have_no_characters():
@@ -175,7 +175,7 @@ def test_special_tokens_have_no_characters():
 
 def test_only_what_is_under_the_mask_counts():
     tokens, mask = batch(TOKENIZER.encode("12345"), TOKENIZER.encode("1"), [])
-    mask[0, 1] = False  # so the text is 1345
+    mask[0, 1] = False  # the text becomes 1345
     rewards, is_step = place_step_rewards([[(2, 1.0), (4, 2.0)], [], []], tokens, mask, TOKENIZER.decode)
     np.testing.assert_array_equal(rewards, [[0, 0, 1, 0, 2, 0], [0] * 6, [0] * 6])
     np.testing.assert_array_equal(is_step, rewards > 0)
@@ -190,19 +190,19 @@ def test_steps_that_do_not_belong_to_the_tokens_are_an_error():
 
 
 def naive(end, ids, decode):
-    """The first token with which the prefix says what the whole text says up to `end`, one after the other."""
+    """Return the first token after which the prefix decodes to the text up to `end`, by trying each token in turn."""
     text = decode(ids)
     return next(i for i in range(len(ids)) if decode(ids[: i + 1])[:end] == text[:end])
 
 
 def strips(ids):
-    """A decoder that is not the sum of its parts: as SentencePiece's, it drops the space that begins a text."""
+    """Decode like SentencePiece, which drops a leading space, so that a text is not the sum of its pieces."""
     return TOKENIZER.decode(ids).removeprefix(" ")
 
 
 IDS = st.one_of(
     st.text("日本语é🦆 =15ab#", max_size=20).map(TOKENIZER.encode),
-    st.lists(st.integers(0, TOKENIZER.vocab_size + 1), max_size=20),  # specials, and bytes that are no UTF-8
+    st.lists(st.integers(0, TOKENIZER.vocab_size + 1), max_size=20),  # special tokens, and bytes that are not UTF-8
 )
 
 
@@ -222,10 +222,10 @@ def test_every_place_is_found_as_by_trying_each_token(decode, ids, data):
 
 @pytest.mark.parametrize(
     ("before", "step", "count"),
-    [("", "3*5=15 ", 4000), ("#3", "语语语语3*5=15 ", 2001)],  # the second's middle token is the middle of a 语
+    [("", "3*5=15 ", 4000), ("#3", "语语语语3*5=15 ", 2001)],  # in the second text the middle token lies inside a 语
 )
 def test_thousands_of_steps_in_a_long_response_stay_cheap(before, step, count):
-    """Every token is decoded a few times per halving, not once per step."""
+    """The search decodes every token a few times per halving, not once per step."""
     text = before + step * count
     ids = TOKENIZER.encode(text)
     decoded = 0

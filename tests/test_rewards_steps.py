@@ -1,4 +1,4 @@
-r"""Step rewards: equations as people write them, each number used once, and none that is free for the taking."""
+r"""Step rewards: equations as people write them, each number usable once, and no reward for degenerate completions."""
 
 import time
 
@@ -12,7 +12,7 @@ SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=
 
 
 def found(completion, numbers="3 5 7", target="22"):
-    """What countdown_steps finds: the text of each step and its reward."""
+    """Return the text and reward of each step that countdown_steps finds."""
     ends = steps.countdown_steps("", completion, {"numbers": numbers, "target": target})
     starts = [0, *(end for end, _ in ends)]
     return [(completion[start:end].lstrip(), reward) for start, (end, reward) in zip(starts, ends, strict=False)]
@@ -25,7 +25,7 @@ def rewards(completion, numbers="3 5 7"):
 def test_a_step_ends_with_its_result():
     completion = "3*5=15 15+7=22 #### 3*5+7"
     record = {"numbers": "3 5 7", "target": "22"}
-    assert steps.countdown_steps("", completion, record) == [(6, 1.0), (14, 1.0)]  # "3*5=15" is 6, "15+7=22" 7 more
+    assert steps.countdown_steps("", completion, record) == [(6, 1.0), (14, 1.0)]  # 6 characters, then 8 with the space
     assert steps.countdown_steps("", "3*5=15 15+7=23", record) == [(6, 1.0), (14, 0.0)]
     assert steps.countdown_steps("", "no step", record) == []
 
@@ -34,21 +34,21 @@ def test_a_step_ends_with_its_result():
     ("completion", "expected"),
     [
         ("", []),
-        ("3*5=15", [1]),  # whatever the target, and whether or not there is an answer
-        ("5*3=15 7+15=22", [1, 1]),  # any order
-        ("15+7=22 3*5=15", [0, 1]),  # 15 is not there yet
+        ("3*5=15", [1]),  # for any target, with or without an answer
+        ("5*3=15 7+15=22", [1, 1]),  # operands in any order
+        ("15+7=22 3*5=15", [0, 1]),  # 15 is not available yet
         ("3*5=15 15+7=22 22+0=22", [1, 1, 0]),
-        ("3*5=16 16+7=23", [0, 0]),  # a wrong result is not there to be used
-        ("3*5=16 3*5=15", [0, 1]),  # and a wrong step has used up nothing
+        ("3*5=16 16+7=23", [0, 0]),  # a wrong result does not become available
+        ("3*5=16 3*5=15", [0, 1]),  # a wrong step uses up nothing
         ("3*5=15 3*5=15", [1, 0]),
         ("3+3=6", [0]),
         ("3+4=7", [0]),
         ("3*5=15 15+15=30", [1, 0]),
-        ("#### 3*5=15", []),  # the answer, not the work
-        ("3*5=15 #### x 15+7=22 ####", [1, 1]),  # work is what stands before the last mark
+        ("#### 3*5=15", []),  # the answer, not a step
+        ("3*5=15 #### x 15+7=22 ####", [1, 1]),  # steps count up to the last mark
         ("3*5=15####3*5", [1]),
         ("3*5=15 ##### 15+7=22", [1]),
-        # Spaces and spellings are those of the final answer.
+        # Spaces and spellings as in the final answer.
         ("3 * 5 = 15", [1]),
         ("  3  *5=   15  ", [1]),
         ("3×5=15", [1]),
@@ -57,7 +57,7 @@ def test_a_step_ends_with_its_result():
         ("3\t*5=15", []),
         ("3**5=243", []),
         ("3x5=15", []),
-        # Whatever separates them.
+        # Any separator.
         ("3*5=15,15+7=22", [1, 1]),
         ("3*5=15.\n15+7=22.", [1, 1]),
         ("(first) 3*5=15; then 15+7=22!", [1, 1]),
@@ -68,10 +68,10 @@ def test_a_step_ends_with_its_result():
         ("3*5=15 => 15+7=22 -> done", [1, 1]),
         (r"$3*5=15$ \[15 \times 0=0\]", [1, 0]),
         ("3*5=15日15+7=22", [1, 1]),
-        # Part of something longer is no step.
+        # Part of a longer expression is no step.
         ("3*5+7=22", []),
         ("7+3*5=22", []),
-        ("7+3*5=15", []),  # not even where its end would be one
+        ("7+3*5=15", []),  # nor if only its end would be one
         ("7-3*5=15", []),
         ("2^3*5=15", []),
         ("2·3*5=15", []),
@@ -102,7 +102,7 @@ def test_a_step_ends_with_its_result():
         ("3*5=x", []),
         ("3*5", []),
         ("15=15", []),
-        # No whole numbers.
+        # Results that are not whole numbers.
         ("7/2=3.5", [0]),
         ("3.5*2=7", [0]),
         ("3*5=15.0", [0]),
@@ -128,14 +128,14 @@ def test_numbers_count_as_often_as_they_are_given():
     assert rewards("4+4=8 8+4=12", "4 4 4") == [1, 1]
     assert rewards("4+4=8", "4 8") == [0]
     assert rewards("4+4=8 4+4=8 8+8=16", "4 4 4 4") == [1, 1, 1]
-    assert rewards("4*2=8 8+8=16", "4 2 8") == [1, 1]  # a result beside a given number of the same value
+    assert rewards("4*2=8 8+8=16", "4 2 8") == [1, 1]  # the result equals a given number
 
 
 def test_results_below_zero_are_numbers():
     assert rewards("3-5=-2 -2+7=5") == [1, 1]
     assert rewards("3-5= -2, 7+-2=5") == [1, 1]
     assert rewards("3-5=-2 7--2=9") == [1, 1]
-    assert rewards("3-5=-2 - 2+7=9") == []  # a minus apart from its number joins
+    assert rewards("3-5=-2 - 2+7=9") == []  # a minus apart from its number joins the equations
     assert rewards("3-5=2") == [0]
     assert rewards("15 -2=13 13 - 7=6", "15 2 7") == [1, 1]  # before the = it is an operator
 
@@ -150,7 +150,7 @@ SEPARATORS = [" ", "\n", ", ", ",", "; ", ". ", " so ", " => ", " 日 ", "\n- ",
 
 @st.composite
 def work(draw):
-    """Numbers, a text of steps right and wrong, and what each is worth, by a list of what is left to use."""
+    """Draw numbers, a text of right and wrong steps, and each step's reward by the numbers still available."""
     numbers = draw(st.lists(st.integers(1, 12), min_size=2, max_size=5))
     left, text, expected = list(numbers), draw(st.sampled_from(["", "we try: ", "#### 1+1=2 "])), []
     if text.startswith("####"):
@@ -225,4 +225,4 @@ def test_any_text_gives_steps_in_order_and_no_more_rewards_than_numbers_allow(te
 def test_hostile_completions_cost_nothing(hostile):
     start = time.perf_counter()
     assert sum(rewards(hostile, "3 5 7")) == ("\ud800" in hostile)
-    assert time.perf_counter() - start < 5  # quadratic: hours
+    assert time.perf_counter() - start < 5  # quadratic time would take hours

@@ -1,4 +1,4 @@
-"""The routing comparison: what its config keeps equal and what it varies, and that its page is true."""
+"""The routing comparison: what its config holds fixed and what it varies, and that its docs page is true."""
 
 import re
 from pathlib import Path
@@ -38,7 +38,7 @@ def _differences(one: str, other: str) -> dict:
 def test_every_variant_is_a_run_that_train_accepts(variant, regime):
     config = _config(variant + regime)
     check(config)
-    # A mini-batch is whole groups, and its rows are spread over all devices.
+    # A mini-batch consists of whole groups, with its rows spread over all devices.
     groups, left = divmod(config.data.prompts_per_batch, config.training.minibatches)
     assert left == 0 and groups * config.sampling.group_size % batch_shards(dict(config.mesh)) == 0
     assert config.iterations == (2 if "runlocal" in regime else 50)

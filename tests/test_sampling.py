@@ -1,4 +1,4 @@
-"""What is drawn is what the log-prob says."""
+"""Sampled tokens follow the distribution whose log-probs are reported."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05]))
     ],
 )
 def test_truncation_keeps_the_most_probable(top_k, top_p, min_p, kept):
-    """By hand: cumulative .4 .7 .85 .95 1, relative 1 .75 .375 .25 .125; with top_k=4 first, .42 .32 .16 .11."""
+    """Cumulative .4 .7 .85 .95 1, relative to the first 1 .75 .375 .25 .125; with top_k=4 first, .42 .32 .16 .11."""
     out = truncate(jnp.asarray(LOGITS)[None], top_k=top_k, top_p=top_p, min_p=min_p)[0]
     assert np.isfinite(out).tolist() == [True] * kept + [False] * (5 - kept)
 
@@ -56,9 +56,9 @@ def test_frequencies_pass_chi_square_against_the_reported_distribution(sampling)
     np.testing.assert_allclose(full, (scaled - np.log(np.exp(scaled).sum()))[tokens], atol=1e-5)
     chosen, counts = np.unique(tokens, return_counts=True)
     probs = np.array([np.exp(behaviour[tokens == t][0]) for t in chosen])
-    assert abs(probs.sum() - 1) < 1e-5, "the behaviour distribution lives on the tokens that can be drawn"
+    assert abs(probs.sum() - 1) < 1e-5, "the behaviour distribution sums to one over the tokens that can be drawn"
     chi_square = ((counts - n * probs) ** 2 / (n * probs)).sum()
-    assert chi_square < 18.5, "p < 0.001 for 4 degrees of freedom"
+    assert chi_square < 18.5, "chi-square stays below its 0.999 quantile for 4 degrees of freedom"
 
 
 def test_greedy_takes_the_largest_and_scores_at_temperature_one():

@@ -1,4 +1,4 @@
-"""Weak scaling: what is read from plans, the table and the picture, and what is said of files that are none."""
+"""Weak scaling: reading plans, the table and the picture, and errors for files that are no plans."""
 
 import json
 
@@ -8,7 +8,7 @@ from gspo_jax import scaling
 
 
 def plan(chips: int, **facts) -> dict:
-    """What `plan` writes, of one program."""
+    """Return what `plan` writes, for one program."""
     collectives = [
         {"kind": "all-gather", "group": "64", "count": 2, "bytes": 60e9, "source": ""},
         {"kind": "all-gather", "group": "4", "count": 2, "bytes": 20e9, "source": ""},

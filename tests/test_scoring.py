@@ -1,4 +1,4 @@
-"""What the trainer's models say of responses: the critic's values, the routers' shift, the old policy's views."""
+"""The trainer's scores of responses: the critic's values, the router shift, and the old policy's record."""
 
 import dataclasses
 from functools import partial
@@ -27,7 +27,7 @@ SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Every program runs once."""
+    """Compile with most optimisations off: every program here runs once."""
     with quick_compilation():
         yield
 
@@ -41,7 +41,7 @@ def rollout():
 
 
 def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
-    """Log-probs, entropies, routes at real positions, hidden states, and the gradient."""
+    """Sharing a group's prompt changes scores and gradient by rounding only, and no route at a real position."""
     target = np.random.default_rng(0).standard_normal(rollout.mask.shape).astype(np.float32)
 
     @partial(jax.jit, static_argnames="group_size")
@@ -63,7 +63,7 @@ def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
 
 
 def make_critic(*, own_trunk: bool):
-    """A critic whose head says something."""
+    """Return a critic whose head is random instead of zero."""
     graph, shapes = critic_lib.abstract(CONFIG, own_trunk=own_trunk, dtype=jnp.float32)
     first = critic_lib.first_params(shapes, weights().whole)
     head = jax.random.normal(jax.random.key(2), (CONFIG.hidden_size,))
@@ -76,10 +76,12 @@ def test_a_critic_begins_at_zero_on_a_copy_of_the_policy():
     first = critic_lib.first_params(shapes, policy)
     assert jax.tree.structure(first) == jax.tree.structure(shapes)
     assert not np.any(first["head"][...])
-    assert "head" not in first["trunk"], "a trunk predicts no tokens"
+    assert "head" not in first["trunk"], "a trunk has no language-model head"
     embed, mine = policy["embed"][...], first["trunk"]["embed"][...]
     np.testing.assert_array_equal(embed, mine)
-    assert embed.unsafe_buffer_pointer() != mine.unsafe_buffer_pointer(), "both are donated"
+    assert embed.unsafe_buffer_pointer() != mine.unsafe_buffer_pointer(), (
+        "the buffers are separate, since both are donated"
+    )
 
 
 @pytest.mark.parametrize("own_trunk", [True, False])
@@ -92,14 +94,14 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
         return values(graph, critic, responses, SCORING, policy_hidden=hidden)
 
     found = np.asarray(value(rollout))
-    # The trunk still is the policy, so both critics are its hidden states by the head.
+    # The trunk still equals the policy, so both critics compute the policy's hidden states times the head.
     np.testing.assert_allclose(found, SCORE(weights(), rollout).hidden @ head, rtol=2e-4, atol=2e-4)
     changed = rollout.tokens.copy()
     changed[:, 3] = (changed[:, 3] + 1) % 60 + 1
     after = np.asarray(value(dataclasses.replace(rollout, tokens=changed)))
     there = rollout.mask[:, 4]
     np.testing.assert_allclose(after[:, :4], found[:, :4], atol=1e-5)
-    assert np.abs(after - found)[there, 4].min() > 1e-4, "the next value has read the token"
+    assert np.abs(after - found)[there, 4].min() > 1e-4, "the next value depends on the changed token"
 
 
 def test_routers_are_watched_at_the_experts_asked_about(rollout):

@@ -1,5 +1,6 @@
-"""A run's files in a bucket: fetched, published, never older than a checkpoint. Any folder can play the bucket; the
-slow tests talk to an emulator of Google Cloud Storage instead.
+"""A run's files in a bucket: downloaded, uploaded, never older than a checkpoint.
+
+A local folder stands in for the bucket; the slow tests use an emulator of Google Cloud Storage.
 """
 
 import json
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """What stands for gs://bucket/run."""
+    """Return the local folder that stands in for gs://bucket/run."""
     place = epath.Path(tmp_path / "bucket" / "run")
     monkeypatch.setattr(storage_lib, "find", lambda workdir: place)
     return place
@@ -75,7 +76,7 @@ def test_the_next_machine_finds_what_the_last_one_left(bucket):
         assert folder.checkpoints == bucket / "checkpoints"
         (folder.local / "metrics.jsonl").unlink()
         folder.publish()
-        assert names(bucket) == ["checkpoints/1/big"], "what was fetched is known to be there"
+        assert names(bucket) == ["checkpoints/1/big"], "downloaded files are known to be in the bucket"
 
 
 def test_only_what_has_changed_is_copied_and_not_too_often(bucket):
@@ -86,7 +87,7 @@ def test_only_what_has_changed_is_copied_and_not_too_often(bucket):
         (bucket / "a").write_text("untouched")
         (folder.local / "b").write_text("newer")
         folder.publish(every_s=60)
-        assert (bucket / "b").read_text() == "b", "a minute has not passed"
+        assert (bucket / "b").read_text() == "b", "less than a minute has passed"
         folder.publish()
         assert [(bucket / name).read_text() for name in ("a", "b")] == ["untouched", "newer"]
 
@@ -110,7 +111,7 @@ def test_a_bucket_that_fails_later_does_not_end_the_run(bucket, monkeypatch, cap
             broken.setattr(RunFolder, "_upload", lambda *_: (_ for _ in ()).throw(OSError("503")))
             folder.publish()
         assert "not up to date (503)" in caplog.text and names(bucket) == []
-        folder.publish(every_s=60)  # a failure is no copy: the next call makes up for it
+        folder.publish(every_s=60)  # a failed upload does not count as a copy, so the next call retries
         assert names(bucket) == ["a"]
 
 
@@ -124,7 +125,7 @@ def test_a_bucket_that_cannot_be_used_is_told_at_once(tmp_path, bucket):
 
 
 def test_metrics_and_samples_go_on_after_the_machine_is_lost(bucket):
-    """Steps behind the checkpoint that the run resumes from are not there twice, in the bucket neither."""
+    """After a resume, steps past the checkpoint appear once, locally and in the bucket."""
     with open_folder("gs://bucket/run") as folder, MetricsWriter(folder.local) as writer:
         samples = SamplesWriter(folder.local)
         for step in (1, 2, 3):
@@ -150,7 +151,7 @@ create_server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="buc
 
 @pytest.fixture(scope="module")
 def storage():
-    """The environment in which gs:// is an emulator on this machine, with a bucket named `bucket`."""
+    """Return the environment in which gs:// is a local emulator with a bucket named `bucket`."""
     pytest.importorskip("gcp_storage_emulator")
     pytest.importorskip("gcsfs")
     url = f"http://localhost:{9100 + os.getpid() % 500}"

@@ -1,4 +1,4 @@
-"""The tokenizer: real `tokenizers` models, trained here or written as a Hugging Face folder."""
+"""The tokenizer: real `tokenizers` models, trained here or read from a Hugging Face folder."""
 
 import json
 
@@ -31,7 +31,7 @@ def trained():
 
 
 def folder_with(path, trained, *, settings=None, template=None, **files):
-    """A folder with the trained tokenizer.json and the given configuration files."""
+    """Write a folder with the trained tokenizer.json and the given configuration files."""
     trained.save(path)
     (path / "generation_config.json").unlink()
     (path / "tokenizer_config.json").write_text(json.dumps(settings or {}))
@@ -51,7 +51,7 @@ def test_training_is_deterministic_and_splits_digits(trained, tmp_path):
     assert trained.pad_id == 0 and trained.eos_ids == (1,) and 259 < trained.vocab_size <= 300
     ids = trained.encode("1047+5")
     assert [trained.decode([i]) for i in ids] == list("1047+5")
-    assert len(trained.encode(" ####")) == 1  # a merge was learned
+    assert len(trained.encode(" ####")) == 1  # the merge was learned
 
 
 @pytest.mark.parametrize("text", ["", "47+28=?", "naïve Ünïcode 日本語 🦆", " \n\t at both ends \n", "\x00\x7f"])
@@ -62,7 +62,7 @@ def test_round_trip(trained, text):
 
 def test_special_tokens_and_ids_beyond_the_vocabulary(trained):
     ids = trained.encode("5<|im_end|>")
-    assert ids[-1] == trained.eos_ids[0] and len(ids) == 2  # and nothing was added around the text
+    assert ids[-1] == trained.eos_ids[0] and len(ids) == 2  # nothing is added around the text
     assert trained.decode(ids) == "5"
     assert trained.decode(ids, skip_special=False) == "5<|im_end|>"
     assert trained.decode([*ids, 9999]) == "5"
@@ -97,7 +97,7 @@ def test_save_and_load_keep_everything(trained, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "generation", "config", "eos", "pad"),
     [
-        ({"eos_token": "<|im_end|>"}, {}, {}, (1,), 1),  # no pad: the first eos
+        ({"eos_token": "<|im_end|>"}, {}, {}, (1,), 1),  # without a pad token: the first eos
         ({"eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": "<|endoftext|>"}, {}, {}, (1,), 0),
         ({"eos_token": "<|im_end|>"}, {"eos_token_id": [1, 0]}, {"eos_token_id": 1}, (1, 0), 1),
         ({"eos_token": None}, {}, {"eos_token_id": [2, 1], "pad_token_id": 0}, (2, 1), 0),
@@ -126,7 +126,7 @@ def test_chat_with_a_template(trained, tmp_path):
 
 
 def test_a_users_turn_behind_an_assistants(trained, tmp_path):
-    """All that a template puts between the assistant's end-of-sequence token and its next turn."""
+    """The text that a template puts between the assistant's end-of-sequence token and the user's next turn."""
     assert trained.user_turn("again") == "again"
     loaded = Tokenizer.load(folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=QWEN_LIKE))
     conversation = [("user", "1+1?"), ("assistant", "3"), ("user", "again")]
@@ -167,8 +167,8 @@ def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
     [
         ("{{ raise_exception('roles must alternate') }}", "rejected the conversation: roles must alternate"),
         ("{% for %}", "invalid at line 1"),
-        ("{{ ''.__class__.__mro__ }}", "rejected the conversation"),  # the sandbox
-        ("{{ messages.append(1) }}", "rejected the conversation"),  # and its immutability
+        ("{{ ''.__class__.__mro__ }}", "rejected the conversation"),  # refused by the sandbox
+        ("{{ messages.append(1) }}", "rejected the conversation"),  # which is immutable
     ],
 )
 def test_bad_templates_say_so(trained, tmp_path, template, message):
@@ -210,6 +210,6 @@ def test_what_is_wrong_with_a_folder_is_said(trained, tmp_path):
 
 def test_the_vocabulary_must_fit_the_model(trained):
     check_vocabulary(trained, trained.vocab_size)
-    check_vocabulary(trained, trained.vocab_size + 267)  # padded, as Qwen3's is
+    check_vocabulary(trained, trained.vocab_size + 267)  # padded vocabulary, as in Qwen3
     with pytest.raises(UserError, match=f"largest id {trained.vocab_size - 1} does not fit"):
         check_vocabulary(trained, trained.vocab_size - 1)

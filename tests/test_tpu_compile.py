@@ -1,7 +1,7 @@
-"""The TPU's compiler takes the mixture of experts, forward and backward, and its kernels work for the chosen pairs.
+"""The TPU compiler accepts the mixture-of-experts layer, forward and backward; kernels work only on the chosen pairs.
 
-Compiled ahead of time for a slice that is not there (gspo_jax/parallel/topology.py), each in a process of its own,
-for libtpu reads its environment once. The figures of one:
+Compiled ahead of time for a slice that is not attached (gspo_jax/parallel/topology.py), each in its own process because
+libtpu reads its environment only once. To print the figures of one dispatch:
 
     JAX_PLATFORMS=cpu python -m tests.test_tpu_compile gather
 """
@@ -27,14 +27,14 @@ from tests import ahead
 
 EXPERTS, K, D, F = 128, 8, 2048, 768
 ROWS, LENGTH = 4, 4096
-"""Of a chip: its sequences and their tokens."""
+"""Sequences per chip, and tokens per sequence."""
 SHARDS = 4
-"""The axis `expert`; all other chips are on `fsdp`."""
+"""Size of the `expert` axis; the remaining chips are on `fsdp`."""
 TARGET = "v5p:4x4x4"
 
 
 def layer(x, router, gate, up, down, *, dispatch):
-    """Route, exchange, and something to differentiate."""
+    """Return a scalar loss of route, dispatch, experts and combine."""
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router)
     routes, weights = route(logits, k=K, renormalise=True)
     kernels = ExpertKernels(*(w.astype(x.dtype) for w in (gate, up, down)))
@@ -43,7 +43,7 @@ def layer(x, router, gate, up, down, *, dispatch):
 
 
 def shapes(mesh):
-    """bfloat16 tokens over the batch axes; float32 parameters in the trainer's layout."""
+    """Return bfloat16 tokens over the batch axes and float32 parameters in the trainer's layout, as shapes."""
 
     def one(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.TRAINER)))
@@ -59,7 +59,7 @@ def shapes(mesh):
 
 
 def kernel_flops(hlo):
-    """Flops of the Pallas kernels in a compiled module without loops, by name, as their cost estimates say."""
+    """Return the flops of the Pallas kernels in a compiled module without loops, by name, from their cost estimates."""
     flops = Counter()
     for line in hlo.splitlines():
         if 'custom_call_target="tpu_custom_call"' in line:
@@ -70,7 +70,7 @@ def kernel_flops(hlo):
 
 
 def figures(dispatch):
-    """Compiles the layer's gradient for TARGET and reads what one chip would hold and do."""
+    """Compile the layer's gradient for TARGET and return the memory and flops of one chip."""
     mesh = topology.topology_mesh(TARGET, {"fsdp": -1, "expert": SHARDS})
     start = time.process_time()
     with jax.set_mesh(mesh):
@@ -83,7 +83,7 @@ def figures(dispatch):
         "dispatch": dispatch,
         "compile_cpu_seconds": round(time.process_time() - start),
         "peak_bytes": memory.peak_memory_in_bytes,
-        "flops": cost["flops"],  # there is no loop whose trips it would not count
+        "flops": cost["flops"],  # the module has no loop, so XLA counts everything once
         "matmul_flops": flops["grouped_matmul"] + flops["grouped_matmul_transposed"],
         "weight_gradient_flops": flops["grouped_outer"],
     }
@@ -93,11 +93,11 @@ def figures(dispatch):
 @ahead.needs_libtpu
 @pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
 def test_the_tpu_compiler_takes_the_layer(dispatch):
-    """Three matrices, their inputs' gradients and their own: 9 products of N·K rows, N being the group's tokens.
+    """Three matrices with their input and weight gradients: 9 products of N·K rows, N the group's tokens.
 
-    The cost estimates are of the buffers, which have room for every pair of the expert group; a balanced router fills
-    a quarter, and the kernels visit only tiles with rows (tests/test_grouped_matmul_tpu.py). A weight gradient that is
-    dense over the held experts would take 32 / K = 4 times the flops asserted here, and stand outside the kernels.
+    The cost estimates cover the buffers, which have room for every pair of the expert group. A balanced router fills a
+    quarter of them, and the kernels visit only tiles with rows (tests/test_grouped_matmul_tpu.py). A weight gradient
+    that is dense over the held experts would take 32 / K = 4 times the flops asserted here, outside the kernels.
     """
     result = ahead.figures("tests.test_tpu_compile", dispatch)
     product = 2 * D * F * K * SHARDS * ROWS * LENGTH

@@ -1,7 +1,7 @@
-"""The TPU's compiler takes the decoder of Qwen3-30B-A3B, which copies neither a whole cache nor a layer's experts.
+"""The TPU compiler accepts the Qwen3-30B-A3B decoder, which copies neither a KV cache nor a layer's experts.
 
-Compiled ahead of time for a slice that is not there, in a process of its own. The figures for so many rows, and the
-program's text:
+Compiled ahead of time for a slice that is not attached, in its own process. To print the figures for a number of rows
+and write the program's text to a file:
 
     export JAX_PLATFORMS=cpu
     python -m tests.test_tpu_decode [ROWS [FILE.hlo]]
@@ -46,12 +46,12 @@ QWEN3_30B_A3B = ModelConfig(
 TARGET = "v5p:4x4x4"
 MESH = {"data": -1, "expert": 16}
 ROWS = 1024
-"""Responses at a time: a whole number for each chip, with GROUP to a prompt if there are as many."""
+"""Concurrent responses, a multiple of the number of chips; GROUP share a prompt where each chip has that many."""
 PROMPT, LENGTH, GROUP = 512, 4096 - 512, 16
 
 
 def shapes(mesh, graph_shapes, rows):
-    """bfloat16 weights in the sampler's layout, prompts that have been prefilled, and keys."""
+    """Return the shapes of bfloat16 weights in the sampler's layout, prefilled prompts, and keys."""
 
     def one(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.SAMPLER)))
@@ -76,7 +76,7 @@ def shapes(mesh, graph_shapes, rows):
 
 
 def figures(rows=ROWS, file=None):
-    """Compiles the decode loop for TARGET and reads what one chip would hold."""
+    """Compile the decode loop for TARGET and return its memory, largest copy and kernels on one chip."""
     rows = int(rows)
     mesh = topology.topology_mesh(TARGET, MESH)
     graph, params = transformer.abstract(QWEN3_30B_A3B, dtype=jnp.bfloat16)
@@ -101,7 +101,7 @@ def figures(rows=ROWS, file=None):
 
 
 def reshard():
-    """Bytes of one chip that the sampler's copy of the weights takes, and those that it needs on the way."""
+    """Return the bytes on one chip of the sampler's copy of the weights, and of the temporaries while resharding."""
     mesh = topology.topology_mesh(TARGET, MESH | {"data": 1, "fsdp": -1})
     graph_shapes = Weights.full(transformer.abstract(QWEN3_30B_A3B)[1])
     shardings = mesh_lib.param_shardings(graph_shapes, mesh)
@@ -114,7 +114,7 @@ def reshard():
 
 
 def largest_copy(text):
-    """Bytes of the largest bfloat16 array that a loop copies, weights and cache being of that type."""
+    """Return the bytes of the largest bfloat16 array (weights and cache have that type) that a loop copies."""
     loops = text.partition("\nENTRY ")[0]
     shapes = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|copy-start)\(", loops)
     return max((2 * math.prod(map(int, shape.split(","))) for shape in shapes), default=0)
@@ -123,16 +123,16 @@ def largest_copy(text):
 @pytest.mark.slow
 @ahead.needs_libtpu
 def test_the_tpu_compiler_takes_the_decoder():
-    """1024 rows with 4096 tokens each fit in 13 GB of a chip; no cache, and not even one expert, is copied.
+    """1024 rows of 4096 tokens fit into 13 GB per chip; loops copy no cache and not even one expert's matrix.
 
-    Nor is there a second copy of the weights while they are laid out for the sampler: embedding and head at most.
+    Resharding to the sampler holds no second copy of the weights either: temporaries stay near embedding plus head.
     """
     result = ahead.figures("tests.test_tpu_decode")
     cache = 2 * 2 * QWEN3_30B_A3B.num_layers * 4 * 128 * LENGTH * ROWS // 64
     assert cache < result["temporaries"] < 1.1 * cache
     assert result["peak_bytes"] < 13e9
     assert result["largest_copy"] < 2 * 2048 * 768
-    # Of a layer: gate and up at once, and down; in a branch for the likely number of rows and in one for the worst.
+    # Per layer one kernel for gate and up and one for down, in two branches: the likely number of rows and the worst.
     assert result["kernels"] == {"grouped_visits": 1 * 2, "grouped_matmul": 2 * 2}
     assert result["on_the_way"] < 2.5 * 2 * 151936 * 2048 < result["copy"] / 4
 

@@ -1,6 +1,6 @@
-"""Every generation's compiler takes the Pallas kernels, forward and backward, and has the VMEM for their blocks.
+"""Every TPU generation's compiler accepts the Pallas kernels, forward and backward, and their blocks fit in VMEM.
 
-Compiled ahead of time for a slice that is not there, in a process of its own. The figures of one:
+Compiled ahead of time for a slice that is not attached, in its own process. To print the figures of one slice:
 
     JAX_PLATFORMS=cpu python -m tests.test_tpu_kernels v5p:2x2x1
 """
@@ -26,12 +26,12 @@ from tests import ahead
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
 SEGMENTS = {"one text": (4096, 1, 0), "a prompt and four": (512, 4, 896), "long": (0, 1, 32768)}
-"""Tokens of the prompt, responses, and tokens of each; "long" takes a kernel of its own for dq."""
+"""Prompt tokens, responses, and tokens per response; "long" uses the separate dq kernel."""
 EXPERTS, D, F = 32, 2048, 768
 ROWS = {"many": 65536, "few": 64, "odd": 1000}
-"""Of the grouped matmul: those of an update, of a decode step, and some that fill no whole number of tiles."""
+"""Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
 RINGS = {"short": 448, "long": 4096, "odd": 50}
-"""Columns of a segment."""
+"""Columns per ring segment."""
 
 
 def with_gradients(f, *arguments, grads):
@@ -40,12 +40,12 @@ def with_gradients(f, *arguments, grads):
 
 
 def compiled(f, *shapes, grads):
-    """What `read` says of a function and its gradients."""
+    """Return `read` of the compiled function with its gradients."""
     return read(topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).compile())
 
 
 def read(program):
-    """Kernels in a compiled program, by name, and the temporary bytes of one chip."""
+    """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
     names = re.findall(r"%(\w+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
     memory = program.memory_analysis()
     assert memory
@@ -53,7 +53,7 @@ def read(program):
 
 
 def of_mesh(mesh):
-    """A function that makes the shape of an array whose dimensions have these logical axes."""
+    """Return a function that makes an array's shape with its dimensions sharded by logical axes."""
 
     def one(shape, dtype, *axes):
         sharding = NamedSharding(mesh, mesh_lib.spec(axes, mesh_lib.TRAINER))
@@ -63,7 +63,7 @@ def of_mesh(mesh):
 
 
 def attention(target, name, dtype, remat="none"):
-    """Over a mesh that cuts rows and heads: one row to a chip, and half of the heads."""
+    """Compile attention on a mesh that shards rows and heads: one row and half of the heads per chip."""
     mesh = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2})
     prompt, responses, length = SEGMENTS[name]
     rows, tokens = mesh.size // 2, prompt + responses * length
@@ -77,7 +77,7 @@ def attention(target, name, dtype, remat="none"):
 
 
 def experts(target, name, dtype):
-    """Every chip has rows and experts of its own, each with two matrices."""
+    """Compile the grouped matmul with rows and experts of its own on every chip, and two matrices per expert."""
     mesh = topology.topology_mesh(target, {"fsdp": -1})
     rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
     x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
@@ -89,7 +89,7 @@ def experts(target, name, dtype):
 
 
 def ring(target, name, dtype):
-    """Every chip has 16 slots, and half of the key heads of their rings."""
+    """Compile decode attention with 16 slots and half of the KV heads per chip."""
     mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
     chips, one = mesh.size // 2, of_mesh(mesh)
     q = one((16 * chips, KV_HEADS, HEADS // KV_HEADS, WIDTH), dtype, "batch", "kv_heads")
@@ -107,7 +107,7 @@ def ring(target, name, dtype):
 
 
 def figures(target):
-    """Compiles every kernel for one generation."""
+    """Compile every kernel for one slice and return what was read of each."""
     kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in ("dots", "full")}
     return kept | {
         f"{of.__name__}, {name}, {dtype}": of(target, name, dtype)
@@ -121,10 +121,10 @@ def figures(target):
 @ahead.needs_libtpu
 @pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
 def test_the_tpu_compiler_takes_every_kernel(target):
-    """dq has a kernel of its own where rows are long; no [T, T] array of scores stands beside the kernels.
+    """Long rows use the separate dq kernel, and no [T, T] array of scores exists outside the kernels.
 
-    Temporaries are few times the queries (one of a chip: 4096 · 16 heads · 128): parts of dq for every block of keys,
-    the log-sums on 128 lanes, and gradients.
+    Temporaries stay below 16 times the queries (on one chip: 4096 · 16 heads · 128): partial dq per key block, log-sums
+    on 128 lanes, and gradients.
     """
     found = ahead.figures("tests.test_tpu_kernels", target)
     forward, both, dq = (f"splash_mqa_{phase}_segmented" for phase in ("fwd", "dkv", "dq"))
@@ -135,7 +135,7 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             assert result["kernels"] == {f"{forward}_residuals": 1, f"{both}_no_residuals": 1} | apart
             queries = (prompt + responses * length) * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries
-    for remat, forwards in (("dots", 1), ("full", 2)):  # "dots" keeps what the backward kernels need of the output
+    for remat, forwards in (("dots", 1), ("full", 2)):  # "dots" saves what the backward kernels need of the output
         assert found[f"attention, {remat}"]["kernels"][f"{forward}_residuals"] == forwards
     for name in ROWS:
         for dtype in ("bfloat16", "float32"):

@@ -1,4 +1,4 @@
-"""Whole runs: every config for two iterations, what they leave in the run folder, resuming, evaluation."""
+"""Whole runs: every config for two iterations, the run folder they leave, resuming, and evaluation."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ PROBLEMS = [(f"Ann has {a} pens and buys {b} more. How many has she now?", a + b
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Every program runs a few times."""
+    """Compile with most optimisations off: every program runs a few times."""
     with quick_compilation():
         yield
 
@@ -38,7 +38,7 @@ def tiny(folder: Path) -> ConfigDict:
     config = cli.load_config(str(ROOT / "configs/tiny.py:runlocal"))
     config.data.data_dir = str(folder / "data")
     config.sampling.group_size = 4
-    config.overlong.update({"penalty": 1.0, "cache": 24})  # hardly a response is right; that some are long is punished
+    config.overlong.update({"penalty": 1.0, "cache": 24})  # few answers are right, but some responses are overlong
     return config
 
 
@@ -54,7 +54,7 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     rows = read_metrics(workdir)
     updates = config.iterations * config.training.minibatches
     assert [row["step"] for row in rows] == list(range(updates + 1))
-    assert rows[0].keys() == {"step", "time", *facts["first"]}, "the cold start's evaluation comes first"
+    assert rows[0].keys() == {"step", "time", *facts["first"]}, "the first row is the cold start's evaluation"
     assert rows[0]["eval/accuracy"] == facts["first"]["eval/accuracy"]
     assert rows[-1]["eval/accuracy"] == facts["last"]["eval/accuracy"]
     assert [(row["iteration"], row["minibatch"]) for row in rows[1:]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
@@ -72,7 +72,7 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
 
 
 def test_two_processes_train_as_one_does(tiny_run, tmp_path):
-    """Rows, weights and experts are spread over both; the run folder is that of one run."""
+    """Two processes that shard rows, weights and experts log the metrics of one, and leave the same run folder."""
     config, workdir, _ = tiny_run
     words = ["--config=configs/tiny.py:runlocal", f"--workdir={tmp_path}", f"--config.model.folder={workdir}/coldstart"]
     fields = ("data.data_dir", "sampling.group_size", "overlong.penalty", "overlong.cache")
@@ -80,7 +80,7 @@ def test_two_processes_train_as_one_does(tiny_run, tmp_path):
     words += [f"--config.{field}={value}" for field, value in flat.items()]
     first, second = run_processes(2, "-m", "gspo_jax.train", *words)
     assert_same_metrics(workdir, tmp_path)
-    assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "there is something to learn"
+    assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "some update has a gradient"
     assert read_samples(tmp_path) == read_samples(workdir)
     assert "gspo 2/2" in first and "Gloo" not in first and second == ""
     names = {path.name for path in tmp_path.iterdir()}
@@ -97,7 +97,7 @@ def test_a_sampler_with_a_mesh_of_its_own_trains_the_same(tiny_run, tmp_path, si
     other.model.folder = str(workdir / "coldstart")
     other.sampling.mesh.update({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | sizes)
     train(other, tmp_path)
-    assert_same_metrics(workdir, tmp_path, but=("reshard/", "decode/"))  # other copies, others who wait
+    assert_same_metrics(workdir, tmp_path, but=("reshard/", "decode/"))  # resharding and decode waits differ by layout
     assert read_samples(tmp_path) == read_samples(workdir)
 
 
@@ -109,7 +109,7 @@ def test_a_finished_run_is_left_as_it_is(tiny_run):
 
 
 def test_evaluation_alone_repeats_the_runs_own(tiny_run, capsys):
-    """The newest checkpoint, sampled with the same keys, is as often right as the run said."""
+    """Evaluating the newest checkpoint, with the same keys, repeats the run's final evaluation."""
     config, workdir, facts = tiny_run
     result = evaluate.evaluate_folder(config, workdir)
     assert result.metrics() == pytest.approx(facts["last"])
@@ -140,7 +140,7 @@ def test_another_objective_in_the_same_folder_is_refused(tiny_run):
 
 @pytest.fixture(scope="module")
 def hf_folder(tmp_path_factory) -> Path:
-    """A random Qwen3-MoE in Hugging Face format with a real byte-level BPE tokenizer and a chat template."""
+    """Return a Hugging Face folder with a random Qwen3-MoE, a real byte-level BPE tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("hf") / "model"
     tokenizer = Tokenizer.train([q for q, _ in PROBLEMS] * 4, 320)
     config = dataclasses.replace(CONFIG, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
@@ -151,7 +151,7 @@ def hf_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def jsonl_folder(tmp_path_factory) -> Path:
-    """Problems in the form of GSM8K's files."""
+    """Return a folder of problems in GSM8K's JSONL format."""
     folder = tmp_path_factory.mktemp("gsm8k")
     for split in ("train", "test"):
         lines = [json.dumps({"question": q, "answer": f"It is a sum.\n#### {a}"}) for q, a in PROBLEMS]
@@ -186,7 +186,7 @@ def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_pat
 
 
 def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_path):
-    """Another family, from a folder of its own, with R3 and the drift of its routers."""
+    """A second model family trains from its own folder, with R3 and routing drift metrics."""
     tokenizer, chosen = Tokenizer.load(hf_folder), {"family": "olmoe", "intermediate_size": 16, "norm_topk_prob": False}
     shape = dataclasses.replace(CONFIG, **chosen, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
     weights = transformer.init_params(shape, jax.random.key(0))
@@ -210,7 +210,7 @@ def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_
 
 
 def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, tmp_path, capsys):
-    """On 8 devices, expert axis included, in bfloat16, old log-probs scored again, and completions printed."""
+    """Runs on 8 devices with an expert axis, in bfloat16, with old log-probs recomputed and completions printed."""
     config = gsm8k(hf_folder, jsonl_folder)
     config.mesh.expert = 2
     config.training.old_logprobs = "recompute"

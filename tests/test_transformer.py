@@ -1,4 +1,4 @@
-"""The transformer agrees with itself: padding, prefill and cached decode, remat, dtype."""
+"""The transformer is consistent under padding, prefill and cached decode, remat, and dtype."""
 
 import dataclasses
 import types
@@ -44,7 +44,7 @@ def test_a_hole_in_the_middle_is_as_if_it_were_not_there():
 
 @pytest.mark.parametrize(("config", "group_size"), [(CONFIG, 1), (MIXED, 3)], ids=["one stack", "two stacks"])
 def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family):  # noqa: F811
-    """Every row's logits, token by token, ragged prompts prefilled once per group."""
+    """Logits and routes of every row match token by token, with ragged prompts prefilled once per group."""
     batch, T = prompts(P=4), 6
     net = model(config)
     B = 4 * group_size
@@ -99,7 +99,7 @@ def test_routes_are_reported_per_layer():
 
 
 def test_a_dense_stack_and_a_routed_one(mixed_family):  # noqa: F811
-    """Routes, requests and the sampler's copy are by stack; an all-routed model, cut in two, computes the same."""
+    """Routes and replay cover the routed stack of a two-stack model, and the sampler's copy equals the weights."""
     tokens = jnp.asarray(prompts().tokens)
     net = model(MIXED)
     out = net(tokens)

@@ -1,4 +1,4 @@
-"""One update: the same gradient on any mesh and any number of micro-batches, skipped when it is not finite."""
+"""One update: the same gradient on any mesh and with any micro-batching; skipped if the gradient is not finite."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, mostly_slow, params
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
-"""Frozen weights in full training."""
+"""Empty frozen weights, as in full training."""
 G, P, T = 4, 16, 10
 SCORING = Scoring(logprob_chunk=64, group_size=4)
 SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
@@ -47,20 +47,20 @@ def optimizer(**changes):
 
 
 def recorder():
-    """An optimizer whose state is the newest gradient, so that a test can read it off."""
+    """Return an optimizer whose state is the latest gradient, so that tests can read it."""
     return optax.trace(decay=0.0), optax.constant_schedule(1.0)
 
 
 @pytest.fixture
 def quick():
-    """See `quick_compilation`."""
+    """Compile with most optimisations off."""
     with quick_compilation():
         yield
 
 
 @pytest.fixture(scope="module")
 def experience() -> Experience:
-    """Responses of ragged lengths, old log-probs a little off the policy's, so that ratios are not 1."""
+    """Return ragged responses whose old log-probs are slightly off the policy's, so that ratios are not 1."""
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
     settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
@@ -73,9 +73,9 @@ def experience() -> Experience:
 
 @pytest.fixture(scope="module")
 def whole(experience) -> Experience:
-    """With values, returns, reference, routes and corrections too, whether an objective uses them or not.
+    """Return the experience with values, returns, reference, routes and corrections, used or not.
 
-    The old policy took other experts than the sampler, and both others than the policy would take.
+    Old policy and sampler recorded different experts, and neither those that the policy itself would choose.
     """
     rng, r = np.random.default_rng(1), experience.rollout
     routes = make_old_policy(GRAPH, SCORING, recompute=True)(weights(), None, None, r).routes
@@ -94,13 +94,13 @@ def whole(experience) -> Experience:
 
 
 def others(experts, by: int) -> np.ndarray:
-    """Experts `by` further, -1 as it is."""
+    """Return expert ids shifted by `by` modulo E; -1 stays."""
     experts = np.asarray(experts)
     return np.where(experts < 0, experts, (experts + by) % CONFIG.num_experts).astype(experts.dtype)
 
 
 def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, replay="none", **penalties):
-    """(gradients, metrics) of mini-batch 1 of 2; without a mesh if no sizes are given."""
+    """Return (gradients, metrics) of mini-batch 1 of 2; without a mesh if `sizes` is None."""
     record, schedule = recorder()
     objective = objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
@@ -117,13 +117,13 @@ def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, re
             state = jax.device_put(new_state(weights(), record, critic=critic), shardings)
             after, metrics = update(objective, state, NONE, hosts.to_rows(mesh, experience), 1)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
-            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the state stays where it was"
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the update keeps the state's sharding"
     learners = [after.policy] if after.critic is None else [after.policy, after.critic]
     return jax.device_get([learner.opt_state.trace for learner in learners]), jax.device_get(metrics)
 
 
 def distance(expected, found) -> float:
-    """Between two gradients, in units of the norm of the first."""
+    """Return the norm of the difference of two gradients, relative to the norm of the first."""
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True)
     difference = sum(((np.asarray(a, np.float64) - b) ** 2).sum() for a, b in pairs)
     return math.sqrt(difference / sum((np.asarray(x, np.float64) ** 2).sum() for x in jax.tree.leaves(expected)))
@@ -159,7 +159,7 @@ def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, microbatches
 
 
 def _said(trained, batch, replay):
-    """What policy and critic say of whole rows, each with a prompt of its own."""
+    """Return scores and values of whole rows, without prompt sharing."""
     scoring, rollout = Scoring(logprob_chunk=1024), batch.rollout
     watch = jnp.moveaxis(batch.old.routes.experts, 2, 0)
     scores = score(GRAPH, Weights.full(trained[0]), rollout, scoring, routing=Routing(replay, watch))
@@ -171,7 +171,7 @@ SAID = jax.jit(_said)
 
 @jax.jit
 def pulled_back(trained, batch, replay, gradients):
-    """What gradients with respect to log-probs, entropies and values make of the parameters."""
+    """Return the gradient in the parameters, given gradients in log-probs, entropies and values."""
 
     def learned_from(trained):
         scores, value = _said(trained, batch, replay)
@@ -181,9 +181,9 @@ def pulled_back(trained, batch, replay, gradients):
 
 
 def by_the_definition(batch: Experience, name: str, replay: str):
-    """Gradients and metrics of a whole mini-batch: one forward, the objective on its numbers, one backward.
+    """Return gradients and metrics of a whole mini-batch: one forward, the objective on its outputs, one backward.
 
-    One program serves all objectives, which only differ in what comes between.
+    The forward and backward programs are compiled once; only the objective between them differs.
     """
     objective, r, old, mask = objectives.make(name), batch.rollout, batch.old, batch.mask
     trained = (params(), critic_lib.first_params(CRITIC_SHAPES, params()))
@@ -223,7 +223,10 @@ def by_the_definition(batch: Experience, name: str, replay: str):
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo", "ppo")))
 def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches(name, whole):
-    """With critic, reference, entropy bonus and mismatch correction in the loss; every third replays r2, or r3."""
+    """Gradients agree to 1e-6 with one forward, the objective, and one backward on whole rows.
+
+    The loss includes critic, reference KL, entropy bonus and mismatch correction. Replay cycles through REPLAYS.
+    """
     replay = REPLAYS[objectives.catalogue.__all__.index(name) % len(REPLAYS)]
     batch = take_minibatch(whole, 1, count=2, group_size=G)
     expected, expected_metrics = by_the_definition(batch, name, replay)
@@ -231,14 +234,14 @@ def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches
     grads, metrics = gradient_and_loss(whole, name=name, **settings)
     assert distance(expected, grads) < 1e-6
     for metric, value in expected_metrics.items():
-        # A correlation is of float32 variances, which sums of squares have few digits of.
+        # A correlation divides by float32 variances, which lose digits as differences of sums of squares.
         tolerances = {"atol": 3e-4} if metric == "mismatch/pearson" else {"rtol": 2e-5, "atol": 1e-6}
         np.testing.assert_allclose(metrics[metric], value, **tolerances, err_msg=metric)
 
 
 @pytest.mark.usefixtures("quick")
 def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference):
-    """The whole pipeline of chunks, scans and donations against one plain jax.grad over [B, T, V] logits."""
+    """Chunks, scans and donation give the gradient of a plain jax.grad over whole [B, T, V] logits, to 2e-4."""
     batch = take_minibatch(experience, 1, count=2, group_size=G)
     r = batch.rollout
 
@@ -288,7 +291,7 @@ def test_minibatches_are_whole_groups_and_a_partition():
 
 @pytest.fixture(scope="module")
 def learn():
-    """(its optimizer, an update on one of two mini-batches)."""
+    """Return (optimizer, update with two mini-batches) for gspo."""
     opt, schedule = optimizer(learning_rate=1e-4)
     settings = {"minibatches": 2, "microbatches": 2, "group_size": G}
     return opt, partial(make_update(GRAPH, SCORING, opt, schedule, **settings), objectives.gspo())
@@ -334,7 +337,7 @@ def test_learning_rate_warms_up_from_above_zero_and_ends_as_told():
 
 
 def test_no_buffer_holds_the_whole_logits():
-    """For Qwen3's vocabulary, the compiled update needs less memory than one [B, T, V] array of float32 would."""
+    """With Qwen3's vocabulary, temporaries stay below a third of one float32 [B, T, V] array plus two gradients."""
     V, B, S, length = 151_936, 8, 64, 192
     config = dataclasses.replace(CONFIG, vocab_size=V, num_layers=1)
     graph, shapes = transformer.abstract(config)

@@ -1,4 +1,4 @@
-"""metrics.jsonl after crashes, with a broken TensorBoard and with odd numbers; samples and config.json."""
+"""metrics.jsonl after crashes, with a failing TensorBoard and with odd values; samples and config.json."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def _write(workdir: Path, steps: range, *, after_step: int | None = None) -> Non
 
 
 def _events(workdir: Path) -> list[Event]:
-    """Reads TFRecords by hand: length (8 bytes), its CRC (4), data, CRC (4)."""
+    """Read TFRecords by hand: length (8 bytes), its CRC (4), data, CRC (4)."""
     events = []
     for path in sorted((workdir / "tb").iterdir(), key=os.path.getmtime):
         data = path.read_bytes()
@@ -127,7 +127,7 @@ def test_a_repeated_evaluation_adds_only_what_is_missing(tmp_path):
             writer.write(3, {"x": 0})
         writer.write(5, {"reward/mean": 0.75})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]  # one line a step, the evaluation in the line of its update
+    rows = [json.loads(line) for line in lines]  # one line per step; an evaluation goes into the line of its update
     assert [{name: value for name, value in row.items() if name != "time"} for row in rows] == [
         {"step": 4, "reward/mean": 0.5, "eval/accuracy": 0.25, "eval/format": 1.0},
         {"step": 5, "reward/mean": 0.75},
@@ -154,7 +154,7 @@ def test_tensorboard_gets_scalars_and_spread_lists(tmp_path):
     seen = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert (2, "reward/mean", 0.25) in seen
     assert (2, "routing/flip_rate_per_layer/1", 0.5) in seen
-    # The second file opens by telling TensorBoard to forget step 2 of the first.
+    # The second file opens by telling TensorBoard to drop step 2 of the first.
     assert [event.step for event in events if event.session_log.status] == [0, 2]
 
 
@@ -185,7 +185,7 @@ def test_reader_leaves_out_a_half_written_line_and_names_a_broken_one(tmp_path):
     path.write_text(text.replace('{"step": 1,', '{"ste\0p": 1,'))
     with pytest.raises(UserError, match="line 2 is not"):
         read_metrics(tmp_path)
-    _write(tmp_path, range(3, 4), after_step=2)  # a resume must not stop at it
+    _write(tmp_path, range(3, 4), after_step=2)  # a resume must not fail on the broken line
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 2, 3]
 
 

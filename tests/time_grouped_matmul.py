@@ -1,8 +1,8 @@
-"""How far the grouped matmul is from a plain one of the same flops, and what many experts cost; medians of 20.
+"""Time the grouped matmul against a plain one of the same flops, and with many experts; medians of 20 calls.
 
     JAX_PLATFORMS=cpu python -m tests.time_grouped_matmul
 
-8192 rows of 256, matrices of 256 × 128, groups of very uneven sizes. One line for each number of experts.
+8192 rows of 256, matrices of 256 × 128, groups of very uneven sizes. One line per number of experts.
 """
 
 import statistics
@@ -19,7 +19,7 @@ N, D, F = 8192, 256, 128
 
 
 def milliseconds(f: Callable, *arguments: jax.Array) -> float:
-    """The median of 20 calls."""
+    """Return the median milliseconds of 20 calls."""
     jax.block_until_ready(f(*arguments))
     times = []
     for _ in range(20):
@@ -30,7 +30,7 @@ def milliseconds(f: Callable, *arguments: jax.Array) -> float:
 
 
 def main() -> None:
-    """Prints the times."""
+    """Print the times."""
     rng = np.random.default_rng(0)
     rows, grads = (jnp.asarray(rng.standard_normal((N, width)), jnp.float32) for width in (D, F))
     one = jnp.asarray(rng.standard_normal((D, F)), jnp.float32)

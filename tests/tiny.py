@@ -1,4 +1,4 @@
-"""A minimal mixture-of-experts model with all parts of a real one, and helpers to place it on a mesh."""
+"""A minimal mixture-of-experts model with every component of a real one, and helpers to place it on a mesh."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 )
 
 MIXED = dataclasses.replace(CONFIG, family="mixed", num_layers=3)
-"""One dense layer, then a stack of two routed ones; for tests with the fixture `mixed_family`."""
+"""One dense layer, then a stack of two routed layers; its tests use the fixture `mixed_family`."""
 
 
 def _mixed_stacks(config: ModelConfig) -> tuple:
@@ -43,7 +43,7 @@ def _mixed_stacks(config: ModelConfig) -> tuple:
 
 @pytest.fixture
 def mixed_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the family of `MIXED` known."""
+    """Register the family of `MIXED` for the test."""
     own = {
         "stacks": _mixed_stacks,
         "rules": lambda config, names: tensors.of_model(
@@ -62,15 +62,15 @@ MESHES = [
     {"fsdp": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "tensor": 2},
 ]
-"""Meshes of eight devices that the tiny model can be sharded over."""
+"""Meshes of eight devices that can shard the tiny model."""
 
 
 @contextlib.contextmanager
 def quick_compilation() -> Iterator[None]:
     """Compile with most optimisations off, for large programs that run once on little data.
 
-    The programs' semantics and their partitioning over devices stay the same. The programs bypass the cache on disk: no
-    other test would use them, and XLA has crashed while writing one with very many kernels.
+    Semantics and partitioning stay the same. The programs bypass the disk cache: no other test would reuse them, and
+    XLA has crashed while serialising one with very many kernels.
     """
     kept = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_disable_most_optimizations", True)
@@ -83,7 +83,7 @@ def quick_compilation() -> Iterator[None]:
 
 
 def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
-    """Return the cases of a parametrised test, with those not in `always` marked `slow`."""
+    """Return a parametrised test's cases, with those not in `always` marked `slow`."""
     marks = {False: pytest.mark.slow, True: ()}
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in always]) for case in cases
@@ -91,7 +91,7 @@ def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
 
 
 def mesh_id(sizes: dict[str, int]) -> str:
-    """Return the id of a mesh in parametrised tests."""
+    """Return a mesh's id for parametrised tests."""
     return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
@@ -102,17 +102,17 @@ def _host_params(config: ModelConfig) -> nnx.State:
 
 
 def params(config: ModelConfig = CONFIG) -> nnx.State:
-    """Return random parameters in fresh buffers, scaled up so that logits and router probabilities are not uniform."""
+    """Return random parameters in fresh buffers, scaled up so that logits and router probabilities vary."""
     return jax.tree.map(jnp.array, _host_params(config))
 
 
 def weights(config: ModelConfig = CONFIG) -> Weights:
-    """The same, all trainable."""
+    """Return the random parameters as weights, all trainable."""
     return Weights.full(params(config))
 
 
 def place(state: nnx.State, mesh: jax.sharding.Mesh, config: ModelConfig = CONFIG) -> nnx.State:
-    """Return the parameters in the trainer's layout."""
+    """Return the parameters sharded in the trainer's layout."""
     return jax.device_put(state, mesh_lib.param_shardings(transformer.abstract(config)[1], mesh))
 
 
@@ -126,6 +126,6 @@ def prompts(P: int = 8, S: int = 10, seed: int = 0, vocab: int = 64) -> Prompts:
 
 
 def leaf_errors(a, b) -> float:
-    """Return the largest difference between two trees of arrays, relative to each leaf's largest entry."""
+    """Return the largest difference of two trees of arrays, relative to each leaf's largest entry."""
     pairs = zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True)
     return max(float(np.abs(x - y).max() / (np.abs(x).max() + 1e-30)) for x, y in pairs)
