@@ -45,8 +45,8 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
 def check_sizes(config: ConfigDict, model: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Check batch and model against the resolved sizes of the trainer's mesh, and against those of the sampler's.
 
-    Prefill shards prompts over the batch shards; a mini-batch has whole groups, and each of its micro-batches is sharded
-    again.
+    Prefill shards prompts over the batch shards; a mini-batch has whole groups, and each of its micro-batches is
+    sharded again.
 
     Raises:
       UserError: the first size that does not divide, with the nearest sizes that do.
