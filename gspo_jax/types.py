@@ -132,13 +132,13 @@ class Weights:
     """A policy's parameters in two disjoint parts; together they hold every parameter of its graph."""
 
     trainable: nnx.State
-    """What gradients, optimizer and checkpoints know; float32 in the trainer."""
+    """Parameters with gradients and optimizer state, stored in checkpoints; float32 in the trainer."""
     frozen: nnx.State
-    """What no update changes, such as the base of an adapter; empty in full training."""
+    """Parameters that no update changes, such as the base of an adapter; empty in full training."""
 
     @classmethod
     def full(cls, params: nnx.State) -> "Weights":
-        """All parameters trainable."""
+        """Weights with all parameters trainable."""
         return cls(params, nnx.State({}))
 
     @property
