@@ -101,8 +101,8 @@ def train_config(monkeypatch):
         flags.DEFINE_string("workdir", None, "", required=True, flag_values=values)
         cli.check_overrides(arguments, cli.load_config(cli._config_flag(arguments)))
         values(sys.argv)
-        if values.config.model.folder:  # the docs name a model that a reader has downloaded
-            values.config.model.folder = str(ROOT / "tests/golden/qwen3")
+        if values.config.model.folder:  # a model that a reader has
+            values.config.model.folder = str(ROOT / "tests/golden/qwen3_moe")
         check(values.config)
         return values.config
 
