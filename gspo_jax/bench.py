@@ -1,13 +1,13 @@
-"""How fast this machine samples, scores and learns: whole iterations of GSPO on random prompts, without an EOS.
+"""Throughput of sampling, scoring and updates on this machine: whole GSPO iterations on random prompts, EOS disabled.
 
     python -m gspo_jax.bench --model=HF_FOLDER --prompts=8 --group=8 --prompt_length=32 --new_tokens=128 --minibatches=4
 
-Runs the functions that a training run is made of, with rewards drawn on the host; the parts of an iteration add up to
-it. Each time stands beside a floor: the floating-point operations that the part cannot do without, at the speed that
-this machine multiplies matrices with in the same process. Left out: data, reward functions, checkpoints, metrics files.
+Runs the engine's programs as `train` does, with random rewards drawn on the host; an iteration is the sum of its parts.
+Each time is compared with a floor: the flops that no implementation of the part can avoid, at the matmul speed measured
+on this machine in the same process. Data, reward functions, checkpoints and metrics files are left out.
 
-Programs are compiled ahead, by a process of its own that leaves them in a cache: the compiler's memory, which on CPU is
-the larger part, is told apart from that of the process that samples and learns. `--compile=here` does both in one.
+A separate process compiles the programs into a cache first, so that the compiler's memory, the larger part on CPU, is
+not counted in the peak memory of sampling and learning. `--compile=here` does both in one process.
 """
 
 import dataclasses
@@ -45,16 +45,16 @@ from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
 from gspo_jax.workload import DTYPES, Workload, flops
 
 PARTS = ("sample", "score", "update")
-"""Of an iteration, in their order."""
+"""Parts of an iteration, in order."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
-"""Of the square matrices that the speed of the floor is measured with."""
+"""Sides of the square matrices that the matmul speed is measured with, by kind of device."""
 MATMUL_S = 0.3
-"""Seconds for which each of them is multiplied."""
+"""Seconds spent on multiplying matrices of each size."""
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """How fast the devices multiply square matrices, all together: the best of each size, the median over sizes."""
+    """Measures the matmul FLOP/s of all devices together: the best time of each size, the median over sizes."""
     count, rates = mesh.devices.size, []
     multiply = jax.jit(jnp.matmul)
     spread = NamedSharding(mesh, PartitionSpec(mesh_lib.AXES))
@@ -72,7 +72,7 @@ def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
 
 
 class Iterations:
-    """The loop of train.py on random prompts and rewards, an iteration at a time. Needs its mesh in scope."""
+    """The loop of train.py on random prompts and rewards, one iteration per call. Needs its mesh in scope."""
 
     def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
         config = work.config
@@ -80,15 +80,15 @@ class Iterations:
         self._engine = engine.build(config, model, make_meshes(config, model, mesh), stop)
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
         self.stats = SamplerStats()
-        """Sampling effort of the newest iteration."""
+        """Sampling time and work of the newest iteration."""
         self._random, self._key = np.random.default_rng(0), keys.run_key(config)
         weights = self._engine.load(work.model)
         self._state, self._frozen = self._engine.begin(weights), weights.frozen
 
     def run(self, number: int) -> dict[str, float]:
-        """Seconds of each part of iteration `number`, and of all of it.
+        """Runs iteration `number` and returns the seconds of each part and of the whole.
 
-        The copy of the weights belongs to sampling, advantages belong to scoring.
+        Resharding the weights counts as sampling, computing advantages as scoring.
         """
         work, state = self._work, self._state
         shape = (work.prompts, work.prompt_length)
@@ -122,14 +122,14 @@ class Iterations:
 
 
 def measure(work: Workload) -> dict[str, Any]:
-    """Runs the workload; what `--json` writes.
+    """Runs the workload and returns its timings, floors and settings, as `--json` writes them.
 
     Raises:
-      UserError: as `Workload.check`, the folder's weights do not load, or there are too few devices.
+      UserError: as `Workload.check`, or the weights do not load, or there are fewer devices than asked for.
     """
     model = work.check()
     if len(jax.devices()) < work.devices:
-        raise UserError(f"--devices is {work.devices} and there are {len(jax.devices())}; use what there is")
+        raise UserError(f"--devices is {work.devices}, but jax finds only {len(jax.devices())}; use at most that many")
     mesh = mesh_lib.make_mesh(work.mesh, devices=jax.devices()[: work.devices])
     with jax.set_mesh(mesh):
         iterations, seen, stats = Iterations(work, model, mesh), [], []
@@ -173,12 +173,12 @@ def measure(work: Workload) -> dict[str, Any]:
 
 
 def peak_rss_mb() -> float:
-    """The most memory of the host that this process has had, MiB."""
+    """Returns the peak host memory (resident set size) of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Prints a table and what belongs below it."""
+    """Prints the timings as a table, with memory and compilation below."""
     floor, work = found["floor"], found["workload"]
     rows = [
         {
@@ -209,7 +209,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """The sizes in `fsdp:-1,expert:2`."""
+    """Parses mesh sizes written as `fsdp:-1,expert:2`."""
     pairs = [part.partition(":") for part in text.split(",")]
     try:
         return {name: int(size) for name, _, size in pairs}
@@ -218,37 +218,37 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def parser() -> Parser:
-    """The command's flags; their defaults are those of Workload."""
+    """Builds the command-line parser, with the defaults of `Workload`."""
     parser = Parser("python -m gspo_jax.bench", str(__doc__).partition("\n\n")[0])
     defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="a Hugging Face folder")
+    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder of the model")
     for name, meaning in {
-        "prompts": "in an iteration",
-        "group": "responses to each prompt",
-        "prompt_length": "tokens of every prompt",
-        "new_tokens": "tokens of every response",
+        "prompts": "prompts per iteration",
+        "group": "responses per prompt",
+        "prompt_length": "tokens per prompt",
+        "new_tokens": "maximum tokens per response",
         "minibatches": "updates per iteration",
-        "microbatches": "that an update and a scored batch are cut into",
-        "repeats": "iterations that are measured",
-        "warmup": "iterations before those; the first one compiles",
-        "devices": "to spread it over; simulated ones where jax runs on CPU",
+        "microbatches": "parts that an update, and a batch to score, is processed in",
+        "repeats": "measured iterations",
+        "warmup": "iterations before the measured ones; the first one compiles",
+        "devices": "devices to use; simulated where jax runs on CPU",
     }.items():
         default = defaults[name]
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; {default}")
-    parser.add_argument("--lengths", metavar="KIND", help="what responses really have, as uniform:16:128; --new_tokens")
-    parser.add_argument("--slots", type=int, metavar="N", help="responses that decode at a time; all")
-    parser.add_argument("--dtype", default=defaults["dtype"], help=f"of the computation: {' or '.join(DTYPES)}")
-    parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="of the devices, as in fsdp:-1,expert:2; -1 is the rest")
-    parser.add_argument("--compile", default="ahead", help="ahead, in a process of its own, or here; ahead")
-    parser.add_argument("--json", metavar="FILE", help="writes the same facts for programs")
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; default {default}")
+    parser.add_argument("--lengths", metavar="KIND", help="of responses, such as uniform:16:128; default --new_tokens")
+    parser.add_argument("--slots", type=int, metavar="N", help="responses decoded at a time; by default all")
+    parser.add_argument("--dtype", default=defaults["dtype"], help=f"compute dtype: {' or '.join(DTYPES)}")
+    parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="such as fsdp:-1,expert:2; -1: the rest of the devices")
+    parser.add_argument("--compile", default="ahead", help="ahead, in a separate process, or here; default ahead")
+    parser.add_argument("--json", metavar="FILE", help="also write the same facts as JSON")
     return parser
 
 
 def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
-    """Fills the cache by running the same workload in a process of its own; seconds and memory that this took.
+    """Fills the cache by running the same workload in a separate process; returns its compile time and peak memory.
 
     Raises:
-      UserError: that process failed; it has said why.
+      UserError: that process failed; its own message precedes this one.
     """
     file = cache / "compiled.json"
     command = [sys.executable, "-m", "gspo_jax.bench", *arguments]
@@ -262,7 +262,7 @@ def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
 
 
 def cache_settings(cache: Path) -> dict[str, Any]:
-    """jax's options, in capitals its environment variables, that keep programs of any size in a folder."""
+    """Returns the jax options that cache every compiled program in a folder; in capitals, its environment variables."""
     return {
         "jax_compilation_cache_dir": str(cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -271,7 +271,7 @@ def cache_settings(cache: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+    """Runs the command and returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         given: dict[str, Any] = vars(parser().parse_args(arguments))

@@ -1,5 +1,7 @@
-"""Supervised cold start: a small model learns a task's worked answers by cross-entropy, so that RL begins from a policy
-that is sometimes right. Writes a Hugging Face folder, with its tokenizer, that `train` starts from.
+"""Supervised cold start: trains a small model on a task's worked answers by cross-entropy.
+
+RL then begins from a policy that is sometimes right. Writes a Hugging Face folder, tokenizer included, for `train` to
+start from.
 
     python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
 """
@@ -38,7 +40,10 @@ from gspo_jax.types import Responses, UserError, Weights
 
 
 def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder: Path) -> None:
-    """Trains `config.model.architecture` for `config.coldstart.steps` steps; writes `folder` whole or not at all."""
+    """Trains `config.model.architecture` for `config.coldstart.steps` steps and saves it in `folder`.
+
+    A tokenizer is trained on the same records first. The folder is written whole or not at all.
+    """
     cold = config.coldstart
     tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
     model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
@@ -72,9 +77,10 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
 
 
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:
-    """The records with their worked answers, a share `terse` of them cut down to the final answer alone.
+    """Returns the records as demonstrations, a fraction `terse` of them with the final answer alone.
 
-    A policy that has seen both can work a problem out and can guess; that working it out pays is left for RL to find.
+    A policy trained on both kinds can work a problem out and can guess; it is left to RL to discover that working it
+    out pays.
     """
     short = np.random.default_rng(seed).random(len(records)) < terse
 
@@ -87,7 +93,7 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
 ) -> tuple[Learner, Callable[[Learner, Responses], tuple[Learner, Float[Array, ""]]]]:
-    """A fresh model on the mesh, and the jitted step that lowers the cross-entropy of a batch."""
+    """Returns an untrained model on the mesh, and the jitted step that lowers a batch's cross-entropy."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(
         model_config, dtype=jnp.dtype(config.model.dtype), dispatch=policy.make_dispatch(config)
@@ -110,12 +116,12 @@ def _begin(
 
 
 def main(config: ConfigDict) -> None:
-    """The command line."""
+    """Runs the command."""
     folder = Path(flags.FLAGS.workdir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty; give a new --workdir")
+        raise UserError(f"{folder} is not empty; give --workdir a new folder")
     if not config.coldstart.steps:
-        raise UserError("coldstart.steps is 0: this config starts from a model of its own, model.folder")
+        raise UserError("coldstart.steps is 0, so there is no cold start; set it above 0, or train from model.folder")
     model = check(config)
     records = data.load_records(config, "train")
     mesh = make_meshes(config, model).trainer

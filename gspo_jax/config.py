@@ -17,7 +17,7 @@ def base() -> ConfigDict:
     config.processes.start_s = 300  # seconds to wait at start-up for the other processes to connect
 
     config.model = ConfigDict()
-    config.model.folder = ""  # Hugging Face folder of a Qwen3 or Qwen3-MoE; empty: the cold start makes the model
+    config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE; empty: a cold start makes the model
     config.model.published = ""  # model the folder must hold, such as "Qwen3-30B-A3B"; lets `plan` run without a folder
     config.model.dtype = "bfloat16"  # compute dtype, "bfloat16" or "float32"; parameters are always float32
     # What each layer keeps for the backward pass. "full": its input; "offload": its input, in host memory; "dots": its

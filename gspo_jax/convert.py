@@ -1,10 +1,10 @@
-"""Converts a model between Hugging Face's format and ours, on the CPU; the tokenizer's files go along.
+"""Converts a model between Hugging Face format and an Orbax checkpoint, on the CPU; tokenizer files are copied.
 
     python -m gspo_jax.convert --from=HF_FOLDER --to=FOLDER
     python -m gspo_jax.convert --from=FOLDER --to=HF_FOLDER [--dtype=bfloat16]
 
-Ours is an Orbax checkpoint of the parameters in `checkpoints/` beside a config.json that is also Hugging Face's. The
-folder of a training run is read too: its newest checkpoint becomes a Hugging Face folder that others can serve.
+An Orbax folder has the parameters in `checkpoints/`, beside a config.json in Hugging Face format. The source may also
+be a run folder: its newest checkpoint becomes a Hugging Face folder, which inference servers can load.
 """
 
 import json
@@ -43,23 +43,23 @@ TOKENIZER_FILES = (
 
 
 def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str, Any]:
-    """Writes the model in `source` to the new folder `target` in the other format, and returns what was done.
+    """Writes the model in `source` to the new folder `target` in the other format and returns a summary.
 
     Args:
-      source: a Hugging Face folder, one that this function wrote, or a run folder.
+      source: a Hugging Face folder, an Orbax folder written by this function, or a run folder.
       target: a folder that does not exist or is empty.
-      dtype: "float32" or "bfloat16"; by default that of `source`, and a run's is float32. Norms and routers are kept
-        in float32 in our format.
+      dtype: "float32" or "bfloat16"; by default that of `source`, which is float32 for a run. The Orbax format keeps
+        norms and routers in float32.
 
     Raises:
-      UserError: `source` is neither, or `target` holds something.
+      UserError: `source` is none of these folders, or `target` is not empty.
     """
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype is {dtype!r}; use {' or '.join(DTYPES)}")
     if not source.is_dir():
-        raise UserError(f"there is no folder {source}; give a Hugging Face folder, a converted one or a run's")
+        raise UserError(f"{source} is not a folder; give a Hugging Face folder, a converted folder or a run folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not an empty folder; give another --to")
+        raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
     ours = (source / CHECKPOINTS).is_dir()
     if ours:
         params, config, tokenizer = _load(source)
@@ -84,7 +84,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str
 
 
 def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
-    """The config comes last: a folder without one was left unfinished."""
+    """Writes an Orbax folder. Its config.json comes last, so a folder without one is unfinished."""
     checkpointer = Checkpointer(folder / CHECKPOINTS)
     checkpointer.save(0, {"params": params}, run={"iteration": 0})
     checkpointer.close()
@@ -93,15 +93,15 @@ def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
 
 
 def _load(folder: Path) -> tuple[nnx.State, ModelConfig, Path]:
-    """Parameters and config of a folder with checkpoints, and the folder that holds its tokenizer."""
+    """Returns parameters and shape of a folder with checkpoints, and the folder that holds its tokenizer."""
     fields = read_config(folder)
     if fields is None:
-        raise UserError(f"{folder} has {CHECKPOINTS} but no {huggingface.CONFIG}; what wrote it was interrupted")
+        raise UserError(f"{folder} has {CHECKPOINTS} but no {huggingface.CONFIG}; it is incomplete, write it again")
     return _load_converted(folder, fields) if "model_type" in fields else _load_run(folder, fields)
 
 
 def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
-    """What `_save` wrote, in the dtype it was written in."""
+    """Loads a folder written by `_save`, in the dtype it was saved in."""
     config = huggingface.read_config(folder)
     shapes = huggingface.with_dtype(transformer.abstract(config)[1], jnp.dtype(fields["torch_dtype"]))
     shardings = mesh_lib.param_shardings(shapes, _one_device())
@@ -112,7 +112,7 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, Mo
 
 
 def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
-    """The parameters of a run's newest checkpoint; shape and tokenizer are those of the model it began from."""
+    """Loads a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
     config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
     first = policy.initial_folder(config, folder)
     model, _ = policy.read_folder(config, first)
@@ -126,12 +126,12 @@ def _one_device() -> jax.sharding.Mesh:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
+    """Runs the command and returns its exit code."""
     parser = Parser("python -m gspo_jax.convert", str(__doc__).partition("\n\n")[0])
-    parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="what to convert")
-    parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="a new folder")
-    parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; as it is by default")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the same facts for programs")
+    parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="folder to convert")
+    parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="new folder to write")
+    parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; by default the source's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the same facts as JSON")
     try:
         given = parser.parse_args(arguments)
         jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator

@@ -1,7 +1,7 @@
 """The programs of one training iteration, built once from a config, the model's shape and the meshes.
 
-`train` runs them, `bench` times them, `evaluate` samples with them and `plan` compiles them for machines that are not
-there. Building an engine allocates nothing on any device.
+`train` runs them, `bench` times them, `evaluate` samples with them, and `plan` compiles them for a TPU slice without
+having one. Building an engine allocates nothing on any device.
 """
 
 import dataclasses
@@ -29,18 +29,23 @@ from gspo_jax.types import Weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An iteration's programs {sample, score, experience, update, reshard} and the state they work on."""
+    """The programs of an iteration (sample, score, experience, update, reshard) and the parts they are built from."""
 
     config: ConfigDict
+    """The checked config."""
     policy: Policy
+    """Graph and parameter shapes of the policy."""
     meshes: Meshes
+    """The trainer's and the sampler's mesh."""
     objective: Objective
     critic: CriticRule | None
+    """None if the objective uses no critic."""
     optimizer: optax.GradientTransformation
+    """The policy's optimizer."""
     sampler: Sampler
     """Reshards weights from trainer to sampler, prefills and decodes."""
     score: OldPolicyFn
-    """Log-probs of the old policy, the reference's and the critic's values, before an iteration's updates."""
+    """Log-probs of the old policy and of the reference, and the critic's values, before an iteration's updates."""
     experience: ExperienceFn
     """Advantages, returns and mismatch corrections of a scored batch."""
     update: UpdateFn
@@ -58,15 +63,15 @@ class Engine:
 
     @property
     def state_shapes(self) -> TrainState:
-        """Shape of every leaf of the train state."""
+        """Shape and dtype of every leaf of the train state."""
         return jax.eval_shape(self._new, self.policy.shapes)
 
     def begin(self, weights: Weights) -> TrainState:
-        """The train state before the first update, laid out on the mesh."""
+        """The train state before the first update, in the trainer's layout."""
         return jax.jit(self._new, out_shardings=self.shardings)(weights)
 
     def load(self, folder: Path) -> Weights:
-        """Weights of a Hugging Face folder, read straight into the trainer's layout."""
+        """Weights of a Hugging Face folder, all trainable, read straight into the trainer's layout."""
         return Weights.full(huggingface.load_params(folder, self.policy.config, self.meshes.trainer))
 
     def _new(self, weights: Weights) -> TrainState:
@@ -74,13 +79,13 @@ class Engine:
 
 
 def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule) -> Engine:
-    """The engine for a model of this shape.
+    """The engine for a model of this shape; compiles nothing yet.
 
     Args:
       config: a checked config.
       model: the policy's shape.
-      meshes: the trainer's and the sampler's.
-      stop: when a response ends.
+      meshes: the trainer's and the sampler's mesh.
+      stop: the rule that ends a response.
     """
     made, objective = policy.make_policy(config, model), learning.make_objective(config)
     optimizer, schedule = learning.make_update_rule(config)
@@ -120,7 +125,7 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
 
 
 def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, recompute: bool) -> OldPolicyFn:
-    """The scoring program; with `recompute` it takes log π_old from the trainer. Needs its mesh in scope."""
+    """The scoring program; with `recompute` the trainer computes log π_old. Needs the trainer's mesh in scope."""
     return make_old_policy(
         made.graph,
         learning.make_scoring(config),
@@ -132,7 +137,7 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
 
 
 def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRule) -> Sampler:
-    """The sampler, for training and evaluation alike: what is measured is what is trained, and compiled once."""
+    """The sampler, shared by training and evaluation, so that both use the same distribution and compiled programs."""
     return Sampler(
         made.graph,
         made.shapes,

@@ -27,21 +27,22 @@ from gspo_jax.storage import open_folder
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How a policy does on held-out prompts, k responses to each."""
+    """Accuracy of a policy on held-out prompts, with k responses to each."""
 
     accuracy: float
-    """mean@k: share of all responses that are right."""
+    """mean@k: fraction of all responses that are correct."""
     accuracy_stderr: float
     """Standard error of the mean over prompts."""
     pass_at_k: float
-    """Share of prompts with at least one right response."""
+    """pass@k: fraction of prompts with at least one correct response."""
     response_length: float
-    """Tokens, EOS included."""
+    """Mean response length in tokens, EOS included."""
     truncated: float
-    """Share of responses that met the length limit."""
+    """Fraction of responses cut off at the length limit."""
     prompts: int
+    """Number of held-out prompts."""
     samples: int
-    """k."""
+    """Responses per prompt, k."""
 
     def __str__(self) -> str:
         return (
@@ -50,7 +51,7 @@ class Evaluation:
         )
 
     def metrics(self) -> dict[str, float]:
-        """By their names in metrics.jsonl."""
+        """Returns the results by their names in metrics.jsonl."""
         return {
             "eval/accuracy": self.accuracy,
             "eval/accuracy_stderr": self.accuracy_stderr,
@@ -70,9 +71,16 @@ def evaluate(
     *,
     correct: str,
 ) -> Evaluation:
-    """Plays k episodes, the sampler's group size, to every prompt; the same key gives the same noise every time.
+    """Samples k episodes for every held-out prompt and scores them; k is the sampler's group size.
 
-    `correct` names the reward function that says what is right. A response that could not be scored counts as wrong.
+    Args:
+      player: plays the episodes, with the sampler's loaded weights.
+      batches: the held-out prompts.
+      tokenizer, scorer: turn responses into text, and text into rewards.
+      key: the same key gives the same sampling noise, so that evaluations of a run are comparable.
+      mesh: the trainer's.
+      correct: name of the reward function that decides correctness: a score above 0.5 is correct; a response that could
+        not be scored counts as wrong.
     """
     right, lengths, truncated = [], [], []
     for number, batch in enumerate(batches):
@@ -102,7 +110,7 @@ def evaluate(
 
 
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
-    """Evaluate the newest checkpoint of a run folder, or the policy that the run starts from if there is none."""
+    """Evaluates the newest checkpoint of a run folder, or the run's initial policy if there is no checkpoint."""
     check(config)
     policy.check_weights(config)
     with open_folder(workdir) as files:
@@ -124,7 +132,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
 
 
 def main(config: ConfigDict) -> None:
-    """The command line."""
+    """Runs the command."""
     result = evaluate_folder(config, flags.FLAGS.workdir)
     cli.write_facts(flags.FLAGS.json, dataclasses.asdict(result))
 

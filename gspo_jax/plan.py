@@ -1,4 +1,4 @@
-"""Compile every program of a training iteration for a TPU slice that is not there: does it fit, what does it cost?
+"""Ahead-of-time compilation of every program of an iteration for a TPU slice: does it fit, and what does it cost?
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
         [--programs=update,score] [--json=FILE] [--dump=DIR]
@@ -40,15 +40,15 @@ from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
-"""Prefixes of the grouped matmul kernels' names."""
+"""Prefixes of the names of the grouped matmul kernels."""
 LARGEST = 10
-"""Buffers listed for a program that does not fit."""
+"""Number of buffers listed for a program that does not fit."""
 
 
 def plan_program(
     name: str, setting: Setting, *, slices: int, key: str, cache: Path, dump: Path | None
 ) -> dict[str, Any]:
-    """Facts of one program, under the keys that `docs/tpu.md` documents."""
+    """Compiles one program and returns its facts: memory, costs, time bounds and warnings."""
     program = programs.make(name, setting.engine)
     traced = program.trace()
     with jax.set_mesh(program.mesh):
@@ -85,7 +85,7 @@ def plan_program(
 
 
 def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
-    """The facts that identify a plan."""
+    """Returns the facts that identify a plan: chip, slice, mesh and versions."""
     return {
         "chip": topology.generation(name),
         "topology": name if slices == 1 else f"{slices} x {name}",
@@ -95,10 +95,10 @@ def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The requested programs in the usual order; all of them if none is named."""
+    """Returns the requested programs in the usual order; all programs if none is named."""
     for name in names:
         if name not in programs.NAMES:
-            raise UserError(f"there is no program {name!r}; {choices(name, programs.NAMES)}")
+            raise UserError(f"unknown program {name!r}; {choices(name, programs.NAMES)}")
     return [name for name in programs.NAMES if not names or name in names]
 
 
@@ -112,7 +112,7 @@ def plan(
     dump: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Facts of all programs on a slice, or on several; printed as they come if there is a console.
+    """Returns the facts of all programs on one or more slices; given a console, prints each program when it is done.
 
     Raises:
       UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
@@ -137,15 +137,15 @@ def plan(
 
 
 def default_cache() -> Path:
-    """Folder of compiled programs, under the user's cache."""
+    """Returns the default folder of compiled programs, in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "gspo_jax" / "plan"
 
 
 def main(config: ConfigDict) -> None:
-    """Run the command line; exits with 1 if a program does not fit."""
+    """Runs the command; exits with code 1 if a program does not fit."""
     f = flags.FLAGS
-    jax.config.update("jax_platforms", "cpu")  # a TPU that is there is left alone
+    jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
     facts = plan(
         config,
         f.topology,

@@ -2,8 +2,8 @@
 
     python -m gspo_jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-Trains, or resumes from the newest checkpoint in the run folder. `train` is the whole algorithm; its verbs are those of
-run/session.py, its programs those of engine.py.
+Starts a run, or resumes from the newest checkpoint in its folder. `train` is the whole algorithm: the methods it calls
+are those of run/session.py, and the programs behind them those of engine.py.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from gspo_jax.run.session import open_run
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Train until `config.iterations` are done, over all starts; returns the first and the last evaluation."""
+    """Trains until `config.iterations` are done, counting those before a resume; returns first and last evaluation."""
     with open_run(config, workdir) as (run, state):
         prompts, objective = run.prompts, run.objective
         if run.iteration == 0:
@@ -25,7 +25,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
         for iteration in range(run.iteration, config.iterations):
             clock = run.clock()
-            run.sync_weights(state, clock)  # the sampler draws with this state's weights
+            run.sync_weights(state, clock)  # the sampler samples with this state's weights
 
             rounds = run.rounds()
             while not rounds.full:
@@ -45,7 +45,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 
 def main(config: ConfigDict) -> None:
-    """Run the command line."""
+    """Runs the command."""
     cli.write_facts(flags.FLAGS.json, train(config, flags.FLAGS.workdir))
 
 

@@ -1,7 +1,8 @@
 """Records that flow between packages: frozen and documented field by field, with shapes.
 
 Shape letters: B = P · G rows for P prompts and G responses each, the rows of a group adjacent; S prompt tokens;
-T response tokens; N = S + T; L layers; K experts per token. All arrays are right-padded.
+T response tokens; N = S + T; L routed layers, i.e. those with a router; K experts per token. All arrays are
+right-padded.
 """
 
 import dataclasses
@@ -42,7 +43,9 @@ class Prompts:
 
 @struct.dataclass
 class RouterRecord:
-    """Router choices at every prompt and response position, N = S + T.
+    """Choices of the L routed layers at every prompt and response position, N = S + T.
+
+    Dense layers of a mixed model have no entry; L = K = 0 for a dense model.
 
     Experts are -1 where nothing was routed or the routing is unknown: at padding, and at a response's last token, which
     the sampler never feeds to the model. At these positions replay leaves the choice to the router.
@@ -129,13 +132,13 @@ class Weights:
     """A policy's parameters in two disjoint parts; together they hold every parameter of its graph."""
 
     trainable: nnx.State
-    """What gradients, optimizer and checkpoints know; float32 in the trainer."""
+    """Parameters with gradients and optimizer state, stored in checkpoints; float32 in the trainer."""
     frozen: nnx.State
-    """What no update changes, such as the base of an adapter; empty in full training."""
+    """Parameters that no update changes, such as the base of an adapter; empty in full training."""
 
     @classmethod
     def full(cls, params: nnx.State) -> "Weights":
-        """All parameters trainable."""
+        """Weights with all parameters trainable."""
         return cls(params, nnx.State({}))
 
     @property

@@ -1,4 +1,4 @@
-"""The synthetic workload that `bench` times: random prompts, responses of given lengths, and the flops they need."""
+"""The synthetic workload that `bench` times: prompts and responses of given lengths, and the flops they require."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,11 +22,12 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A benchmark's iterations: prompts, responses and how they are run."""
+    """Prompts and responses of a benchmark's iterations, and the settings they run with."""
 
     model: Path
     """Hugging Face folder of the model."""
     prompts: int = 8
+    """Prompts per iteration."""
     group: int = 8
     """Responses per prompt."""
     prompt_length: int = 32
@@ -48,12 +49,13 @@ class Workload:
     warmup: int = 1
     """Iterations before the measured ones; the first one compiles."""
     devices: int = 1
+    """Devices of the mesh."""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
-    """Sizes of the mesh axes; one may be -1, the rest of the devices, and those left out are 1."""
+    """Sizes of the mesh axes; one may be -1 (the rest of the devices), and an axis left out has size 1."""
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Tokens per iteration that the throughput of each part is computed from."""
+        """Tokens per iteration from which the throughput of each part is computed."""
         sampled = int(self.limits.sum())
         read = sampled + self.prompts * self.group * self.prompt_length
         return {"sample": sampled, "score": read, "update": read, "iteration": sampled}
@@ -97,15 +99,15 @@ class Workload:
         return config
 
     def check(self) -> ModelConfig:
-        """Check the workload and return the model's shape, without touching devices or weights.
+        """Checks the workload and returns the model's shape, without touching devices or weights.
 
         Raises:
-          UserError: a number is out of range, or does not fit the others or the model.
+          UserError: a number is out of range, or does not fit the other numbers or the model.
         """
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1")
-        _ = self.limits  # raises where --lengths is no range
+        _ = self.limits  # raises if --lengths is malformed
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
         model = huggingface.read_config(self.model)
@@ -113,7 +115,7 @@ class Workload:
         if length > limit:
             raise UserError(
                 f"--prompt_length {self.prompt_length} and --new_tokens {self.new_tokens} need {length} positions, and "
-                f"the model has {limit}; take {length - limit} off"
+                f"the model has {limit}; take {length - limit} off either"
             )
         sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
         try:
@@ -124,7 +126,7 @@ class Workload:
 
 
 def _as_flags(text: str) -> str:
-    """Rewrite a message about config fields in terms of this command's flags."""
+    """Rewrites a message about config fields in terms of this command's flags."""
     for field, flag in {
         "data.prompts_per_batch": "prompts",
         "sampling.group_size": "group",
@@ -135,9 +137,9 @@ def _as_flags(text: str) -> str:
 
 
 def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
-    """Flops of each part and of the iteration that no implementation can avoid, whose rows share their group's prompt.
+    """Returns the flops of each part that no implementation can avoid if responses share their group's prompt.
 
-    A training pass costs three forward passes: the gradient takes two products for each one of the forward.
+    An update costs three forward passes: the gradient takes two matrix products for each one of the forward pass.
     """
     forward = forward_flops(model, lengths=work.limits, rows_per_prompt=work.group, prompt_length=work.prompt_length)
     return {"sample": forward, "score": forward, "update": 3 * forward, "iteration": 5 * forward}
@@ -146,10 +148,10 @@ def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
 def forward_flops(
     model: ModelConfig, *, lengths: Int[np.ndarray, " B"], rows_per_prompt: int, prompt_length: int
 ) -> int:
-    """Flops that log-probs of responses cannot be had without, with a perfect KV cache; see `models.flops.forward`.
+    """Returns the minimum flops of the responses' log-probs, with a perfect KV cache; see `models.flops.forward`.
 
-    A prompt of S tokens is read once for the `rows_per_prompt` rows that share it. All tokens of a response but the
-    last are read, since nothing is predicted from that one. A token at position c (from 1) attends to c keys.
+    A prompt of S tokens is computed once for the `rows_per_prompt` rows that share it. All tokens of a response but the
+    last are computed, since nothing is predicted from that one. A token at position c (from 1) attends to c keys.
     """
     S, fed = prompt_length, lengths.astype(np.int64) - 1
     prompts = len(lengths) // rows_per_prompt

@@ -103,7 +103,7 @@ def test_refusals(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
         return capsys.readouterr().err
 
     moe, new = GOLDEN / "qwen3_moe", tmp_path / "new"
-    assert "there is no folder" in message("--from=nowhere", f"--to={new}")
+    assert "nowhere is not a folder; give a Hugging Face folder" in message("--from=nowhere", f"--to={new}")
     assert "exists and is not an empty folder" in message(f"--from={moe}", f"--to={GOLDEN}")
     assert "dtype is 'float8'; use float32 or bfloat16" in message(f"--from={moe}", f"--to={new}", "--dtype=float8")
     assert "the following arguments are required: --to" in message(f"--from={moe}")

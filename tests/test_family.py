@@ -230,8 +230,8 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, adder,
     assert len(said) == 4
     assert "gspo bounds the ratio of a whole response by low=0.2: " in said[0]
     assert "sampling.group_size is 1: " in said[1]
-    assert "calculator has replied to no response of a whole batch; see that a turn ends where it listens" in said[2]
-    assert "no advantage of a whole batch differs from 0" in said[3]
+    assert "calculator replied to no response of a whole batch; make turns end where it listens" in said[2]
+    assert "all advantages of a batch are 0" in said[3]
 
 
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):

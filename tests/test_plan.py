@@ -92,7 +92,7 @@ def test_a_folder_that_holds_another_model(tmp_path):
     ("asked", "says"),
     [
         ({"name": "v7x:4x4"}, "unknown TPU generation 'v7x'; there are v4, v5e"),
-        ({"name": "v5p:4x4x4", "only": ["updates"]}, "there is no program 'updates'; did you mean 'update'"),
+        ({"name": "v5p:4x4x4", "only": ["updates"]}, "unknown program 'updates'; did you mean 'update'"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):

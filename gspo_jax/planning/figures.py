@@ -7,27 +7,28 @@ from gspo_jax.planning.memory import shortened
 from gspo_jax.planning.setting import Setting
 
 EFFICIENCY = 0.83
-"""Sum of per-operation bounds over measured step time, in published v5p training of dense models of 32B to 128B."""
+"""Ratio of the summed per-operation bounds to the measured step time, in published v5p training of dense models with
+32B to 128B parameters."""
 AGREEMENT = 0.02
-"""Largest relative difference of the three flop counts for which a projection is made."""
+"""Largest relative difference between the three flop counts for which a projection is made."""
 MUCH = 2e9
-"""Bytes per chip sent in all-reduces over the whole slice from which on a warning is given."""
+"""Bytes per chip in all-reduces over the whole slice above which a warning is given."""
 
 
 def figures(
     costs: costs_lib.Costs, name: str, setting: Setting, *, traced_flops: float, scheduled: costs_lib.Program | None
 ) -> dict[str, Any]:
-    """Flops, bytes, collectives and times of a program, or of one step of the decode loop, on one chip.
+    """Flops, bytes, collectives and time bounds of a program, or of one step of the decode loop, on one chip.
 
     Args:
-      costs: those of the compiled text.
-      name: the program.
+      costs: costs read off the compiled text.
+      name: name of the program.
       setting: the run and its chips.
       traced_flops: flops of the traced program, per chip.
-      scheduled: the program, to read off its schedule how much of the collectives' time is exposed; None to leave out.
+      scheduled: the program whose schedule shows how much of the collectives' time is exposed; None to leave that out.
     """
     chip, (forward, times) = setting.chip, setting.formula(name)
-    attention = forward.attention * times if costs.kernels else 0.0  # its kernels declare no flops themselves
+    attention = forward.attention * times if costs.kernels else 0.0  # attention kernels declare no flops
     if name == "update":
         written = forward.forward + forward.backward(recomputed=setting.recomputes)
         needed = forward.needed
@@ -78,7 +79,7 @@ def _projection(seconds: dict[str, Any], needed_s: float, *, reliable: bool) -> 
 
 
 def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]:
-    """Warnings about a program that fits."""
+    """Warnings about the costs of a program that fits in memory."""
     found = []
     reduced = [
         (times * t.bytes, t.scope)

@@ -1,4 +1,4 @@
-"""A chip's memory at a program's peak, sorted by what it holds."""
+"""A chip's memory at a program's peak, by kind of content."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -24,14 +24,14 @@ def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str)
 
 
 def producer(module: hlo.Module, buffer: Buffer) -> tuple[hlo.Operation | None, hlo.Array | None]:
-    """The operation that produces a buffer, and its array; None where the text does not tell."""
+    """The operation that produces a buffer, and its array; None where the compiled text does not contain them."""
     operation = module.find(buffer.name)
     arrays = operation.arrays[buffer.element or 0 :] if operation is not None else ()
     return operation, arrays[0] if arrays else None
 
 
 def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
-    """The live buffers without a loop's aliases of others: it updates its arguments in place."""
+    """The live buffers, without the arguments of loop bodies that alias a buffer outside (loops update in place)."""
     found, seen, inner = [], Counter[hlo.Array | None](), []
     for buffer in live:
         operation, array = producer(module, buffer)
@@ -49,7 +49,7 @@ def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
 
 
 def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
-    """Shapes of the parameters' shards on a chip of the trainer."""
+    """Shapes of the trainer's parameter shards on one chip."""
     shapes = setting.engine.policy.shapes
     placed = mesh_lib.param_shardings(shapes, setting.mesh)
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
@@ -61,7 +61,7 @@ def kind_of(
 ) -> str:
     """Kind of content of one buffer: parameters, optimizer, gradients, saved activations, cache, collectives, …
 
-    Buffers that lead with one of `layers` are stacked over layers; `shapes` are those of the parameters' shards.
+    A buffer whose first dimension is in `layers` is stacked over layers; `shapes` are those of the parameters' shards.
     """
     operation, array = producer(module, buffer)
     if operation is None:
@@ -88,7 +88,7 @@ def kind_of(
 
 
 def described(module: hlo.Module, buffer: Buffer) -> str:
-    """One line on a buffer: size, shape, operation, scope."""
+    """One line about a buffer: size, shape, operation, scope."""
     operation, array = producer(module, buffer)
     if operation is None or array is None:
         return f"{buffer.bytes / 1e9:.2f} GB {buffer.name}"
@@ -97,6 +97,6 @@ def described(module: hlo.Module, buffer: Buffer) -> str:
 
 
 def shortened(scope: str) -> str:
-    """The last parts of a scope, without those that every program has."""
+    """The last four parts of a scope, without those that loops and transformations add."""
     parts = [p for p in scope.split("/") if p not in ("while", "body", "eval_jaxpr", "checkpoint", "closed_call")]
     return "/".join(parts[-4:])

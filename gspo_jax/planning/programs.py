@@ -1,6 +1,6 @@
-"""Every program of a training iteration with abstract arguments: shapes, dtypes and shardings, nothing allocated.
+"""The engine's programs with abstract arguments, i.e. shapes, dtypes and shardings; nothing is allocated.
 
-For `plan`, which compiles them before there is a machine, or weights. The programs themselves are the engine's.
+`plan` compiles them without devices or weights.
 """
 
 import dataclasses
@@ -24,17 +24,19 @@ NAMES = ("update", "score", "sample_prefill", "sample_decode", "reshard")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function on its mesh, with the arguments it is traced with."""
+    """A jitted function with the mesh and the arguments to trace it with."""
 
     function: Callable[..., Any]
+    """The jitted function."""
     arguments: tuple[Any, ...]
-    """Positional arguments: static ones as they are, arrays as shapes with shardings."""
+    """Positional arguments: static ones by value, arrays as shapes with shardings."""
     options: dict[str, Any]
     """Static keyword arguments."""
     mesh: Mesh
+    """Mesh in scope while tracing and compiling."""
 
     def trace(self) -> jax.stages.Traced:
-        """Trace the program."""
+        """The traced program."""
         traceable: Any = self.function
         with jax.set_mesh(self.mesh):
             return traceable.trace(*self.arguments, **self.options)
@@ -46,7 +48,7 @@ def make(name: str, engine: Engine) -> Program:
 
 
 class _Programs:
-    """One method for each of `NAMES`."""
+    """Builds the programs; one method per name in `NAMES`."""
 
     def __init__(self, engine: Engine):
         config = engine.config
@@ -67,10 +69,10 @@ class _Programs:
         return Program(engine.update, arguments, {}, self.mesh)
 
     def score(self) -> Program:
-        """Log-probs of a whole batch by the trainer, by a reference and a critic if there are such.
+        """Scoring of a whole batch: the trainer's log-probs, the reference's, and the critic's values, as configured.
 
-        A run that takes all of it from the sampler has no such program; then the one that it would have with
-        `training.old_logprobs="recompute"` is told.
+        A run that needs none of these, because log π_old is the sampler's, has no such program; it is planned as with
+        `training.old_logprobs="recompute"`.
         """
         config, engine = self.config, self.engine
         score = engine.score
@@ -98,7 +100,7 @@ class _Programs:
         return Program(decoder.prefill, arguments, options, self.sampler_mesh)
 
     def sample_decode(self) -> Program:
-        """The loop that samples the responses of a batch."""
+        """The decode loop for the responses of a batch."""
         config, prefill = self.config, self.sample_prefill()
         graph, weights, prompts, keys = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
@@ -117,15 +119,15 @@ class _Programs:
         return Program(decoder.decode, (graph, weights, _placed(prefilled, places), keys), options, self.sampler_mesh)
 
     def reshard(self) -> Program:
-        """The trainer's weights to the sampler."""
+        """Cast and reshard of the trainer's weights for the sampler."""
         return Program(self.engine.sampler.reshard, (self._trained(),), {}, self.sampler_mesh)
 
     def _trained(self) -> Weights:
-        """The trainer's weights."""
+        """Shapes of the trainer's weights."""
         return _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
 
     def _copied(self) -> Weights:
-        """The sampler's copy of them."""
+        """Shapes of the sampler's copy of the weights."""
         copy = jax.eval_shape(self.engine.sampler.reshard, self.shapes)
         return _placed(copy, mesh_lib.param_shardings(self.shapes, self.sampler_mesh, mesh_lib.SAMPLER))
 

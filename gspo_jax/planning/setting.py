@@ -1,4 +1,4 @@
-"""A run on a TPU slice: what each of its programs is given there."""
+"""A run on a TPU slice: each program's share of work, resident memory and lower bounds per chip."""
 
 import dataclasses
 import math
@@ -21,7 +21,9 @@ class Setting:
     """A run's engine on chips of one generation."""
 
     engine: Engine
+    """The run's programs."""
     chip: Chip
+    """Memory, bandwidth and peak flops of one chip."""
 
     @property
     def config(self) -> ConfigDict:
@@ -40,11 +42,11 @@ class Setting:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes whole layers again."""
+        """True if the backward pass recomputes whole layers."""
         return self.config.model.remat in transformer.LEAN
 
     def work(self, name: str) -> flops_lib.Work:
-        """A chip's share of a program's input; for `sample_decode`, of one step with all responses at full length."""
+        """A chip's share of a program's work; for `sample_decode`, of one step with all responses at full length."""
         data, sampling, training = self.config.data, self.config.sampling, self.config.training
         P, G = data.prompts_per_batch, sampling.group_size
         S, T = data.max_prompt_length, sampling.max_response_length
@@ -65,7 +67,7 @@ class Setting:
         return whole / self.mesh.size
 
     def filled(self, name: str) -> float:
-        """Fraction of the experts' buffer rows in use when experts are balanced."""
+        """Fraction of the experts' buffer rows in use if load is balanced."""
         model, meshes = self.model, self.engine.meshes
         shards = (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
         dispatch = self.config.model.dispatch
@@ -83,7 +85,7 @@ class Setting:
         return math.ceil(held / self.chip.memory)
 
     def resident(self, name: str) -> int:
-        """Bytes per chip of trainer state that stays in HBM while a program runs without being one of its arguments."""
+        """Bytes per chip of trainer state that stays in HBM while a program runs, other than its arguments."""
         if name == "update":
             return 0
         state, places = self.engine.state_shapes, self.engine.shardings
@@ -96,12 +98,12 @@ class Setting:
         )
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
-        """Flops of a forward pass on one chip, by part, and how many times attention's are run by the program."""
+        """Flops of a forward pass on one chip, by part, and how many times the program runs those of attention."""
         forward = flops_lib.forward(self.model, self.work(name))
         return forward, 3.5 + self.recomputes if name == "update" else 1.0
 
     def least_bytes(self, name: str) -> float:
-        """Bytes a chip must read at least: its share of all weights once and, in a decode step, its live cache."""
+        """Minimum HBM bytes per chip: its share of all weights once and, in a decode step, of the live KV cache."""
         model, chips = self.model, self.mesh.size
         embedding = model.vocab_size * model.hidden_size
         layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))

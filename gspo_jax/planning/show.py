@@ -1,4 +1,4 @@
-"""A plan printed for the eye."""
+"""A plan printed on the terminal."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ GB = 1e9
 
 
 def _print(console: Console, text: str, **style: Any) -> None:
-    """One unwrapped line, without rich's highlighting."""
+    """Print a line unwrapped, without rich's highlighting."""
     console.print(text, highlight=False, soft_wrap=True, **style)
 
 
 def show_header(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print slice, mesh, and the least number of chips."""
+    """Print slice, mesh and the minimum number of chips."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
     _print(
         console,

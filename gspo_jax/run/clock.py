@@ -1,4 +1,4 @@
-"""Wall-clock time of an iteration's phases, and the compilation in it."""
+"""Wall-clock time of an iteration's phases, and the compilation during it."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ from gspo_jax.reporting.progress import Progress
 
 
 class CompileCounter:
-    """Counts XLA compilations and their seconds from construction on; programs read from a cache on disk count too."""
+    """Counts XLA compilations and their seconds from construction on, programs read from a cache on disk included."""
 
     def __init__(self):
         self.programs = 0
@@ -36,7 +36,7 @@ class Clock:
         self.compiled = CompileCounter()
         """Compilation during the iteration."""
         self.seconds: dict[str, float] = {}
-        """Seconds by phase, and "iteration" for the total once stopped."""
+        """Seconds by phase and, once stopped, of the whole "iteration"."""
 
     def phase(self, name: str) -> None:
         """End the running phase and begin `name`; a phase that recurs adds up."""

@@ -29,7 +29,7 @@ from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.update import take_minibatch
 
 SHOWN_CHARACTERS = 400
-"""Characters of a completion shown on the terminal; the file under samples/ has all of them."""
+"""Maximum characters of a completion shown on the terminal; the file under samples/ has the whole text."""
 
 
 class RunLog:
@@ -43,34 +43,34 @@ class RunLog:
         samples: SamplesWriter | None = None,
         evaluations: Sequence[dict[str, float]] = (),
     ):
-        """`writer` and `samples` are None on every process but the first; `evaluations` are those of earlier starts."""
+        """`writer` and `samples` are None on every process but the first; `evaluations` are from before a resume."""
         self.progress, self._writer, self._samples = progress, writer, samples
         self.evaluations = list(evaluations)
         """Every evaluation so far, by metric name."""
         self._warned: set[str] = set()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write metrics of a step, which every process knows, into the run folder."""
+        """Write metrics of a step to the run folder; every process calls this with the same values."""
         if self._writer is not None:
             self._writer.write(step, metrics)
 
     def updates(
         self, step: int, line: Mapping[str, Any], columns: Mapping[str, Any], metrics: list[Metrics], *, group_size: int
     ) -> None:
-        """Write one line per update of an iteration; `line` holds the iteration's own numbers and joins the last.
+        """Write one line per update of an iteration; the iteration's own metrics join the last.
 
         Args:
           step: the newest update's number.
           line: the iteration's own metrics, and its number under "iteration".
-          columns: per-response values [B] on the host, as `response_columns` gives them.
-          metrics: those of each update.
+          columns: per-response values [B] on the host, from `response_columns`.
+          metrics: metrics of each update.
           group_size: adjacent rows of one group.
         """
         iteration = {"iteration": line["iteration"]}
         for i, seen in enumerate(metrics):
             own = take_minibatch(columns, i, count=len(metrics), group_size=group_size)
             row = {**iteration, "minibatch": i, **response_metrics(own)}
-            # Only the first mini-batch is scored by the very weights that sampled it.
+            # Only the first mini-batch is scored with the same weights that sampled it.
             row |= {name: value for name, value in seen.items() if i == 0 or not name.startswith("mismatch/")}
             row |= line if i + 1 == len(metrics) else {}
             self.write(step - len(metrics) + 1 + i, row)
@@ -123,29 +123,29 @@ class RunLog:
             self.progress.say(f"warning: {text}")
 
     def guard_config(self, objective: Objective, *, group_size: int) -> None:
-        """Warn of settings under which nothing is learned or clipped."""
+        """Warn of settings under which nothing can be learned or clipped."""
         if text := clip_range_warning(objective):
             self.warn(text)
         if group_size == 1 and objective.critic is None:
             self.warn(
-                "sampling.group_size is 1: a response is compared with its group, so every advantage is exactly 0 and "
+                "sampling.group_size is 1: advantages compare a response with its group, so all are exactly 0 and "
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
             )
 
     def guard_ratios(self, metrics: list[Metrics]) -> None:
-        """Warn of updates after which the policy has moved but its importance ratios have not."""
+        """Warn if an update has moved the policy but the importance ratios are still exactly 1."""
         for before, seen in itertools.pairwise(metrics):
             moved = float(before["actor/grad_norm"]) * float(before["actor/lr"]) > 0
             if moved and float(seen["update/tokens"]) and float(seen["ratio/token_log_max"]) == 0:
                 self.warn(
-                    "the importance ratio is exactly 1 for every token although the policy has been updated since it "
-                    "sampled: the old log-probs are the new ones, and nothing is ever clipped"
+                    "the importance ratio is exactly 1 for every token although the policy has been updated since "
+                    "sampling: the old log-probs equal the new ones, and nothing is ever clipped"
                 )
 
 
 @contextmanager
 def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done: int) -> Iterator[RunLog]:
-    """Open a run's log files after step `after_step` (None: a new run) and its progress after `done` iterations."""
+    """Open a run's log, dropping lines after step `after_step` (None: a new run); `done` iterations are over."""
     with ExitStack() as stack:
         writer = samples = None
         if processes.is_first():
@@ -188,7 +188,7 @@ def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[st
 def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bool) -> dict[str, np.ndarray]:
     """Per-response values [B] on the host; those named "reward/…" become metrics of that name.
 
-    `turns` and `older` ask for the columns of multi-turn episodes and of partial rollouts.
+    `turns` and `older` select the columns of multi-turn episodes and of partial rollouts.
     """
     columns = {"reward/mean": scored.total} | {f"reward/{name}": x for name, x in scored.by_name.items()}
     if shaping.penalty:
@@ -206,7 +206,7 @@ def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bo
 
 
 def response_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means over the responses of an update, by metric name; NaN for a column with nothing but NaN."""
+    """Metrics of the responses of an update, by name; NaN for a reward that is NaN in all of them."""
     lengths = columns["length"]
     rewards = {name: x for name, x in columns.items() if name.startswith("reward/")}
     drawn, of_episodes = columns["drawn"].sum(), {}

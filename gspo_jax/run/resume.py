@@ -1,4 +1,4 @@
-"""Where a run starts: at its newest checkpoint, if it may resume from that, or at its beginning."""
+"""The start of a run: at its newest checkpoint, if the config allows resuming from it, or at its beginning."""
 
 import dataclasses
 import json
@@ -36,26 +36,27 @@ MAY_CHANGE = (
     "training.microbatches",
     "training.logprob_chunk",
 )
-"""Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they leave a run's
-numbers unchanged, up to rounding and to what a capacity factor drops.
+"""Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a
+run's numbers, except by rounding and by the tokens that a capacity factor drops.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """Everything that differs between a new run and a resumed one."""
+    """The state that a new or a resumed run starts from."""
 
     iteration: int
-    """Iterations done."""
+    """Iterations done by earlier starts."""
     step: int | None
-    """Newest update; None in a new run."""
+    """Number of the newest update; None for a new run."""
     key: jax.Array
-    """Key of the run."""
+    """PRNG key of the run."""
     state: TrainState
+    """Train state, in the trainer's layout."""
     frozen: nnx.State
-    """Weights that no update changes."""
+    """Weights that no update changes; empty in full training."""
     unfinished: Episodes | None
-    """Partial rollouts under way; None if there are none."""
+    """Partial rollouts in flight; None if there are none."""
 
 
 def start(
@@ -67,10 +68,10 @@ def start(
     folder: Path,
     place: str | Path,
 ) -> Start:
-    """Restore the newest checkpoint and move `prompts` to its position, or load the first weights from `folder`.
+    """Restore the newest checkpoint and move `prompts` to its position, or load initial weights from `folder`.
 
     Raises:
-      UserError: the checkpoint is another run's than the config's; `place` names the run in the message.
+      UserError: the checkpoint does not fit the config; `place` names the run in the message.
     """
     restored = checkpointer.restore(engine.state_shapes, engine.shardings)
     if restored is None:
@@ -93,7 +94,7 @@ def start(
 def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path) -> None:
     """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
 
-    A field missing on one side has its default there: checkpoints outlive the versions that wrote them.
+    A field missing on one side counts as its default, because it may have been added after the checkpoint was saved.
     """
     defaults = _flat(base().to_dict())
     ours, theirs = defaults | _flat(here), defaults | _flat(saved)

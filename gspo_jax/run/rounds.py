@@ -18,11 +18,11 @@ from gspo_jax.run.scored import Scored
 class Rounds:
     """Collects groups round by round, dropping those whose rewards are all equal, until a batch is full.
 
-    With a limit of one round nothing is dropped: the batch is what was sampled.
+    With a limit of one round nothing is dropped: the batch is the first round.
     """
 
     def __init__(self, *, groups: int, group_size: int, limit: int):
-        """`groups` make a batch; after `limit` rounds it is filled up with dropped groups."""
+        """A batch has `groups` groups; after `limit` rounds, dropped groups fill it up."""
         self._groups, self._group_size, self._limit = groups, group_size, limit
         self._rounds: list[Scored] = []
 
@@ -33,20 +33,20 @@ class Rounds:
 
     @property
     def failures(self) -> int:
-        """Responses so far that could not be scored."""
+        """Responses sampled so far that could not be scored."""
         return sum(int(np.isnan(scored.total).sum()) for scored in self._rounds)
 
     @property
     def full(self) -> bool:
-        """Whether sampling is over: enough groups with contrast, or no rounds left."""
+        """True if sampling is over: enough groups have contrast, or no rounds are left."""
         return len(self._rounds) == self._limit or (self._limit > 1 and int(self._kept().sum()) >= self._groups)
 
     def add(self, scored: Scored) -> None:
-        """Add one round."""
+        """Add a round of scored responses."""
         self._rounds.append(scored)
 
     def batch(self, mesh: Mesh) -> Scored:
-        """The first groups with contrast; if they are too few, others fill the batch and are excluded from learning."""
+        """The first groups with contrast; if there are too few, dropped ones fill the batch but carry no gradient."""
         if self._limit == 1:
             return self._rounds[0]
         kept = self._kept()
@@ -70,5 +70,5 @@ class Rounds:
         }
 
     def _kept(self) -> Bool[np.ndarray, " N"]:
-        """For every group so far, whether its rewards differ."""
+        """True for each of the N groups so far whose rewards differ."""
         return np.concatenate([np.zeros(0, bool), *(scored.contrast(self._group_size) for scored in self._rounds)])

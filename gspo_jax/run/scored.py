@@ -17,6 +17,7 @@ class Scored:
     """Responses with their rewards: the rollout on the devices, everything else on the host of every process."""
 
     rollout: Rollout
+    """The responses."""
     texts: Shaped[np.ndarray, " B"]
     """Prompt text of each response."""
     lengths: Int[np.ndarray, " B"]
@@ -34,9 +35,9 @@ class Scored:
     total: Float[np.ndarray, " B"]
     """Weighted sum of the reward functions; NaN if one of them, or of the step rewards, failed."""
     by_name: dict[str, Float[np.ndarray, " B"]]
-    """Score of each reward function, and mean score per step of each step-reward function; NaN if there is none."""
+    """Score of each reward function, and mean score per step of each step-reward function; NaN without a score."""
     learn: Bool[np.ndarray, " B"]
-    """False for responses excluded from learning."""
+    """False for responses excluded from learning: not scored, or padding of a dynamic batch."""
     step_rewards: Float[np.ndarray, "B T"] | None = None
     """Weighted reward of a step at the token that ends it, 0 elsewhere; None without step rewards."""
     steps: Bool[np.ndarray, "B T"] | None = None
@@ -55,7 +56,7 @@ def score_episodes(
 ) -> Scored:
     """Score a batch of finished episodes; every process scores its own rows, and all receive all of them."""
     rollout, B = episodes.rollout, len(episodes.texts)
-    own = hosts.own_rows(mesh, B)  # from here on, columns hold this process's rows only
+    own = hosts.own_rows(mesh, B)  # until the last line, columns hold this process's rows only
     tokens, mask, drawn, truncated = hosts.own(
         mesh, (rollout.tokens, rollout.mask, rollout.action_mask, rollout.truncated)
     )

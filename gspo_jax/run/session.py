@@ -1,4 +1,4 @@
-"""Run setup and bookkeeping: builds what train.py needs, resumes, logs, evaluates, saves."""
+"""An open run: builds the parts that train.py needs, or resumes them, and logs, evaluates and saves."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -41,24 +41,26 @@ from gspo_jax.types import EpisodeBatch, Experience, OldPolicy, Prompts, Weights
 
 @dataclasses.dataclass
 class Run:
-    """An open run: train.py's verbs, and the parts they work with."""
+    """An open run: the methods train.py calls, and the parts they use."""
 
     config: ConfigDict
     engine: Engine
     tokenizer: Tokenizer
     frozen: nnx.State
-    """Weights that no update changes."""
+    """Weights that no update changes; empty in full training."""
     reference: Weights | None
-    """Weights of the reference policy; None without one."""
+    """Weights of the reference policy; None without a KL to it."""
     iteration: int
     """Iterations done by earlier starts."""
     key: jax.Array
+    """PRNG key of the run."""
     prompts: Batches[PromptBatch]
-    """Training prompts, endless; its position is part of a checkpoint."""
+    """Endless training prompts, whose position is part of a checkpoint."""
     held_out: EvalBatches
+    """Held-out prompts of the evaluations."""
     player: Player
     buffer: Buffer | None
-    """Partial rollouts under way; None without them."""
+    """Buffer of partial rollouts; None without them."""
     scorer: Scorer
     step_scorer: StepScorer | None
     shaping: Shaping
@@ -82,11 +84,11 @@ class Run:
         return self.config.sampling.group_size
 
     def clock(self) -> Clock:
-        """A clock for one iteration."""
+        """A new clock for one iteration."""
         return Clock(self.log.progress)
 
     def rounds(self) -> Rounds:
-        """The rounds of sampling of one iteration, still empty."""
+        """An empty collection of one iteration's sampling rounds."""
         groups, limit = self.config.data.prompts_per_batch, self.config.sampling.rounds
         return Rounds(groups=groups, group_size=self.group_size, limit=limit)
 
@@ -95,14 +97,14 @@ class Run:
         return Weights(state.params, self.frozen)
 
     def sync_weights(self, state: TrainState, clock: Clock) -> None:
-        """Give the sampler this state's weights: it is the behaviour policy from now on."""
+        """Load this state's weights into the sampler; they are the behaviour policy until the next sync."""
         clock.phase("reshard")
         self.engine.sampler.load(self.weights(state))
         if self.buffer is not None:
             self.buffer.on_weight_sync()
 
     def decode(self, prompts: Batches[PromptBatch], iteration: int, rounds: Rounds, clock: Clock) -> EpisodeBatch:
-        """Sample the next batch of episodes: for new prompts, or continuing the buffer's partial rollouts."""
+        """Sample the next batch of episodes, for new prompts or from the buffer's partial rollouts."""
         key = keys.sample_key(self.key, iteration)
 
         def take() -> tuple[Prompts, list[str], list[Record]]:
@@ -121,18 +123,18 @@ class Run:
         clock.phase("reward")
         if self.config.environment.name and episodes.turns.max() == 1:
             self.log.warn(
-                f"{self.config.environment.name} has replied to no response of a whole batch; see that a turn ends "
-                "where it listens (sampling.stop_ids), and that environment.turns is above 1"
+                f"{self.config.environment.name} replied to no response of a whole batch; make turns end where it "
+                "listens (sampling.stop_ids), with environment.turns above 1"
             )
         return score_episodes(episodes, self.tokenizer, self.scorer, self.step_scorer, self.engine.meshes.trainer)
 
     def batch(self, rounds: Rounds) -> Scored:
-        """The batch to learn from; the sampler's weights make room for the updates."""
+        """The batch to learn from; the sampler's weights are released to make room for the updates."""
         self.engine.sampler.release()
         return rounds.batch(self.engine.meshes.trainer)
 
     def score(self, state: TrainState, scored: Scored, clock: Clock) -> OldPolicy:
-        """Log-probs, values and routes that stay fixed while the batch is learned from."""
+        """Log-probs, values and routes that stay fixed during the iteration's updates."""
         clock.phase("score")
         critic = None if state.critic is None else state.critic.params
         return jax.block_until_ready(self.engine.score(self.weights(state), critic, self.reference, scored.rollout))
@@ -145,7 +147,7 @@ class Run:
         made = self.engine.experience(objective, scored.rollout, old, Rewards(*fields))
         if objective.critic is None and not jnp.any(made.advantages):
             self.log.warn(
-                "no advantage of a whole batch differs from 0, because the responses of every prompt have equal "
+                "all advantages of a batch are 0, because the responses to each prompt have equal "
                 "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"
             )
         return made
@@ -155,12 +157,12 @@ class Run:
     ) -> tuple[TrainState, Metrics]:
         """One optimizer step on the objective's gradient over a mini-batch; the old state is donated."""
         state, metrics = self.engine.update(objective, state, self.frozen, experience, minibatch)
-        return state, jax.device_get(metrics)  # one update in flight: simulated devices share their threads
+        return state, jax.device_get(metrics)  # one update in flight, since simulated devices share their threads
 
     def report(
         self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: Clock
     ) -> None:
-        """Log an iteration and, when due, keep samples, evaluate and save."""
+        """Log an iteration and, when due, write samples, evaluate and save a checkpoint."""
         clock.stop()
         done, step, config = iteration + 1, int(state.updates), self.config
         last = done == config.iterations
@@ -184,7 +186,7 @@ class Run:
         self.files.publish(every_s=PUBLISH_S)
 
     def evaluate(self, state: TrainState) -> None:
-        """Measure held-out mean@k of this state's policy."""
+        """Evaluate this state's policy on the held-out prompts."""
         self.log.progress.phase("evaluate")
         sampler = self.engine.sampler
         sampler.load(self.weights(state))
@@ -201,9 +203,9 @@ class Run:
         self.log.evaluated(int(state.updates), result)
 
     def save(self, done: int, state: TrainState) -> None:
-        """Start saving a checkpoint after `done` iterations."""
+        """Start saving a checkpoint in the background, after `done` iterations."""
         self.log.progress.phase("save")
-        self.files.publish()  # a step's metrics are kept before the step itself
+        self.files.publish()  # metrics reach a bucket before the checkpoint of their step
         run = {"iteration": done, "prompts": self.prompts.get_state(), "config": self.config.to_dict()}
         run["key"] = jax.random.key_data(self.key).tolist()
         left = None if self.buffer is None else self.buffer.episodes
@@ -218,10 +220,10 @@ class Run:
 
 @contextmanager
 def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, TrainState]]:
-    """Open the run in `place`, a folder or a bucket: at its newest checkpoint, or else at its beginning.
+    """Open the run in `place`, a folder or a bucket, at its newest checkpoint or, without one, at its beginning.
 
-    Mistakes in config, data, rewards and model folder are reported before a device is touched. A cold start, if the
-    run has one, is trained first.
+    Errors in config, data, rewards and model folder are raised before any device is touched. A cold start, if the
+    config has one, is trained first.
     """
     model = check(config)
     policy.check_weights(config)

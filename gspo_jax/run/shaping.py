@@ -1,4 +1,4 @@
-"""From raw rewards to those that advantages are computed from, and the responses that carry gradient."""
+"""Reward shaping before advantages are computed, and the responses that carry gradient."""
 
 import dataclasses
 
@@ -11,26 +11,27 @@ from gspo_jax.run.scored import Scored
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """DAPO's length shaping (arXiv 2503.14476), and stand-ins for responses that could not be scored."""
+    """DAPO's length shaping (arXiv 2503.14476), and substitute rewards for responses that could not be scored."""
 
     group_size: int
+    """Adjacent responses to one prompt, G."""
     limit: int
-    """Maximum response length, tokens."""
+    """Maximum response length in tokens."""
     penalty: float
-    """Weight of the soft overlong punishment; 0: none."""
+    """Weight of the soft overlong punishment; 0 for none."""
     cache: int
-    """Last tokens before the limit, over which the punishment grows."""
+    """Number of tokens before the limit over which the punishment grows."""
     drop_truncated: bool
     """Exclude responses cut off at the limit from learning."""
 
     def overlong(self, scored: Scored) -> Float[np.ndarray, " B"]:
-        """The weighted punishment of each response, at most 0."""
+        """The weighted overlong punishment of each response, at most 0."""
         if not self.penalty:
             return np.zeros(len(scored.lengths), np.float32)
         return np.float32(self.penalty) * overlong(scored.lengths, limit=self.limit, cache=self.cache)
 
     def rewards(self, scored: Scored) -> Float[np.ndarray, " B"]:
-        """Rewards to compute advantages from; finite."""
+        """Finite rewards from which advantages are computed."""
         return fill_failures(scored.total, self.group_size) + self.overlong(scored)
 
     def trainable_rows(self, scored: Scored) -> Bool[np.ndarray, " B"]:
@@ -39,16 +40,17 @@ class Shaping:
 
 
 def fill_failures(rewards: Float[np.ndarray, " B"], group_size: int) -> Float[np.ndarray, " B"]:
-    """Replace NaN, a response that could not be scored, by the mean of its group's others: its advantage is zero.
+    """Rewards with NaN, of a response that could not be scored, replaced by the mean of its group's scored responses.
 
-    The group's mean is that of the scored responses; its standard deviation shrinks a little.
+    The replaced response gets advantage zero and leaves the group's mean unchanged; the standard deviation shrinks a
+    little.
 
     Raises:
       RuntimeError: no response of the batch could be scored.
     """
     valid = np.isfinite(rewards).reshape(-1, group_size)
     if not valid.any():
-        raise RuntimeError("none of the batch's responses could be scored: see the reward functions")
+        raise RuntimeError("none of the batch's responses could be scored; check the reward functions")
     grouped = np.where(valid, rewards.reshape(-1, group_size), 0)
     means = grouped.sum(axis=1, keepdims=True) / np.maximum(valid.sum(axis=1, keepdims=True), 1)
     return np.where(valid, grouped, means).reshape(-1).astype(np.float32)

@@ -1,1 +1,1 @@
-"""From a config to the parts of a run. The only code below the entry points that reads a ConfigDict."""
+"""Parts of a run, built from a config. Below this package, functions take plain keyword arguments."""

@@ -1,4 +1,4 @@
-"""Everything about a config that can be wrong before data or devices are touched, checked in one call."""
+"""All checks of a config that need neither data nor devices, in one call."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ _AT_LEAST_ONE = (
 def check(config: ConfigDict) -> ModelConfig:
     """Check a config and return the shape of its model.
 
-    Sizes of a mesh that depend on the number of devices (-1) are left to `meshes.make_meshes`.
+    A mesh with a size of -1 depends on the number of devices; `meshes.make_meshes` checks it.
 
     Raises:
       UserError: one sentence with the value, the limit and the remedy.
@@ -74,9 +74,9 @@ def _check_values(config: ConfigDict) -> None:
         if value < 1:
             raise UserError(f"{name} is {value}; it must be at least 1")
     if not 0 <= config.coldstart.terse <= 1:
-        raise UserError(f"coldstart.terse is {config.coldstart.terse}; it is a share, from 0 to 1")
+        raise UserError(f"coldstart.terse is {config.coldstart.terse}; use a fraction from 0 to 1")
     if config.sampling.temperature == 0:
-        raise UserError("sampling.temperature is 0: all responses to a prompt are the same; use a positive number")
+        raise UserError("sampling.temperature is 0, which makes all responses to a prompt equal; use a positive number")
     for name, value in (("data.limit", config.data.limit), ("eval.prompts", config.eval.prompts)):
         if value < 0:
             raise UserError(f"{name} is {value}; use a positive number, or 0 for all")
@@ -91,39 +91,39 @@ def _check_values(config: ConfigDict) -> None:
 
 
 def _check_rewards(config: ConfigDict) -> None:
-    """Check that there is a reward, and that the one that decides correctness is among them."""
+    """Check that the config has a reward, and that `eval.correct` is one of its rewards."""
     if not config.rewards:
         raise UserError("the config has no rewards; name at least one with its weight, such as exact_answer: 1.0")
     if config.eval.correct not in config.rewards:
         raise UserError(
-            f"eval.correct is {config.eval.correct!r}, which is no reward of this config; use one of "
+            f"eval.correct is {config.eval.correct!r}, which is not among the config's rewards; use one of "
             f"{', '.join(config.rewards)}"
         )
 
 
 def _check_partial_rollouts(config: ConfigDict) -> None:
-    """Check that partial rollouts have more prompts under way than make a batch, and that a call can end."""
+    """Check that partial rollouts keep more prompts in flight than one batch, and that a sampling call can end."""
     partial, batch = config.sampling.partial, config.data.prompts_per_batch
     if partial.prompts is None:
         return
     if partial.prompts <= batch:
         raise UserError(
-            f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: a batch would wait for "
-            f"all of them; use more than {batch}, or None for no partial rollouts"
+            f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: every batch would "
+            f"wait for all of them; use more than {batch}, or None for no partial rollouts"
         )
     if not 0 < partial.share <= 1:
-        raise UserError(f"sampling.partial.share is {partial.share}; use a share above 0, up to 1")
+        raise UserError(f"sampling.partial.share is {partial.share}; use a fraction above 0, up to 1")
     if partial.tokens is not None and partial.tokens < 1:
         raise UserError(f"sampling.partial.tokens is {partial.tokens}; use a positive number, or None for any number")
 
 
 def _check_learning(config: ConfigDict, objective: Objective) -> None:
-    """Check that the objective supports the rewards, reference, critic and corrections asked for beside it."""
+    """Check that the objective supports the configured step rewards, reference, critic and mismatch correction."""
     reference, overlong = config.reference, config.overlong
     if len(config.step_rewards) and not objective.token_advantages:
         raise UserError(
-            f"{objective.name} has one advantage for each response, and step_rewards give one to each token; use "
-            "gspo_token, grpo, dapo, cispo, sapo or ppo, or take them out"
+            f"{objective.name} has one advantage per response, but step_rewards need one per token; use "
+            "gspo_token, grpo, dapo, cispo, sapo or ppo, or remove step_rewards"
         )
     if reference.kl_weight < 0:
         raise UserError(f"reference.kl_weight is {reference.kl_weight}; use a positive number, or 0 for none")
@@ -147,18 +147,18 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
 
 
 def _check_routing(config: ConfigDict, objective: Objective) -> None:
-    """Check that the routes to replay or compare with are recorded by someone."""
+    """Check that the routes and router log-probs that replay and objective need are recorded."""
     routing, recompute = config.routing, config.training.old_logprobs == "recompute"
     if routing.replay not in REPLAYS:
         raise UserError(f"routing.replay is {routing.replay!r}; use {', '.join(map(repr, REPLAYS))}")
     if routing.replay == "r2" and not recompute:
         raise UserError(
-            "routing.replay is 'r2', which replays what the trainer's routers did when it scored the old log-probs; "
+            "routing.replay is 'r2', which replays the routes of the trainer's recomputed old log-probs; "
             "set training.old_logprobs to 'recompute', or use 'r3' for the sampler's routes"
         )
     if objective.router_shift and not (recompute or routing.router_logprobs):
         raise UserError(
-            f"{objective.name} damps tokens by the shift of their router, whose log-probs nobody keeps; set "
+            f"{objective.name} damps tokens by the shift of their routers, whose log-probs are not recorded; set "
             "routing.router_logprobs to True"
         )
     for name in ("balance_weight", "z_weight"):
@@ -167,7 +167,7 @@ def _check_routing(config: ConfigDict, objective: Objective) -> None:
 
 
 def check_dense(config: ConfigDict, model: ModelConfig) -> None:
-    """Check that a dense model is not asked for routing, balancing, dispatch or an objective that needs routers."""
+    """Check that the config of a dense model asks for nothing that needs routers."""
     if model.is_routed:
         return
     routing, dispatch = config.routing, config.model.dispatch

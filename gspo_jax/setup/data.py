@@ -1,4 +1,4 @@
-"""Records, prompt batches and reward functions from a config."""
+"""Records, prompt batches and reward functions, from a config."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
 
 
 def make_scorer(config: ConfigDict) -> Scorer:
-    """The weighted reward functions, with worker processes for those that can hang."""
+    """The weighted reward functions, with worker processes for those that may hang."""
     scoring = config.scoring
     return Scorer(config.rewards.to_dict(), timeout_s=scoring.timeout_s, workers=scoring.workers)
 

@@ -10,7 +10,7 @@ def init_key(config: ConfigDict) -> jax.Array:
 
 
 def run_key(config: ConfigDict) -> jax.Array:
-    """Key of the run, from which rollouts and evaluations derive theirs."""
+    """Key of the run, from which those of rollouts and evaluations are derived."""
     return jax.random.split(jax.random.key(config.seed))[1]
 
 
@@ -20,5 +20,5 @@ def sample_key(key: jax.Array, iteration: int) -> jax.Array:
 
 
 def eval_key(key: jax.Array) -> jax.Array:
-    """Key shared by all evaluations, so that they see the same noise; `key` is the run's."""
+    """Key shared by all evaluations, so that they sample with the same noise; `key` is the run's."""
     return jax.random.fold_in(key, 1)

@@ -1,4 +1,4 @@
-"""Objective, optimizer, critic and loss terms from a config."""
+"""Objective, optimizer, critic and loss terms, from a config."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,11 +35,11 @@ def make_mismatch_correction(config: ConfigDict) -> Correction | None:
 
 
 def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """Keyword arguments for the chosen factory; empty for an unknown name, which the factory reports itself."""
+    """Hyper-parameters of the named factory; empty for an unknown name, which is reported where it is looked up."""
     if name not in known:
         return {}
     if name not in section:
-        raise UserError(f"the config has no section {title}.{name}; add one, empty for its own defaults")
+        raise UserError(f"the config has no section {title}.{name}; add it; an empty one leaves all defaults")
     given: Any = section[name]
     return given
 
@@ -80,7 +80,7 @@ def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
 
 
 def make_scoring(config: ConfigDict) -> Scoring:
-    """How the trainer scores responses: at the temperature they are sampled with."""
+    """Settings of the trainer's scoring, at the temperature that responses are sampled with."""
     return Scoring(
         temperature=sampling.make_sampling(config).scoring_temperature,
         logprob_chunk=config.training.logprob_chunk,

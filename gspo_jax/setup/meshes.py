@@ -18,17 +18,17 @@ from gspo_jax.types import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Meshes:
-    """The same devices, in the same order, seen by trainer and sampler."""
+    """The trainer's and the sampler's mesh over the same devices, in the same order."""
 
     trainer: Mesh
     sampler: Mesh
 
 
 def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = None) -> Meshes:
-    """Both meshes; the trainer's over all devices unless one is given, such as that of a TPU slice to plan for.
+    """The trainer's and the sampler's mesh, over all devices or those of `trainer`, such as a TPU slice to plan for.
 
     Raises:
-      UserError: as `check_sizes`, or the devices lack the collective that the dispatch needs.
+      UserError: as `check_sizes`, or the platform lacks the collective that the dispatch needs.
     """
     if trainer is None:
         if jax.default_backend() == "cpu":
@@ -43,13 +43,13 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
 
 
 def check_sizes(config: ConfigDict, model: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Check batch and model against the resolved sizes of the trainer's mesh, and against the sampler's.
+    """Check batch and model against the resolved sizes of the trainer's mesh, and against those of the sampler's.
 
-    Prompts are prefilled spread over the batch shards. A mini-batch takes whole groups, and its micro-batches are
-    spread over the shards again.
+    Prefill shards prompts over the batch shards; a mini-batch has whole groups, and each of its micro-batches is
+    sharded again.
 
     Raises:
-      UserError: the first size that does not divide, with the nearest ones that do.
+      UserError: the first size that does not divide, with the nearest sizes that do.
     """
     devices = math.prod(sizes.values())
     mesh_lib.mesh_sizes(sizes, devices)
@@ -74,7 +74,7 @@ def _check_batch(config: ConfigDict, shards: int) -> None:
     """Check that prompts, slots, mini-batches and micro-batches divide over the trainer's batch shards."""
     by = "data×fsdp×expert"
     training, group = config.training, config.sampling.group_size
-    rows = shards * training.microbatches  # rows of a mini-batch come in multiples of this, and its groups of
+    rows = shards * training.microbatches  # a mini-batch has a multiple of these rows
     groups = training.minibatches * (rows // math.gcd(rows, group))
     parts = f"what {by} = {shards}, {training.minibatches} mini-batches and {training.microbatches} micro-batches need"
     mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))

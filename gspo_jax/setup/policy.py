@@ -1,4 +1,4 @@
-"""The policy's shape, its tokenizer and its first weights from a config."""
+"""The policy's shape, tokenizer and initial weights, from a config."""
 
 import dataclasses
 from pathlib import Path
@@ -24,13 +24,14 @@ from gspo_jax.types import UserError, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What stays fixed about a policy while its parameters change."""
+    """The static part of a policy: its graph and the shapes of its parameters."""
 
     config: ModelConfig
+    """Shape of the model."""
     graph: nnx.GraphDef[transformer.Transformer]
     """The model without its parameters, computing in the config's dtype."""
     shapes: Weights
-    """Shapes of the parameters."""
+    """Shapes and dtypes of the parameters."""
 
 
 def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
@@ -45,10 +46,10 @@ def make_dispatch(config: ConfigDict) -> Dispatch:
 
 
 def model_config(config: ConfigDict) -> ModelConfig:
-    """Shape of the policy: that of `model.folder`, of the published model, or of the cold start.
+    """Shape of the policy: of the model in `model.folder`, of `model.published`, or of the cold start's.
 
     Raises:
-      UserError: there is none of these, or the folder does not hold the published model.
+      UserError: the config has none of these, or the folder does not hold the published model.
     """
     published, folder = config.model.published, config.model.folder
     if folder:
@@ -66,7 +67,7 @@ def model_config(config: ConfigDict) -> ModelConfig:
 def refuse_no_model() -> NoReturn:
     """Raise the UserError for a config without weights to start from."""
     raise UserError(
-        "model.folder is empty and there is no cold start; give a folder in Hugging Face format, "
+        "model.folder is empty and the config has no cold start; give a folder in Hugging Face format, "
         "--config.model.folder=DIR"
     )
 
@@ -87,11 +88,11 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
         return ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
     except TypeError as error:
         what = str(error).partition(" ")[2]
-        raise UserError(f"model.architecture is no model: {what}; see the fields of ModelConfig") from None
+        raise UserError(f"model.architecture is not a model's: {what}; see the fields of ModelConfig") from None
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
-    """The Hugging Face folder a run starts from: `model.folder`, or the cold start's in the run folder."""
+    """The Hugging Face folder a run starts from: `model.folder`, or the cold start's, inside the run folder."""
     return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
 
 
@@ -112,14 +113,14 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
 
 
 def reference_weights(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> Weights | None:
-    """Weights of the reference policy, the run's first, in the compute dtype and trainer layout; None without a KL."""
+    """Weights of the reference (initial) policy, in the compute dtype and trainer's layout; None without a KL."""
     if not config.reference.kl_weight:
         return None
     return Weights.full(huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype)))
 
 
 def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[Weights, str]:
-    """Weights of a run's newest checkpoint, or its first ones if there is none, and a name for messages."""
+    """Weights of a run's newest checkpoint, or its initial weights without one, and a name for messages."""
     trainable = policy.shapes.trainable
     wanted = {"policy": {"params": trainable}}
     places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}

@@ -1,4 +1,4 @@
-"""Sampler, episodes and the buffer of partial rollouts from a config."""
+"""Sampling parameters, stop rule, episodes and the buffer of partial rollouts, from a config."""
 
 from ml_collections import ConfigDict
 
@@ -19,7 +19,7 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
 
 
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
-    """Return whether the sampler records router log-probs: only if no trainer pass records its own."""
+    """True if the sampler records router log-probs, which it does unless the trainer records its own."""
     wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
     return model.is_routed and wanted
 
@@ -31,25 +31,25 @@ def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
         ids = tokenizer.encode(stop) if isinstance(stop, str) else [stop]
         if len(ids) != 1:
             raise UserError(
-                f"sampling.stop_ids has {stop!r}, which is {len(ids)} tokens; use texts of one, or their ids"
+                f"sampling.stop_ids has {stop!r}, which is {len(ids)} tokens; use texts of one token each, or ids"
             )
         found += ids
     return tuple(found)
 
 
 def make_stop_rule(config: ConfigDict, *, eos_ids: tuple[int, ...], pad_id: int) -> StopRule:
-    """When a response ends: at one of `eos_ids` or at the config's length limit; `pad_id` fills the rest."""
+    """The rule that ends a response at one of `eos_ids` or at the config's length limit; `pad_id` fills the rest."""
     return StopRule(max_length=config.sampling.max_response_length, eos_ids=eos_ids, pad_id=pad_id)
 
 
 def stop_rule_of(config: ConfigDict, tokenizer: Tokenizer) -> StopRule:
-    """The stop rule with the tokenizer's EOS ids and those of `sampling.stop_ids`."""
+    """The rule that ends a response at the tokenizer's EOS ids or at `sampling.stop_ids`, or at the length limit."""
     eos_ids = (*tokenizer.eos_ids, *stop_ids(config, tokenizer))
     return make_stop_rule(config, eos_ids=eos_ids, pad_id=tokenizer.pad_id)
 
 
 def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of `sampling.prefix`; raises a UserError if they leave no room for a sampled token."""
+    """Token ids of `sampling.prefix`; raises a UserError if they leave no room for a sampled token."""
     tokens, limit = tokenizer.encode(config.sampling.prefix), config.sampling.max_response_length
     if len(tokens) >= limit:
         raise UserError(
@@ -60,7 +60,7 @@ def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
 
 
 def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> Player:
-    """Plays episodes with the sampler, against the config's environment if it names one."""
+    """The player of episodes, against the config's environment if it names one."""
     environment = config.environment
     begins = opening(config, tokenizer)
     if not environment.name:
@@ -78,7 +78,7 @@ def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> P
 
 
 def make_buffer(config: ConfigDict, player: Player, unfinished: Episodes | None = None) -> Buffer | None:
-    """The buffer of partial rollouts, holding what an earlier start left in it; None without partial rollouts."""
+    """The buffer of partial rollouts, with the episodes of a checkpoint, if given; None without partial rollouts."""
     partial = config.sampling.partial
     if partial.prompts is None:
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints: every leaf of a pytree by name, with the run's JSON state beside it. All of Orbax is in this module.
+"""Checkpoints: every leaf of a pytree by name, with the run's JSON state. No other module uses Orbax.
 
-Leaves are stored under their path in the tree, so that what is on disk does not depend on the mesh, on the number of
-processes, or on the Python classes that hold them.
+Leaves are stored under their path in the tree, so that a checkpoint does not depend on the mesh, on the number of
+processes, or on the Python classes that hold the leaves.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by path, such as "params.layers.0.mlp.gate"."""
+    """The leaves of a pytree by path, such as "params.layers.0.mlp.gate", where 0 is the number of the stack."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -32,23 +32,25 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """One restored step."""
+    """A restored checkpoint."""
 
     step: int
+    """Step it was saved at."""
     state: Any
+    """The saved pytree, each leaf in the requested sharding."""
     run: dict[str, Any]
-    """What was saved as `run`: iteration, data iterator, keys."""
+    """The JSON saved as `run`: iteration, position in the data, key, config."""
     arrays: dict[str, np.ndarray]
-    """What was saved as `arrays`, on the host."""
+    """The arrays saved as `arrays`, on the host."""
 
 
 class Checkpointer:
-    """Saves and restores (state, run) pairs under `folder`, one subfolder per step, written in the background."""
+    """Saves and restores checkpoints under a folder, one subfolder per step, written in the background."""
 
     def __init__(self, folder: AnyPath, *, keep: int | None = None):
-        """Opens the folder, making it if needed; `keep` is how many of the newest steps stay (None: all)."""
+        """Opens the folder, creating it if needed; `keep` is the number of newest steps to retain (None: all)."""
         policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
-        # Temporary folders are what a killed save leaves behind; none of them is a checkpoint.
+        # A killed save leaves a temporary folder behind, which is no checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
             str(storage.find(folder)),
             preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
@@ -63,19 +65,19 @@ class Checkpointer:
         return None if newest is None else newest.step
 
     def save(self, step: int, state: Any, run: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Starts a save; an error of the previous one is raised here.
+        """Starts a save in the background, after waiting for the previous one, whose error is raised here.
 
         Args:
-          step: its number.
-          state: a pytree of arrays whose shapes the config gives.
-          run: plain JSON.
-          arrays: others, on the host, whose shapes nobody knows beforehand.
+          step: number of the checkpoint.
+          state: a pytree of arrays whose shapes follow from the config.
+          run: values that JSON can hold.
+          arrays: host arrays whose shapes do not follow from the config, such as partial rollouts.
         """
         self.wait()
         arrays = arrays or {}
-        some = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses to save what is empty
+        some = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses to save empty arrays
         none = {name: [list(x.shape), x.dtype.name] for name, x in arrays.items() if not x.size}
-        # Orbax warns of what holds no array, so the step is one.
+        # Orbax warns of an item that has no array, so the step is stored as one.
         beside = {"json": json.dumps(run), "empty": json.dumps(none), "step": np.array([step])}
         saved = {"state": named_leaves(state), "run": beside}
         if some:
@@ -83,10 +85,10 @@ class Checkpointer:
         self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True)
 
     def restore(self, shapes: Tree, shardings: Tree) -> Restored | None:
-        """The newest step, each leaf straight into its sharding; None if there is none.
+        """The newest checkpoint, each leaf read straight into its sharding; None if there is none.
 
         Raises:
-          UserError: the checkpoint's leaves differ from `shapes`, naming the first that does.
+          UserError: a leaf of the checkpoint is missing from `shapes` or has another shape, or the reverse.
         """
         if self.latest is None:
             return None
@@ -104,18 +106,18 @@ class Checkpointer:
             self._pending = None
 
     def close(self) -> None:
-        """Finishes the save in flight and lets go of the folder."""
+        """Finishes the save in flight and closes the folder."""
         self.wait()
         self._checkpointer.close()
 
 
 def load_newest(folder: AnyPath, shapes: Tree, shardings: Tree) -> Restored | None:
-    """The newest committed step, only the leaves of `shapes`, of a folder that another process may be writing to.
+    """The leaves in `shapes` of the newest committed checkpoint; the folder may belong to a run that is still writing.
 
-    For readers: nothing is created or cleaned up. None if there is no checkpoint; errors as `Checkpointer.restore`.
+    Read-only: creates and cleans up nothing. None if there is no checkpoint; errors as `Checkpointer.restore`.
     """
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
-    # In a bucket, where nothing is renamed, a save that is under way has its name already.
+    # In a bucket nothing is renamed, so an unfinished save already has its final name.
     steps = [int(path.name) for path in found if ocp_utils.is_checkpoint_finalized(path)]
     if not steps:
         return None
@@ -129,7 +131,7 @@ def load_newest(folder: AnyPath, shapes: Tree, shardings: Tree) -> Restored | No
 
 
 def _restored(step: int, shapes: Any, loaded: Any) -> Restored:
-    """What was loaded, its state as a tree like `shapes`."""
+    """The loaded checkpoint, with its state as a tree like `shapes`."""
     state = jax.tree.unflatten(jax.tree.structure(shapes), [loaded["state"][name] for name in named_leaves(shapes)])
     run, arrays = loaded["run"], loaded.get("arrays", {})
     empty = {name: np.zeros(shape, dtype) for name, (shape, dtype) in json.loads(run.get("empty", "{}")).items()}

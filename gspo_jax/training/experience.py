@@ -1,4 +1,4 @@
-"""From rewards to what an update learns from: masks, advantages, returns and mismatch corrections."""
+"""Experience for the updates: masks, advantages, returns and mismatch corrections, from rewards and log-probs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +18,12 @@ from gspo_jax.types import Experience, OldPolicy, Rollout
 
 @struct.dataclass
 class Rewards:
-    """A batch's rewards, and which of its responses to learn from."""
+    """Rewards of a batch, and the responses that carry gradient."""
 
     total: Float[Array, " B"]
     """Reward of each whole response; finite."""
     learn: Bool[Array, " B"]
-    """False for responses that count in their group's baseline but carry no gradient."""
+    """True for responses that carry gradient; the others only count in their group's baseline."""
     of_tokens: Float[Array, "B T"] | None = None
     """Reward of the step that each token ends, 0 elsewhere; None without step rewards."""
     steps: Bool[Array, "B T"] | None = None
@@ -35,7 +35,7 @@ ExperienceFn = Callable[[Objective, Rollout, OldPolicy, Rewards], Experience]
 
 
 def make_experience(*, group_size: int, correction: Correction | None, kl_in_reward: float) -> ExperienceFn:
-    """A jitted `experience(objective, rollout, old, rewards)`.
+    """A function `experience(objective, rollout, old, rewards)` whose computation is jitted.
 
     Advantages are the objective's: group-based ones from the rewards, or GAE for an objective with a critic.
 
@@ -65,7 +65,7 @@ def _work(
     correction: Correction | None,
     kl_in_reward: float,
 ) -> dict[str, Any]:
-    """The fields of an Experience computed here, by name."""
+    """The computed fields of an Experience, by name."""
     mask = mask & rewards.learn[:, None]
     found: dict[str, Any] = {"mask": mask}
     if correction is not None:
@@ -87,10 +87,10 @@ def _work(
 def token_rewards(
     rewards: Rewards, old: OldPolicy, mask: Bool[Array, "B T"], *, kl_in_reward: float
 ) -> Float[Array, "B T"]:
-    """Per-token rewards for GAE.
+    """Reward of each token, for GAE.
 
-    A response's total reward goes to its last token, a step's reward to the token that ends the step, and every token
-    pays β·(log π_old − log π_ref).
+    A response's total reward goes to its last token, a step's reward to the token that ends the step, and
+    β·(log π_old − log π_ref) is subtracted from every token's reward.
     """
     T = mask.shape[1]
     last = (T - 1 - jnp.argmax(mask[:, ::-1], axis=1))[:, None] == jnp.arange(T)[None]

@@ -1,6 +1,6 @@
-"""What an update tells of itself: sums that add up over micro-batches, and the metrics made of them.
+"""Metrics of an update: sums that add up over micro-batches, and the means, rates and maxima computed from them.
 
-Names are explained in docs/metrics.md.
+docs/metrics.md explains every name.
 """
 
 from typing import Any
@@ -29,12 +29,14 @@ def of_policy(
     config: ModelConfig,
     replayed: Int[Array, "L B N K"] | None = None,
 ) -> tuple[Metrics, Metrics]:
-    """What every objective reports of a micro-batch: sums over its tokens; maxima over tokens and responses.
+    """A micro-batch's policy and routing statistics: (sums over its tokens, maxima over its tokens and responses).
 
     Args:
-      scores, batch, info: what the policy, the old policy and the objective say of it.
-      config: the policy's; a dense one has no routing metrics.
-      replayed: the experts that the forward was given, -1 where it chose.
+      scores: forward pass of the policy being trained.
+      batch: the micro-batch, with the old policy's log-probs and routes.
+      info: ratios, gates, advantages and weights from the objective.
+      config: shape of the policy; a dense one has no routing metrics.
+      replayed: experts that the forward pass was given to replay, -1 where the router chose; None without replay.
     """
     rollout, mask = batch.rollout, batch.mask
     d = jnp.where(mask, scores.logprobs - batch.old.logprobs, 0)
@@ -64,7 +66,7 @@ def of_policy(
 
 
 def _of_routes(routes: Routes, batch: Experience, num_experts: int, replayed: Array | None) -> Metrics:
-    """Drift against the old policy, load, what was replayed and what was dropped, over response tokens."""
+    """Sums over response tokens of routing drift against the old policy, expert load, replayed and dropped pairs."""
     rollout, mask, old = batch.rollout, batch.mask, batch.routes
 
     def recorded(x: Array) -> Array:
@@ -95,7 +97,7 @@ def of_critic(
     clipped: Bool[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Metrics:
-    """Sums over a micro-batch's tokens of what a critic reports."""
+    """Sums of the critic's losses, values and errors over a micro-batch's tokens."""
     errors = returns - values
     return {
         "losses": jnp.where(mask, losses, 0).sum(),
@@ -106,7 +108,7 @@ def of_critic(
 
 
 def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
-    """Means per token to learn from, rates and maxima, by their names in metrics.jsonl."""
+    """Metrics of an update, by their names in metrics.jsonl; means are per trainable token."""
     tokens = jnp.maximum(sums["clip"].tokens, 1)
     d, d2, s, s2, rows = sums["spread"]
     rows = jnp.maximum(rows, 1)
@@ -155,27 +157,28 @@ def _critic_metrics(sums: Metrics, tokens: Array) -> Metrics:
         "critic/value_mean": sums["values"] / tokens,
         "critic/return_mean": sums["moments"][1] / tokens,
         "critic/clip_fraction": sums["clipped"] / tokens,
-        # Of equal returns there is nothing to explain.
+        # Equal returns have no variance to explain.
         "critic/explained_variance": jnp.where(spread > 0, 1 - unexplained / jnp.where(spread > 0, spread, 1), 0.0),
     }
 
 
 def _moments(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " 6"]:
-    """Sums over the mask of x, y and x − y, then of their squares: what variances and a correlation are made of."""
+    """Sums over the mask of x, y and x − y, then of their squares, from which `_variances` and `_pearson` follow."""
     each = [jnp.where(mask, z, 0) for z in (x, y, x - y)]
     return jnp.stack([z.sum() for z in each] + [(z * z).sum() for z in each])
 
 
 def _variances(moments: Float[Array, " 6"], n: Array) -> Float[Array, " 3"]:
-    """Of x, y and x − y."""
+    """Variances of x, y and x − y."""
     means, squares = (moments / n).reshape(2, 3)
     return jnp.maximum(squares - means**2, 0)
 
 
 def _pearson(moments: Float[Array, " 6"], n: Array) -> Array:
-    """Pearson's correlation; 1 where either side is constant, as two equal constants agree.
+    """Pearson correlation of x and y; 1 if either is constant, since two equal constants agree.
 
-    By the variance of x − y and not by that of x·y, in which float32 would lose what tells two good copies apart.
+    Computed from the variance of x − y rather than from Σ x·y, in which float32 would lose the small difference between
+    two nearly equal copies.
     """
     x, y, apart = _variances(moments, n)
     spread = jnp.sqrt(x * y)

@@ -1,4 +1,4 @@
-"""The trainer's forward passes over responses: log-probs, entropy, routes and values, of now and of the old policy."""
+"""The trainer's forward passes over responses: log-probs, entropy, routes and values, current and old."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from gspo_jax.types import OldPolicy, Responses, Rollout, Weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How the trainer's models read responses."""
+    """Settings of the trainer's forward passes over responses."""
 
     temperature: float = 1.0
     """Sampling temperature, at which log-probs are taken."""
     logprob_chunk: int
-    """Tokens whose logits exist at once."""
+    """Tokens whose logits are in memory at a time."""
     group_size: int = 1
     """Adjacent responses to one prompt; the prompt is fed once for all that live on the same batch shard."""
     remat: Remat = "none"
@@ -41,15 +41,15 @@ class ModelScores:
     logprobs: Float[Array, "B T"]
     """log π_θ of each token at the sampling temperature, float32; undefined outside the mask."""
     entropy: Float[Array, "B T"]
-    """Entropy of the distribution that each token was drawn from, in nats."""
+    """Entropy of the policy's distribution for each token at the sampling temperature, in nats."""
     routes: Routes
-    """Routes of all N = S + T positions, prompts included: [L, B, N, …]."""
+    """Routes of all N = S + T positions, prompts included: [L, B, N, …], L routed layers."""
     hidden: Float[Array, "B T D"]
     """Final hidden state that predicts each token."""
 
 
 OldPolicyFn = Callable[[Weights, nnx.State | None, Weights | None, Rollout], OldPolicy]
-"""(policy, critic's parameters, reference, rollout) -> everything fixed during the updates."""
+"""(policy, critic's parameters, reference, rollout) -> log-probs, values and routes fixed during the updates."""
 
 
 def pack(x: Array, prompt: int, share: int) -> Array:
@@ -61,7 +61,7 @@ def pack(x: Array, prompt: int, share: int) -> Array:
 
 
 def unpack(x: Array, prompt: int, share: int) -> Array:
-    """Invert `pack`: every row has its own copy of the prompt again."""
+    """Inverts `pack`: every row has its own copy of the prompt again."""
     P, M, *rest = x.shape
     own = x[:, prompt:].reshape(P * share, (M - prompt) // share, *rest)
     return jnp.concatenate([jnp.repeat(x[:, :prompt], share, axis=0), own], axis=1)
@@ -101,7 +101,7 @@ def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
 
 
 def join_rows(batch: Any, *, group_size: int) -> Any:
-    """Invert `cut_rows`."""
+    """Inverts `cut_rows`."""
 
     def join(x: Array) -> Array:
         count, rows, *rest = x.shape
@@ -120,7 +120,7 @@ def score(
     *,
     routing: Routing | None = None,
 ) -> ModelScores:
-    """One forward pass over prompts and responses; logits for response tokens only, a chunk at a time."""
+    """The policy's scores of the response tokens, from one forward pass; logits are computed a chunk at a time."""
     out, hidden, routes = _forward(weights.model(graph), responses, scoring, routing)
     logprobs, entropy = token_logprobs(
         hidden, out.head, responses.tokens, temperature=scoring.temperature, chunk=scoring.logprob_chunk
@@ -154,9 +154,9 @@ def make_old_policy(
 ) -> OldPolicyFn:
     """A jitted `old_policy(weights, critic_params, reference, rollout)`, called before an iteration's updates.
 
-    log π_old is the sampler's, or with `recompute` the trainer's; then its routes are recorded too, which follow the
-    sampler's under `replay` "r3". The reference policy always routes natively. Forward passes whose results are unused
-    are eliminated by the compiler. Rows are processed in `microbatches` parts.
+    log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
+    the sampler's under `replay` "r3". The reference policy always uses its own routes. The compiler removes forward
+    passes whose results are unused. Rows are processed in `microbatches` parts.
     """
 
     def read(
@@ -190,7 +190,7 @@ def make_old_policy(
 def _forward(
     model: Transformer, responses: Responses, scoring: Scoring, routing: Routing | None = None
 ) -> tuple[Output, Float[Array, "B T D"], Routes]:
-    """The model's output for packed rows, with predicting hidden states and routes unpacked per response."""
+    """The model's output for packed rows, the hidden states that predict each token, and routes per response."""
     B, S = responses.prompts.shape
     share = shared_rows(B, scoring.group_size)
     packed, unpacked = (jax.vmap(partial(f, prompt=S, share=share)) for f in (pack, unpack))

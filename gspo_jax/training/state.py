@@ -30,12 +30,13 @@ class TrainState:
     """Everything an update changes. Frozen weights are not part of it."""
 
     policy: Learner
+    """The policy's trainable parameters and optimizer state."""
     updates: Int[Array, ""]
     """Optimizer updates attempted so far, including skipped ones."""
     skipped: Int[Array, ""]
     """Updates skipped because of a non-finite gradient or loss."""
     critic: Learner | None = None
-    """None if the objective uses no critic."""
+    """The critic's parameters and optimizer state; None if the objective uses no critic."""
 
     @property
     def params(self) -> nnx.State:
@@ -45,7 +46,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class CriticRule:
-    """What stays fixed about a critic while its parameters change."""
+    """The static part of a critic: its graph, the shapes of its parameters and its optimizer."""
 
     graph: nnx.GraphDef[Critic]
     shapes: nnx.State
@@ -68,14 +69,14 @@ def make_optimizer(
     `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up.
 
     Raises:
-      UserError: an unknown schedule.
+      UserError: the schedule is unknown.
     """
     if schedule == "constant":
         after = optax.constant_schedule(learning_rate)
     elif schedule == "cosine":
         after = optax.cosine_decay_schedule(learning_rate, max(total_updates - warmup_updates, 1))
     else:
-        raise UserError(f"there is no learning-rate schedule {schedule!r}; use constant or cosine")
+        raise UserError(f"unknown learning-rate schedule {schedule!r}; use constant or cosine")
     # Updates count from 0; the ramp starts above zero so that the first one learns.
     ramp = optax.linear_schedule(learning_rate / (warmup_updates + 1), learning_rate, warmup_updates)
     rate = optax.join_schedules([ramp, after], [warmup_updates])
@@ -84,12 +85,12 @@ def make_optimizer(
 
 
 def new_learner(params: nnx.State, optimizer: optax.GradientTransformation) -> Learner:
-    """A learner before its first update."""
+    """The learner before its first update."""
     return Learner(params, optimizer.init(params))
 
 
 def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nnx.State) -> Learner:
-    """One optimizer step."""
+    """The learner after one optimizer step."""
     with jax.named_scope("optimizer"):
         changes, opt_state = optimizer.update(gradient, learner.opt_state, learner.params)
         params: Any = optax.apply_updates(learner.params, changes)
@@ -99,7 +100,7 @@ def step(learner: Learner, optimizer: optax.GradientTransformation, gradient: nn
 def new_state(
     weights: Weights, optimizer: optax.GradientTransformation, *, critic: CriticRule | None = None
 ) -> TrainState:
-    """The train state before the first update; a critic is initialised by `critic.first_params`."""
+    """The train state before the first update; `critic.first_params` initialises the critic."""
     critics = None if critic is None else new_learner(first_params(critic.shapes, weights.whole), critic.optimizer)
     # Two separate zeros: a donated buffer must not appear twice.
     return TrainState(
@@ -108,7 +109,7 @@ def new_state(
 
 
 def learner_shardings(shapes: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> Learner:
-    """NamedShardings of a Learner: moments like their parameters, scalars replicated."""
+    """NamedShardings of a Learner: moments are sharded like their parameters, scalars are replicated."""
     params, alike = mesh_lib.param_shardings(shapes, mesh), jax.tree.structure(shapes)
 
     def moments(node: Any) -> bool:

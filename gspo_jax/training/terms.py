@@ -1,8 +1,8 @@
 """Loss terms beside the objective: KL to a reference, entropy bonus, router losses, the critic's loss.
 
-A term maps what is known of a micro-batch to its share of the loss and to sums for the metrics; `chosen` lists the
-terms of a run, and the loss adds them up. Every per-token quantity is weighed as the objective weighs its tokens, so
-that the gradients of micro-batches add up to that of the mini-batch.
+A term maps a micro-batch, as `Seen`, to its share of the loss and to sums for the metrics. `chosen` selects the terms
+of a run, and `add` adds them to the loss. Per-token quantities are weighted with the objective's token weights, so that
+the gradients of micro-batches add up to that of the mini-batch.
 """
 
 from collections.abc import Callable
@@ -36,36 +36,38 @@ class Penalties:
     entropy: float = 0.0
     """Coefficient of the entropy bonus; a positive number rewards entropy."""
     balance: float = 0.0
-    """Coefficient of the load-balancing loss E Σ_e f_e p_e, mean over layers: f is each expert's share of the old
-    policy's pairs in the mini-batch (the whole of it, as arXiv 2501.11873 asks, however it is cut into micro-batches),
-    p the router's probability now."""
+    """Coefficient of the load-balancing loss E Σ_e f_e p_e, mean over routed layers. f is each expert's share of the
+    old policy's (token, expert) pairs, over the whole mini-batch rather than a micro-batch (arXiv 2501.11873); p is the
+    current router's probability."""
     router_z: float = 0.0
-    """Coefficient of the router z-loss, mean over layers."""
+    """Coefficient of the router z-loss, mean over routed layers."""
 
 
 class Seen(NamedTuple):
-    """A micro-batch as the loss terms see it."""
+    """Input of the loss terms: a micro-batch, scored."""
 
     batch: Experience
+    """The micro-batch."""
     scores: ModelScores
-    """Of the policy, now."""
+    """Forward pass of the policy being trained."""
     weights: Float[Array, "B T"]
     """The objective's weight of each token, 0 outside the mask."""
     critic_params: nnx.State | None
+    """The critic's parameters; None without a critic."""
 
     def weighted(self, each: Float[Array, "B T"]) -> Float[Array, ""]:
-        """Σ weight · each, over the tokens of the mask."""
+        """Σ weight · each, over the tokens in the mask."""
         return (self.weights * each).sum()
 
 
 Term = Callable[[Seen], tuple[Array | float, Metrics]]
-"""A micro-batch -> the term's share of the loss, and sums that add up over micro-batches."""
+"""Micro-batch -> (the term's share of the loss, sums that add up over micro-batches)."""
 
 
 def chosen(
     penalties: Penalties, objective: Objective, scoring: Scoring, critic: CriticRule | None, *, reference: bool
 ) -> list[Term]:
-    """The terms of a run, in the order in which they are added; `reference` says whether there is such a policy."""
+    """The loss terms of a run, in the order they are added; `reference` is True if there is a reference policy."""
     terms: list[Term] = []
     if reference:
         terms.append(partial(reference_kl, weight=penalties.kl, estimator=penalties.kl_estimator))
@@ -81,7 +83,7 @@ def chosen(
 
 
 def reference_kl(seen: Seen, *, weight: float, estimator: KlEstimator) -> tuple[Array | float, Metrics]:
-    """β · KL(policy ‖ reference); measured even where `weight` is 0 because the KL is part of the reward."""
+    """β · KL(policy ‖ reference); logged even if `weight` is 0 because the KL is part of the reward."""
     reference = seen.batch.old.reference_logprobs
     assert reference is not None
     divergence = kl(seen.scores.logprobs, reference, seen.batch.mask, estimator=estimator)
@@ -101,7 +103,7 @@ def router_loss(seen: Seen, *, name: Literal["balance", "z"], weight: float) -> 
 
 
 def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: CriticRule) -> tuple[Array, Metrics]:
-    """The clipped value loss of PPO's critic."""
+    """Clipped value loss of the critic, as in PPO."""
     batch, old_values, returns = seen.batch, seen.batch.old.values, seen.batch.returns
     assert objective.critic is not None and seen.critic_params is not None
     assert old_values is not None and returns is not None
@@ -112,7 +114,7 @@ def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: C
 
 
 def add(terms: list[Term], seen: Seen, loss: Array, sums: Metrics) -> tuple[Array, dict[str, Any]]:
-    """The loss and the sums with all terms added."""
+    """The loss and the sums with all terms included."""
     for term in terms:
         share, more = term(seen)
         loss, sums = loss + share, sums | more

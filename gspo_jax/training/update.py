@@ -34,7 +34,7 @@ def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: in
     """Mini-batch `index` of `count`: the groups whose number is `index` modulo `count`.
 
     Strided rather than contiguous, so that every device slices its own rows when it holds whole groups of every
-    mini-batch. Takes any pytree of row-leading arrays.
+    mini-batch. `batch` is any pytree of arrays that lead with the rows.
     """
 
     def cut(x: Array) -> Array:
@@ -62,17 +62,19 @@ def make_update(
     """A jitted `update(objective, state, frozen, experience, index)`: one optimizer step on mini-batch `index`.
 
     Token weights come from the whole mini-batch's mask, so its gradient does not depend on how it is cut into
-    micro-batches. A non-finite gradient or loss changes nothing but the count of skipped updates. The old state's
-    buffers are donated.
+    micro-batches. On a non-finite gradient or loss only the counts of updates and skipped updates change. The old
+    state's buffers are donated.
 
     Args:
-      graph, scoring: the policy's graph; temperature, chunking and remat of its forward pass.
-      optimizer, schedule: the policy's optimizer and its learning-rate schedule, for the metrics.
-      critic: trained beside the policy if the objective uses one.
-      penalties: weights of the other loss terms.
+      graph: the policy without its parameters.
+      scoring: temperature, chunking and remat of its forward pass.
+      optimizer: the policy's.
+      schedule: its learning rate by update, for the metrics.
+      critic: trained beside the policy; None if the objective uses none.
+      penalties: weights of the loss terms beside the objective.
       replay: whose routes the forward pass replays.
-      shardings: where the new state lives; None leaves that to the compiler.
-      minibatches: updates that one batch of experience is divided into.
+      shardings: of the new state; None leaves them to the compiler.
+      minibatches: number of mini-batches, one update each, that a batch of experience is divided into.
       microbatches: gradient-accumulation steps per update.
       group_size: adjacent rows of one group.
     """
@@ -110,7 +112,7 @@ def make_update(
 
 
 def _accumulate(gradient: Callable[..., Any], trained: Any, micro: Any) -> tuple[Any, Metrics]:
-    """Sum gradients over the leading axis of `micro`, a (batch, weights) pair, and turn the sums into metrics."""
+    """Sums gradients over the leading axis of `micro`, a (batch, weights) pair, and turns the sums into metrics."""
 
     def add(grads: Any, part: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
         (_, seen), more = gradient(trained, *part)
@@ -129,7 +131,7 @@ def _apply(
     optimizer: optax.GradientTransformation,
     critic: CriticRule | None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step for policy and critic, undone if gradient or loss is not finite."""
+    """The state after one optimizer step for policy and critic, skipped if a gradient or the loss is not finite."""
     finite = jnp.isfinite(optax.global_norm(grads)) & jnp.isfinite(loss)
     metrics = {"actor/grad_norm": optax.global_norm(grads[0]), "update/skipped": (~finite).astype(jnp.int32)}
     policy, critics = step(state.policy, optimizer, grads[0]), None
@@ -156,7 +158,7 @@ def _loss(
     replay: Replay,
     terms: list[terms_lib.Term],
 ) -> tuple[Array, tuple[Metrics, Metrics]]:
-    """A micro-batch's share of the loss; sums that add up over micro-batches, and maxima."""
+    """A micro-batch's share of the loss, and its (sums, maxima) for the metrics."""
     params, critic_params = trained
     policy = Weights(params, frozen)
     rollout, mask, old = batch.rollout, batch.mask, batch.old
@@ -179,12 +181,12 @@ def _loss(
 
 
 def _experts(batch: Experience) -> Int[Array, "L B N K"]:
-    """The old policy's experts."""
+    """The old policy's experts, layers first."""
     return jnp.moveaxis(batch.routes.experts, 2, 0)
 
 
 def _router_shift(scores: ModelScores, batch: Experience) -> Float[Array, "B T"]:
-    """RSPO's γ for every response token, taken at the position that predicts it."""
+    """RSPO's γ of each response token, at the position that predicts the token."""
     assert batch.routes.logprobs is not None and scores.routes.watched is not None
     shift = router_shift(jnp.moveaxis(batch.routes.logprobs, 2, 0), scores.routes.watched)
     return at_predictions(shift, batch.rollout)
