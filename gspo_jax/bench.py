@@ -109,7 +109,7 @@ class Iterations:
 
         objective = self._engine.objective
         old = self._engine.score(weights, None, None, rollout)
-        scored = Rewards(*hosts.to_rows(self._mesh, rewards))
+        scored = Rewards(*hosts.shard_rows(self._mesh, rewards))
         experience = jax.block_until_ready(self._engine.experience(objective, rollout, old, scored))
         times.append(time.perf_counter())
 

@@ -66,7 +66,7 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
             for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
-                model, loss = step(model, Responses(*hosts.to_rows(mesh, fields)))
+                model, loss = step(model, Responses(*hosts.shard_rows(mesh, fields)))
             progress.advance(cross_entropy=float(loss))
     unfinished = folder.with_name(folder.name + ".partial")
     huggingface.save(model.params, model_config, unfinished)  # every process takes part

@@ -87,12 +87,12 @@ def evaluate(
         played = player.play(batch.prompts, batch.texts, batch.records, jax.random.fold_in(key, number))
         rollout, B = played.rollout, len(played.texts)
         own, k = hosts.own_rows(mesh, B), B // len(batch.texts)
-        tokens, mask, cut = hosts.own(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
+        tokens, mask, cut = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
         completions = decode_responses(tokenizer, tokens, mask)
         scores = scorer.score(played.texts[own].tolist(), completions, played.records[own].tolist())
         found = (np.nan_to_num(scores.by_name[correct]) > 0.5, mask.sum(axis=1), cut)
         real = np.repeat(batch.valid, k)
-        found = [column[real] for column in hosts.shared(mesh, found, B)]
+        found = [column[real] for column in hosts.allgather_rows(mesh, found, B)]
         right.append(found[0].reshape(-1, k))
         lengths.append(found[1])
         truncated.append(found[2])

@@ -23,17 +23,17 @@ def check(sizes: dict[str, int]) -> None:
         "ended": np.arange(B) % 3 == 0,
     }
     own = hosts.own_rows(mesh, B)
-    owners = hosts.shared(mesh, np.full(len(own), 1 + jax.process_index(), np.int32), B)
+    owners = hosts.allgather_rows(mesh, np.full(len(own), 1 + jax.process_index(), np.int32), B)
     assert np.bincount(owners)[1:].sum() == B and owners.all(), "every row belongs to exactly one process"
     np.testing.assert_array_equal(np.flatnonzero(owners == 1 + jax.process_index()), own)
 
-    placed = hosts.to_rows(mesh, batch)
+    placed = hosts.shard_rows(mesh, batch)
     placed["tokens"] = jax.jit(lambda x: x + 0)(placed["tokens"])
     assert placed["tokens"].shape == (B, 6)
-    known = hosts.own(mesh, placed)
+    known = hosts.fetch_own_rows(mesh, placed)
     for block in (2**28, 100):  # in one block, then in overlapping blocks
         hosts._BLOCK = block
-        for found in (hosts.everywhere(placed), hosts.shared(mesh, known, B)):
+        for found in (hosts.allgather(placed), hosts.allgather_rows(mesh, known, B)):
             jax.tree.map(np.testing.assert_array_equal, found, batch)
     jax.tree.map(lambda x, whole: np.testing.assert_array_equal(x, whole[own]), known, batch)
 

@@ -226,7 +226,7 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     mesh = mesh_lib.make_mesh(sizes)
     with jax.set_mesh(mesh):
         copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
-        batch, numbers, limits = hosts.to_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        batch, numbers, limits = hosts.shard_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
         keys = response_keys(jax.random.key(1), numbers)
         out, _, stats = generate(GRAPH, copy, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
         same(out, one_by_one)

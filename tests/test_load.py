@@ -9,7 +9,7 @@ from gspo_jax.routing import load
 def test_load_by_hand():
     """One layer of four experts; the second token is masked out. The experts get 2, 1, 1 and 0 of 4 pairs."""
     experts = jnp.asarray([[[[0, 1], [3, 3], [0, 2], [-1, -1]]]], jnp.int8)
-    counts = load.pairs(experts, jnp.asarray([[True, False, True, True]]), num_experts=4)
+    counts = load.expert_counts(experts, jnp.asarray([[True, False, True, True]]), num_experts=4)
     assert counts.tolist() == [[2, 1, 1, 0]]
     found = load.metrics(counts)
     assert found["routing/max_violation"] == 1.0, "one expert has half of the pairs, twice the even share"

@@ -22,7 +22,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing import drift
-from gspo_jax.routing.replay import replayed
+from gspo_jax.routing.replay import experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, make_old_policy, of_responses, score
 from gspo_jax.training.state import new_state
@@ -110,7 +110,7 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
 def test_nor_does_it_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
     with jax.set_mesh(mesh), quick_compilation():
-        policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.to_rows(mesh, rollout)
+        policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.shard_rows(mesh, rollout)
         expected = jax.device_get(learn(policy, rows))
         assert_same(expected, learn(policy, rows, expected[1].routes.experts))
     there = real(rollout)
@@ -177,9 +177,9 @@ def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, forei
 
 def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
     with pytest.raises(ValueError, match="r2 replays the routes of the old policy, but none were recorded"):
-        replayed("r2", rollout.routes, None)
-    assert replayed("none", rollout.routes, None) is None
-    found = replayed("r3", rollout.routes, None)
+        experts_to_replay("r2", rollout.routes, None)
+    assert experts_to_replay("none", rollout.routes, None) is None
+    found = experts_to_replay("r3", rollout.routes, None)
     np.testing.assert_array_equal(found, np.moveaxis(rollout.routes.experts, 2, 0))
 
 

@@ -23,7 +23,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.routing.replay import REPLAYS, replayed
+from gspo_jax.routing.replay import REPLAYS, experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
@@ -115,7 +115,7 @@ def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, re
             shardings = state_shardings(SHAPES, record, mesh, critic=critic)
             update = make_update(GRAPH, SCORING, record, schedule, shardings=shardings, **settings)
             state = jax.device_put(new_state(weights(), record, critic=critic), shardings)
-            after, metrics = update(objective, state, NONE, hosts.to_rows(mesh, experience), 1)
+            after, metrics = update(objective, state, NONE, hosts.shard_rows(mesh, experience), 1)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the update keeps the state's sharding"
     learners = [after.policy] if after.critic is None else [after.policy, after.critic]
@@ -187,7 +187,7 @@ def by_the_definition(batch: Experience, name: str, replay: str):
     """
     objective, r, old, mask = objectives.make(name), batch.rollout, batch.old, batch.mask
     trained = (params(), critic_lib.first_params(CRITIC_SHAPES, params()))
-    asked = replayed(replay, r.routes, old.routes)
+    asked = experts_to_replay(replay, r.routes, old.routes)
     native = np.full_like(np.moveaxis(r.routes.experts, 2, 0), -1)
     scores, value = SAID(trained, batch, native if asked is None else asked)
     shift = at_predictions(router_shift(jnp.moveaxis(old.routes.logprobs, 2, 0), scores.routes.watched), r)

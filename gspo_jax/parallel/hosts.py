@@ -21,13 +21,13 @@ _BLOCK = 2**28
 """Maximum bytes of an array that each device holds at a time while the array is all-gathered to the hosts."""
 
 
-def to_rows(mesh: Mesh, tree: Tree) -> Tree:
+def shard_rows(mesh: Mesh, tree: Tree) -> Tree:
     """Shards the rows of whole host arrays over the batch axes; each process feeds its own devices."""
     place = rows_sharding(mesh)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda rows: x[rows]), tree)
 
 
-def everywhere(tree: Any) -> Any:
+def allgather(tree: Any) -> Any:
     """All-gathers device arrays: returns the same tree of whole host arrays on every process."""
     return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_allgather, tree)
 
@@ -58,7 +58,7 @@ def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
     return np.sort(np.concatenate([every[:0], *(every[rows_of[device]] for device in mine)]))
 
 
-def own(mesh: Mesh, tree: Any) -> Any:
+def fetch_own_rows(mesh: Mesh, tree: Any) -> Any:
     """Returns the same tree with host copies of the rows that this process owns; rows are the leading dimension."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
@@ -74,7 +74,7 @@ def _fetch_own_rows(mesh: Mesh, x: jax.Array) -> np.ndarray:
     return found[own_rows(mesh, len(x))]
 
 
-def shared(mesh: Mesh, tree: Tree, count: int) -> Tree:
+def allgather_rows(mesh: Mesh, tree: Tree, count: int) -> Tree:
     """Assembles whole host arrays of `count` rows on every process from the rows that each process owns."""
     if jax.process_count() == 1:
         return tree

@@ -164,7 +164,7 @@ class Player:
             limits=limits,
             early_exit=early_exit,
         )
-        episodes = merge_decoded(episodes, hosts.everywhere(decoded))
+        episodes = merge_decoded(episodes, hosts.allgather(decoded))
         return episodes if self._reply is None else self._add_replies(episodes, live & episodes.ended, self._reply)
 
     def play(
@@ -184,7 +184,7 @@ class Player:
 
     def to_batch(self, episodes: Episodes) -> EpisodeBatch:
         """The batch of finished episodes, with the rollout moved to the devices."""
-        rollout = hosts.to_rows(self._sampler.mesh, episodes.rollout)
+        rollout = hosts.shard_rows(self._sampler.mesh, episodes.rollout)
         return EpisodeBatch(rollout, episodes.texts, episodes.records, episodes.turns, episodes.stale_tokens)
 
     def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
@@ -211,7 +211,7 @@ class Player:
             mask[row, length : length + len(said)] = True
             ended[row] = False
         changed = [x[own] for x in (tokens, mask, truncated, ended)]
-        tokens, mask, truncated, ended = hosts.shared(self._sampler.mesh, changed, len(ended))
+        tokens, mask, truncated, ended = hosts.allgather_rows(self._sampler.mesh, changed, len(ended))
         rollout = dataclasses.replace(episodes.rollout, tokens=tokens, mask=mask, truncated=truncated)
         return dataclasses.replace(episodes, rollout=rollout, ended=ended)
 

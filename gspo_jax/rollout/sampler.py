@@ -132,7 +132,7 @@ class Sampler:
         prefix_width = None if prefix is None else prefix.tokens.shape[1]
         shapes = (prompts.tokens.shape, width, prefix_width, limits is None, early_exit)
         compiled = _compiled_programs()
-        inputs: Any = hosts.to_rows(self.mesh, (prompts, keys, prefix, limits))
+        inputs: Any = hosts.shard_rows(self.mesh, (prompts, keys, prefix, limits))
         with jax.set_mesh(self.mesh):
             decoded = self._generate(*inputs, prompt_length=width, early_exit=early_exit)
         if shapes in self._sampled_shapes and _compiled_programs() > compiled:
@@ -186,7 +186,7 @@ class Sampler:
 
     def _count(self, work: decoder.DecodeStats, *, prefill_s: float, decode_s: float) -> None:
         """Adds one call to `stats`."""
-        work, stats = hosts.everywhere(work), self.stats
+        work, stats = hosts.allgather(work), self.stats
         self.stats = SamplerStats(
             prefill_s=stats.prefill_s + prefill_s,
             decode_s=stats.decode_s + decode_s,

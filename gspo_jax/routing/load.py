@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def pairs(experts: Int[Array, "L B T K"], mask: Bool[Array, "B T"], *, num_experts: int) -> Float[Array, "L E"]:
+def expert_counts(experts: Int[Array, "L B T K"], mask: Bool[Array, "B T"], *, num_experts: int) -> Float[Array, "L E"]:
     """Counts the (token, expert) pairs of each layer and expert over the tokens in the mask; ids of -1 are ignored."""
     each = jnp.where(mask[None, :, :, None], experts.astype(jnp.int32), -1)
     columns = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, num_experts), 4)

@@ -18,7 +18,7 @@ Replay = Literal["none", "r2", "r3"]
 REPLAYS: tuple[Replay, ...] = get_args(Replay)
 
 
-def replayed(replay: Replay, sampler: RouterRecord, old: RouterRecord | None) -> Int[Array, "L B N K"] | None:
+def experts_to_replay(replay: Replay, sampler: RouterRecord, old: RouterRecord | None) -> Int[Array, "L B N K"] | None:
     """Returns the experts to replay, -1 where the record has none; None if nothing is replayed.
 
     Raises:

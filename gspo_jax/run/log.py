@@ -95,7 +95,7 @@ class RunLog:
     def keep_samples(self, step: int, scored: Scored, tokenizer: Tokenizer, *, count: int) -> None:
         """Write and print about `count` completions, spread over the batch."""
         shown = np.arange(0, len(scored.total), max(1, len(scored.total) // count))
-        tokens, mask = hosts.everywhere((scored.rollout.tokens, scored.rollout.mask))
+        tokens, mask = hosts.allgather((scored.rollout.tokens, scored.rollout.mask))
         completions = decode_responses(tokenizer, tokens[shown], mask[shown])
         if self._samples is not None:
             self._samples.write(

@@ -52,10 +52,10 @@ class Rounds:
         kept = self._kept()
         groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
         rows = group_rows(groups, self._group_size)
-        rounds = [dataclasses.replace(scored, rollout=hosts.everywhere(scored.rollout)) for scored in self._rounds]
+        rounds = [dataclasses.replace(scored, rollout=hosts.allgather(scored.rollout)) for scored in self._rounds]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
         worth = np.repeat(kept[groups], self._group_size)
-        return dataclasses.replace(batch, rollout=hosts.to_rows(mesh, batch.rollout), learn=batch.learn & worth)
+        return dataclasses.replace(batch, rollout=hosts.shard_rows(mesh, batch.rollout), learn=batch.learn & worth)
 
     def metrics(self) -> dict[str, float]:
         """Sampling effort of the batch, by metric name; empty with a limit of one round."""

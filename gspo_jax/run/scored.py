@@ -57,7 +57,7 @@ def score_episodes(
     """Score a batch of finished episodes; every process scores its own rows, and all receive all of them."""
     rollout, B = episodes.rollout, len(episodes.texts)
     own = hosts.own_rows(mesh, B)  # until the last line, columns hold this process's rows only
-    tokens, mask, drawn, truncated = hosts.own(
+    tokens, mask, drawn, truncated = hosts.fetch_own_rows(
         mesh, (rollout.tokens, rollout.mask, rollout.action_mask, rollout.truncated)
     )
     completions = decode_responses(tokenizer, tokens, mask)
@@ -81,4 +81,4 @@ def score_episodes(
         "step_rewards": step_rewards,
         "steps": steps,
     }
-    return Scored(**episodes._asdict(), **hosts.shared(mesh, columns, B))
+    return Scored(**episodes._asdict(), **hosts.allgather_rows(mesh, columns, B))

@@ -143,7 +143,7 @@ class Run:
         """The objective's advantages for a scored batch, after reward shaping and filters."""
         clock.phase("update")
         columns = (self.shaping.rewards(scored), self.shaping.trainable_rows(scored), scored.step_rewards, scored.steps)
-        fields: tuple[Any, ...] = hosts.to_rows(self.engine.meshes.trainer, columns)
+        fields: tuple[Any, ...] = hosts.shard_rows(self.engine.meshes.trainer, columns)
         made = self.engine.experience(objective, scored.rollout, old, Rewards(*fields))
         if objective.critic is None and not jnp.any(made.advantages):
             self.log.warn(

@@ -81,7 +81,7 @@ def _of_routes(routes: Routes, batch: Experience, num_experts: int, replayed: Ar
             old_logprobs=None if old.logprobs is None else recorded(old.logprobs),
             new_logprobs=now.watched,
         ),
-        "load": load_lib.pairs(now.experts, mask, num_experts=num_experts),
+        "load": load_lib.expert_counts(now.experts, mask, num_experts=num_experts),
         "dropped": jnp.where(mask, now.dropped.sum(axis=0), 0).sum().astype(jnp.float32),
     }
     if replayed is not None:

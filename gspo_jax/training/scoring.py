@@ -16,7 +16,7 @@ from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, record
 from gspo_jax.models.transformer import Output, Remat, Transformer
 from gspo_jax.parallel.mesh import constrain, shared_rows
-from gspo_jax.routing.replay import Replay, replayed
+from gspo_jax.routing.replay import Replay, experts_to_replay
 from gspo_jax.types import OldPolicy, Responses, Rollout, Weights
 
 
@@ -162,7 +162,7 @@ def make_old_policy(
     def read(
         weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout
     ) -> OldPolicy:
-        asked = Routing(replayed(replay, rollout.routes, None) if replay == "r3" else None)
+        asked = Routing(experts_to_replay(replay, rollout.routes, None) if replay == "r3" else None)
         scores = score(graph, weights, rollout, scoring, routing=asked)
         reference_logprobs = value = None
         if reference is not None:

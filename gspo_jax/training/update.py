@@ -17,7 +17,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.objectives import Objective
 from gspo_jax.routing import load as load_lib
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.routing.replay import Replay, replayed
+from gspo_jax.routing.replay import Replay, experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training import terms as terms_lib
 from gspo_jax.training.metrics import Metrics
@@ -90,7 +90,7 @@ def make_update(
         if penalties.balance:
             E = Weights(state.params, frozen).model(graph).config.num_experts
             experts = of_responses(_experts(batch), batch.rollout)
-            load = load_lib.shares(load_lib.pairs(experts, batch.mask, num_experts=E))
+            load = load_lib.shares(load_lib.expert_counts(experts, batch.mask, num_experts=E))
         trained = (state.params, None if state.critic is None else state.critic.params)
         reference = batch.old.reference_logprobs is not None
         loss = partial(
@@ -162,7 +162,7 @@ def _loss(
     params, critic_params = trained
     policy = Weights(params, frozen)
     rollout, mask, old = batch.rollout, batch.mask, batch.old
-    routing = Routing(replayed(replay, rollout.routes, old.routes), _experts(batch), load)
+    routing = Routing(experts_to_replay(replay, rollout.routes, old.routes), _experts(batch), load)
     scores = score(graph, policy, rollout, scoring, routing=routing)
     loss, info = objectives.loss(
         objective,
