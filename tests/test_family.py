@@ -244,7 +244,7 @@ def test_every_metric_is_in_the_glossary_and_nothing_else(written):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"step_rewards": {"countdown_steps": 1.0}}, "gspo has one advantage for each response.* use gspo_token"),
+        ({"step_rewards": {"countdown_steps": 1.0}}, "gspo has one advantage per response.* use gspo_token"),
         ({"reference.kl_weight": -1.0}, "reference.kl_weight is -1"),
         ({"reference.estimator": "k4"}, "reference.estimator is 'k4'; use 'k1' or 'k2' or 'k3'"),
         ({"reference.place": "reward"}, "needs a critic; gspo has none, use 'loss'"),
