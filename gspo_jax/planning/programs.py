@@ -89,10 +89,7 @@ class _Programs:
 
     def sample_prefill(self) -> Program:
         """Prefill of a batch's prompts."""
-        options = {
-            "sampling": sampling.make_sampling(self.config),
-            "router_logprobs": sampling.keeps_router_logprobs(self.config, self.model),
-        }
+        options = self.engine.sampler.prefill_options
         rows = partial(_rows, self.sampler_mesh)
         prompts = Prompts(rows((self.prompts, self.S), jnp.int32), rows((self.prompts,), jnp.int32))
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.rows))
@@ -101,21 +98,16 @@ class _Programs:
 
     def sample_decode(self) -> Program:
         """The decode loop for the responses of a batch."""
-        config, prefill = self.config, self.sample_prefill()
+        prefill = self.sample_prefill()
         graph, weights, prompts, keys = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
             prefilled = jax.eval_shape(partial(decoder.prefill, graph, **prefill.options), weights, prompts, keys)
-            slots = decoder.resolve_slots(config.sampling.slots, self.rows)
+            options = self.engine.sampler.decode_options(self.rows)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
             decoder.prefilled_specs(None),
             prefilled,
         )
-        options = {
-            "sampling": prefill.options["sampling"],
-            "stop": self.engine.sampler.stop,
-            "slots": slots,
-        }
         return Program(decoder.decode, (graph, weights, _placed(prefilled, places), keys), options, self.sampler_mesh)
 
     def reshard(self) -> Program:

@@ -59,6 +59,16 @@ class Sampler:
         """Time and work since the weights were last loaded."""
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
+    @property
+    def prefill_options(self) -> dict[str, Any]:
+        """Static arguments of `decoder.prefill`."""
+        return {"sampling": self._sampling, "router_logprobs": self._router_logprobs}
+
+    def decode_options(self, responses: int) -> dict[str, Any]:
+        """Static arguments of `decoder.decode` for a call of this many responses; needs the sampler's mesh in scope."""
+        slots = None if self._slots is None else min(self._slots, responses)
+        return {"sampling": self._sampling, "stop": self.stop, "slots": decoder.resolve_slots(slots, responses)}
+
     def load(self, weights: Weights) -> None:
         """Casts and reshards the trainer's weights into the sampler's copy, and resets `stats`."""
         with jax.set_mesh(self.mesh):
@@ -153,7 +163,6 @@ class Sampler:
     ) -> decoder.Decoded:
         """`resume` with inputs on the devices: `decoder.generate`, with prefill and decode timed apart."""
         keys, B = jax.random.wrap_key_data(key_data), len(key_data)
-        slots = decoder.resolve_slots(None if self._slots is None else min(self._slots, B), B)
         start = time.perf_counter()
         prefilled = jax.block_until_ready(
             decoder.prefill(
@@ -162,8 +171,7 @@ class Sampler:
                 prompts,
                 keys,
                 prefix,
-                sampling=self._sampling,
-                router_logprobs=self._router_logprobs,
+                **self.prefill_options,
             )
         )
         middle = time.perf_counter()
@@ -174,9 +182,7 @@ class Sampler:
                 prefilled,
                 keys,
                 limits,
-                sampling=self._sampling,
-                stop=self.stop,
-                slots=slots,
+                **self.decode_options(B),
                 early_exit=early_exit,
                 prompt_length=prompt_length,
             )

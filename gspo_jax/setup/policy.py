@@ -53,15 +53,20 @@ def model_config(config: ConfigDict) -> ModelConfig:
     """
     published, folder = config.model.published, config.model.folder
     if folder:
-        found = huggingface.read_config(Path(folder))
-        if published:
-            check_published(found, published, folder)
-        return found
+        return _folder_model(config, Path(folder))
     if published:
         return find_published(published)
     if not config.coldstart.steps:
         refuse_no_model()
     return cold_start_model(config)
+
+
+def _folder_model(config: ConfigDict, folder: Path) -> ModelConfig:
+    """Shape of the model in a Hugging Face folder, which must be `model.published` if the config names one."""
+    model = huggingface.read_config(folder)
+    if config.model.published:
+        check_published(model, config.model.published, str(folder))
+    return model
 
 
 def refuse_no_model() -> NoReturn:
@@ -102,10 +107,7 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
     Raises:
       UserError: the folder is not the published model, or its tokenizer does not fit the model or the config's texts.
     """
-    model = huggingface.read_config(folder)
-    if config.model.published:
-        check_published(model, config.model.published, str(folder))
-    tokenizer = Tokenizer.load(folder)
+    model, tokenizer = _folder_model(config, folder), Tokenizer.load(folder)
     check_vocabulary(tokenizer, model.vocab_size)
     sampling.stop_ids(config, tokenizer)
     sampling.opening(config, tokenizer)
