@@ -24,10 +24,9 @@ def free_port() -> int:
 
 
 def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, str]:
-    """Return the environment of process `number` of `count`, with a compilation cache that keeps every program."""
-    cached = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    """Return the environment of process `number` of `count`."""
     told = {"COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": str(count), "PROCESS_ID": str(number)}
-    return cached if count == 1 else cached | {f"JAX_{name}": value for name, value in told.items()}
+    return os.environ | ({} if count == 1 else {f"JAX_{name}": value for name, value in told.items()})
 
 
 class Pod:

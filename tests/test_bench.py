@@ -6,7 +6,6 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 from gspo_jax import bench, workload
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from tests.tiny import CONFIG, quick_compilation
+from tests.tiny import CONFIG
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MOE = GOLDEN / "qwen3_moe"
@@ -25,16 +24,14 @@ NAMES = ("sample", "score", "update", "iteration")
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use small matrices for the floor speed, and compile with most optimisations off."""
+def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use small matrices for the floor speed."""
     monkeypatch.setattr(bench, "SIDES", {"cpu": (64,)})
     monkeypatch.setattr(bench, "MATMUL_S", 0.0)
-    with quick_compilation():
-        yield
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("small_floor")
 def test_hidden_lengths_and_slots(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
     flags = [*SMALL, "--compile=here", "--lengths=uniform:2:7", "--slots=3"]
@@ -49,7 +46,7 @@ def test_hidden_lengths_and_slots(tmp_path: pathlib.Path, capsys: pytest.Capture
     assert "(uniform:2:7), 3 slots" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("small_floor")
 def test_what_it_writes(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "made" / "found.json"
     assert bench.main([f"--model={MOE}", *SMALL, "--compile=here", f"--json={file}"]) == 0

@@ -19,7 +19,7 @@ from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_ke
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
-from tests.tiny import CONFIG, MESHES, mesh_id, mostly_slow, params, place, prompts, quick_compilation, weights
+from tests.tiny import CONFIG, MESHES, mesh_id, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
@@ -31,13 +31,6 @@ SETTINGS = {"sampling": SamplingParams(), "stop": StopRule(max_length=T, eos_ids
 def decode(*args, **settings):
     """Return only the rollout, without the statistics."""
     return generate(GRAPH, *args, **SETTINGS | settings)[0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compile with most optimisations off: most programs here run once."""
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, Weights
-from tests.tiny import CONFIG, mostly_slow, params, place, prompts, quick_compilation, weights
+from tests.tiny import CONFIG, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
@@ -28,9 +28,9 @@ NAMES, RECORDS = [f"prompt {i}" for i in range(12)], [{"number": str(i)} for i i
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compile with most optimisations off and run on a mesh of two devices."""
-    with quick_compilation(), jax.set_mesh(MESH):
+def mesh():
+    """Run on a mesh of two devices."""
+    with jax.set_mesh(MESH):
         yield
 
 

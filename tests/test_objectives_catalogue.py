@@ -22,16 +22,8 @@ from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
 from tests import oracles
 from tests.oracles import Hyper
-from tests.tiny import quick_compilation
 
 B, T = 8, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compile with most optimisations off: hundreds of programs, each on a few numbers."""
-    with quick_compilation():
-        yield
 
 
 class Row(NamedTuple):

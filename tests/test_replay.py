@@ -29,7 +29,7 @@ from gspo_jax.training.state import new_state
 from gspo_jax.training.update import Penalties, make_update
 from gspo_jax.types import Experience, OldPolicy, RouterRecord, Weights
 from tests import tiny
-from tests.tiny import leaf_errors, place, prompts, quick_compilation
+from tests.tiny import leaf_errors, place, prompts
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
 """300 experts: ids that do not fit into a byte."""
@@ -64,8 +64,7 @@ def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
     settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
-    with quick_compilation():
-        return jax.device_get(generate(GRAPH, weights(), prompts(P=P, S=S), keys, **settings)[0])
+    return jax.device_get(generate(GRAPH, weights(), prompts(P=P, S=S), keys, **settings)[0])
 
 
 def real(rollout) -> np.ndarray:
@@ -109,7 +108,7 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
 @pytest.mark.slow
 def test_nor_does_it_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
-    with jax.set_mesh(mesh), quick_compilation():
+    with jax.set_mesh(mesh)():
         policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.shard_rows(mesh, rollout)
         expected = jax.device_get(learn(policy, rows))
         assert_same(expected, learn(policy, rows, expected[1].routes.experts))
@@ -169,8 +168,7 @@ def test_tokens_without_a_record_are_routed_natively_one_by_one(rollout, native,
 def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, foreign, followed):
     again = partial(learn, weights(), rollout, scoring=dataclasses.replace(SCORING, remat="full"))
     for expected, replay in ((native, native[1].routes.experts), (followed, foreign)):
-        with quick_compilation():
-            gradient, scores = again(replay)
+        gradient, scores = again(replay)
         np.testing.assert_array_equal(scores.routes.experts, expected[1].routes.experts)
         assert leaf_errors(expected[0], gradient) < 1e-5
 
@@ -186,8 +184,7 @@ def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
 @pytest.fixture(scope="module")
 def olds(rollout):
     """Return the old policy's record under r2 and r3, with scores of a different reference policy."""
-    with quick_compilation():
-        return {replay: jax.device_get(f(weights(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
+    return {replay: jax.device_get(f(weights(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
 
 
 @functools.cache
@@ -202,8 +199,7 @@ def make(replay: str, microbatches: int, group_size: int, penalties: Penalties):
 def update(experience, policy, *, replay="none", microbatches=1, group_size=G, penalties=NO_PENALTIES):
     """Return gradient and metrics of one update."""
     state = new_state(jax.tree.map(jnp.array, policy), optax.trace(decay=0.0))
-    with quick_compilation():
-        after, metrics = make(replay, microbatches, group_size, penalties)(state, policy.frozen, experience, 0)
+    after, metrics = make(replay, microbatches, group_size, penalties)(state, policy.frozen, experience, 0)
     return jax.device_get((after.policy.opt_state.trace, metrics))
 
 
@@ -321,8 +317,7 @@ def expected_losses(rollout, olds):
         each = jnp.stack([balance, squares]) / len(logits)
         return (jnp.asarray([0.3, 0.01])[:, None, None] * of_tokens[None] * each).sum(), each
 
-    with quick_compilation():
-        gradient, each = jax.jit(jax.grad(loss, has_aux=True))(weights().trainable)
+    gradient, each = jax.jit(jax.grad(loss, has_aux=True))(weights().trainable)
     return gradient, *np.asarray(each)[:, mask].mean(axis=1)
 
 

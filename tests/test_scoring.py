@@ -17,19 +17,12 @@ from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
-from tests.tiny import CONFIG, leaf_errors, prompts, quick_compilation, weights
+from tests.tiny import CONFIG, leaf_errors, prompts, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
 G, T = 2, 8
 SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compile with most optimisations off: every program here runs once."""
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -21,17 +21,10 @@ from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.pods import assert_same_metrics, run_processes
-from tests.tiny import CONFIG, quick_compilation
+from tests.tiny import CONFIG
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = [(f"Ann has {a} pens and buys {b} more. How many has she now?", a + b) for a in range(4) for b in range(6)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """Compile with most optimisations off: every program runs a few times."""
-    with quick_compilation():
-        yield
 
 
 def tiny(folder: Path) -> ConfigDict:

@@ -29,7 +29,7 @@ from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, 
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
-from tests.tiny import CONFIG, MESHES, leaf_errors, mesh_id, mostly_slow, params, prompts, quick_compilation, weights
+from tests.tiny import CONFIG, MESHES, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, prompts, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
@@ -51,21 +51,13 @@ def recorder():
     return optax.trace(decay=0.0), optax.constant_schedule(1.0)
 
 
-@pytest.fixture
-def quick():
-    """Compile with most optimisations off."""
-    with quick_compilation():
-        yield
-
-
 @pytest.fixture(scope="module")
 def experience() -> Experience:
     """Return ragged responses whose old log-probs are slightly off the policy's, so that ratios are not 1."""
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
     settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
-    with quick_compilation():
-        rollout = jax.device_get(generate(GRAPH, weights(), prompts(P=P), keys, **settings).rollout)
+    rollout = jax.device_get(generate(GRAPH, weights(), prompts(P=P), keys, **settings).rollout)
     rng = np.random.default_rng(0)
     old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
     return Experience(rollout, rollout.mask, OldPolicy(old), rng.standard_normal(P * G).astype(np.float32))
@@ -149,7 +141,7 @@ def reference(experience):
     ids=lambda x: f"micro{x}" if isinstance(x, int) else mesh_id(x or {"unsharded": 1}),
 )
 def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, microbatches, experience, reference):
-    with contextlib.nullcontext() if sizes == EIGHT else quick_compilation():
+    with full_optimisation() if sizes == EIGHT else contextlib.nullcontext():
         grads, metrics = gradient_and_loss(experience, sizes=sizes, microbatches=microbatches)
     expected, expected_metrics = reference
     assert leaf_errors(expected, grads) < 1e-5
@@ -220,7 +212,6 @@ def by_the_definition(batch: Experience, name: str, replay: str):
     return [policy, critic] if objective.critic else [policy], metrics_lib.from_sums(sums | more, maxima)
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo", "ppo")))
 def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches(name, whole):
     """Gradients agree to 1e-6 with one forward, the objective, and one backward on whole rows.
@@ -239,7 +230,6 @@ def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches
         np.testing.assert_allclose(metrics[metric], value, **tolerances, err_msg=metric)
 
 
-@pytest.mark.usefixtures("quick")
 def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference):
     """Chunks, scans and donation give the gradient of a plain jax.grad over whole [B, T, V] logits, to 2e-4."""
     batch = take_minibatch(experience, 1, count=2, group_size=G)
@@ -264,7 +254,6 @@ def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference
     np.testing.assert_allclose(metrics["actor/loss"], value, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("quick")
 def test_metrics_are_those_of_the_minibatch(experience, reference):
     _, metrics = reference
     batch = take_minibatch(experience, 1, count=2, group_size=G)
@@ -297,7 +286,6 @@ def learn():
     return opt, partial(make_update(GRAPH, SCORING, opt, schedule, **settings), objectives.gspo())
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("bad", mostly_slow([np.nan, np.inf], always=[np.inf]))
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, experience, learn):
     opt, update = learn
@@ -314,7 +302,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, exper
     assert leaf_errors(before.params, state.params) > 0
 
 
-@pytest.mark.usefixtures("quick")
 def test_updates_make_good_responses_likelier(experience, learn):
     opt, update = learn
     exact = dataclasses.replace(experience, old=OldPolicy(experience.rollout.logprobs))

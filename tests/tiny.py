@@ -66,20 +66,13 @@ MESHES = [
 
 
 @contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compile with most optimisations off, for large programs that run once on little data.
-
-    Semantics and partitioning stay the same. The programs bypass the disk cache: no other test would reuse them, and
-    XLA has crashed while serialising one with very many kernels.
-    """
-    kept = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+def full_optimisation() -> Iterator[None]:
+    """Compile as outside the tests, for what runs long enough to gain from it; conftest.py turns most passes off."""
+    jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", kept)
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 def mostly_slow(cases: Iterable[Any], *, always: Container[Any]) -> list:
