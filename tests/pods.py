@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+from orbax.checkpoint import v1 as ocp
 
 from gspo_jax.reporting.writers import read_metrics
 
@@ -68,12 +70,33 @@ def run_processes(count: int, *words: str) -> list[str]:
     return said
 
 
+def wait_for(found: Callable[[], bool], process: subprocess.Popen, seconds: float = 300) -> None:
+    """Wait until `found()` holds; fail if the process ends before, or the time is up."""
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def rows_of(workdir: Path) -> list[dict]:
     """Return a run's metrics without times and compilation counts; asserts that every step appears once, in order."""
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == list(range(len(rows)))
     clock = ("time", "timing/", "throughput/", "compile/")
     return [{name: value for name, value in row.items() if not name.startswith(clock)} for row in rows]
+
+
+def assert_same_bits(one: Path, other: Path, *, step: int) -> None:
+    """Assert that two runs have the same metrics and the same training state at a step, bit by bit."""
+    assert rows_of(one) == rows_of(other)
+    ours, theirs = (
+        ocp.load_checkpointables(str(folder / "checkpoints" / str(step)), {"state": None})["state"]
+        for folder in (one, other)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, leaf in ours.items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(theirs[name]), err_msg=name)
 
 
 def assert_same_metrics(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> None:

@@ -46,6 +46,7 @@ def test_hidden_lengths_and_slots(tmp_path: pathlib.Path, capsys: pytest.Capture
     assert "(uniform:2:7), 3 slots" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_floor")
 def test_what_it_writes(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "made" / "found.json"

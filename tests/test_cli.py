@@ -10,6 +10,7 @@ from gspo_jax import cli
 from gspo_jax.run.resume import check_same_run
 from gspo_jax.setup.checks import check
 from gspo_jax.types import UserError
+from tests.tiny import mostly_slow
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs/tiny.py")
@@ -156,20 +157,23 @@ def run(*words):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+MISTAKES = [
+    (["--config=configs/tiny.py", "--workdir=x", "--config.iteratons=3"], "did you mean 'iterations'"),
+    (["--config=configs/tiny.py", "--workdr=x"], "workdir"),
+    (["--workdir=x"], "--config is missing"),
+    (["--config=configs/tiny.py", "--workdir=x", "--config.iterations=many"], "many"),
+    (["--config=configs/tiny.py", "--workdir=x", "--config.mesh.data=4"], "needs 16 devices but there are 8"),
+    (
+        ["--config=configs/tiny.py:runlocal", "--workdir=x", "--config.model.dispatch=ragged_all_to_all"],
+        "error: dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'",
+    ),
+    (["--config=configs/gsm8k.py", "--workdir=x", "--config.model.folder=no/such"], "no/such is not a folder"),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (["--config=configs/tiny.py", "--workdir=x", "--config.iteratons=3"], "did you mean 'iterations'"),
-        (["--config=configs/tiny.py", "--workdr=x"], "workdir"),
-        (["--workdir=x"], "--config is missing"),
-        (["--config=configs/tiny.py", "--workdir=x", "--config.iterations=many"], "many"),
-        (["--config=configs/tiny.py", "--workdir=x", "--config.mesh.data=4"], "needs 16 devices but there are 8"),
-        (
-            ["--config=configs/tiny.py:runlocal", "--workdir=x", "--config.model.dispatch=ragged_all_to_all"],
-            "error: dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'",
-        ),
-        (["--config=configs/gsm8k.py", "--workdir=x", "--config.model.folder=no/such"], "no/such is not a folder"),
-    ],
+    mostly_slow(MISTAKES, always=MISTAKES[:1] + MISTAKES[4:5]),
     ids=lambda x: x[-1] if isinstance(x, list) else "",
 )
 def test_the_command_ends_with_one_sentence(words, says, tmp_path):

@@ -197,6 +197,7 @@ def test_slots_change_nothing(slots, one_by_one):
     assert stats.steps <= stats.slot_steps <= stats.steps * (slots or 32)
 
 
+@pytest.mark.slow
 def test_nor_does_the_order_of_the_queue(one_by_one):
     """Rows are queued in order, so permuting the groups permutes the responses and changes nothing else."""
     batch, groups = prompts(), np.random.default_rng(2).permutation(8)
@@ -229,6 +230,7 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
 
 
+@pytest.mark.slow
 def test_slots_are_refilled_and_left_when_idle():
     """With lengths uniform in 16 to 512 and 64 responses on 16 slots, more than 90% of slot steps draw a token."""
     batch, limits = prompts(), jnp.asarray(np.random.default_rng(0).integers(16, 513, 64), jnp.int32)
@@ -292,7 +294,9 @@ def test_one_program_per_shape():
     assert all(b <= a + 1 for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["qwen3_moe", "qwen3_moe_fused", "qwen3", "qwen3_tied", "olmoe"], always=["qwen3_moe"])
+)
 def test_greedy_decode_equals_transformers(name):
     """With ragged prompts, the cached decoder's 64 greedy tokens equal those of transformers (tests/golden)."""
     folder = Path(__file__).parent / "golden" / name

@@ -28,7 +28,7 @@ MESHES = [
     {"expert": 8},
 ]
 """No mesh, then expert parallelism of 1, 2, 4 and 8 combined with other axes."""
-ALWAYS = [mesh for mesh in MESHES if mesh.get("expert") != 4]
+ALWAYS = [MESHES[2], MESHES[-1]]
 
 
 def all_experts(x, experts, weights, kernels):
@@ -180,10 +180,8 @@ def test_a_token_without_experts_touches_nothing():
     x, weights, kernels, _ = numbers()
     experts = jnp.asarray(routed("padded"))
     nowhere = ((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True)
-    y, y_ = (
-        exchange(jnp.where(nowhere, fill, x), experts, weights, kernels, dispatch=Dispatch())[0]
-        for fill in (jnp.inf, 0)
-    )
+    run = jax.jit(functools.partial(exchange, dispatch=Dispatch()))
+    y, y_ = (run(jnp.where(nowhere, fill, x), experts, weights, kernels)[0] for fill in (jnp.inf, 0))
     assert nowhere.any()
     assert not y[nowhere[..., 0]].any()
     np.testing.assert_array_equal(y, y_)
@@ -192,7 +190,7 @@ def test_a_token_without_experts_touches_nothing():
 def test_bfloat16_stays_bfloat16():
     x, weights, kernels, _ = numbers()
     low, narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, kernels))
-    y, _ = exchange(low, jnp.asarray(routed("random")), weights, narrow, dispatch=Dispatch())
+    y, _ = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(low, routed("random"), weights, narrow)
     assert y.dtype == jnp.bfloat16
     expected = all_experts(x, jnp.asarray(routed("random")), weights, kernels)
     assert leaf_errors(expected, y.astype(jnp.float32)) < 2e-2

@@ -94,6 +94,7 @@ def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):
     np.testing.assert_array_equal(later[:3], keys[5:])
 
 
+@pytest.mark.slow
 def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
     """The shorter prefill bucket changes nothing: tokens and routes are those of the narrow batch, padded."""
     wide = Prompts(np.pad(PROMPTS.tokens, ((0, 0), (0, 2))), PROMPTS.lengths)
@@ -229,6 +230,7 @@ def test_turns(sampler):
     np.testing.assert_array_equal(known, rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1)
 
 
+@pytest.mark.slow
 def test_responses_begin_with_an_opening(sampler):
     """Opening tokens are in the mask but are no actions, and the stop id among them does not end the response."""
     rollout = jax.device_get(Player(sampler, opening=REPLY).play(*some(0, 12), KEY).rollout)

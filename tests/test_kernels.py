@@ -1,6 +1,7 @@
 """Every kernel matches its plain counterpart, forward and backward."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def test_grouped_matmul_gradient_is_its_own(dtype):
         chosen = jnp.stack(weights)[:, np.repeat([0, 2], [50, 30])].astype(jnp.float32)
         return (jnp.einsum("nd,wndf->wnf", rows[:80].astype(jnp.float32), chosen) * targets[:, :80]).sum()
 
-    ours, theirs = (jax.tree.leaves(jax.grad(f, argnums=(0, 1))(rows, weights)) for f in (loss, plain))
+    ours, theirs = (jax.tree.leaves(jax.jit(jax.grad(f, argnums=(0, 1)))(rows, weights)) for f in (loss, plain))
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == dtype
         np.testing.assert_allclose(
@@ -115,7 +116,7 @@ def test_causal_attention_is_softmax_over_the_valid_keys_so_far(T, N):
     k, v = rng.standard_normal((2, 2, N, 2, 4))
     valid = rng.random((2, N)) < 0.8
     valid[:, : N - T + 1] = True
-    got = causal_attention(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), jnp.asarray(valid))
+    got = jax.jit(causal_attention)(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), jnp.asarray(valid))
     np.testing.assert_allclose(got, naive_attention(q, k, v, causal(valid, T)), atol=1e-5)
 
 
@@ -135,7 +136,7 @@ def test_causal_attention_s_gradient_is_that_of_the_plain_form(dtype):
 
     def grads(f, *arguments):
         loss = lambda q, k, v: (f(q, k, v).astype(jnp.float32) * target.astype(jnp.float32)).sum()  # noqa: E731
-        return jax.grad(loss, argnums=(0, 1, 2))(*arguments)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arguments)
 
     ours = grads(lambda q, k, v: causal_attention(q, k, v, valid), q, k, v)
     theirs = grads(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
@@ -155,7 +156,10 @@ def test_a_query_that_sees_nothing_gets_nothing_and_gives_nothing():
         return (causal_attention(q, k, v, valid)[:, rows] ** 2).sum()
 
     assert not causal_attention(q, k, v, valid)[:, :2].any()
-    every, last = (jax.grad(loss, argnums=(0, 1, 2))(q, k, v, rows) for rows in (slice(None), slice(2, None)))
+    every, last = (
+        jax.jit(jax.grad(partial(loss, rows=rows), argnums=(0, 1, 2)))(q, k, v)
+        for rows in (slice(None), slice(2, None))
+    )
     for a, b in zip(every, last, strict=True):
         np.testing.assert_array_equal(a, b)
     assert every[2][:, 2].any()
@@ -169,7 +173,7 @@ def test_responses_that_share_a_prompt_see_it_and_themselves():
     valid = rng.random((2, S + G * T)) < 0.8
     valid[:, 0] = True
     arguments = (jnp.asarray(a, jnp.float32) for a in (q, k, v))
-    got = segment_attention(*arguments, jnp.asarray(valid), S, G)
+    got = jax.jit(segment_attention, static_argnums=(4, 5))(*arguments, jnp.asarray(valid), S, G)
     for i in range(G):
         own = np.r_[0:S, S + i * T : S + (i + 1) * T]
         expected = naive_attention(q[:, own], k[:, own], v[:, own], causal(valid[:, own], S + T))
@@ -233,11 +237,12 @@ def test_chunked_logprobs_equal_whole_ones(chunk):
     def ours(hidden, head):
         return token_logprobs(hidden, head, targets, temperature=0.7, chunk=chunk)
 
-    for a, b in zip(ours(hidden, head), whole(hidden, head), strict=True):
+    for a, b in zip(*(jax.jit(f)(hidden, head) for f in (ours, whole)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     for which in (0, 1):
         grads = [
-            jax.grad(lambda h, w, f=f, i=which: f(h, w)[i].sum(), argnums=(0, 1))(hidden, head) for f in (ours, whole)
+            jax.jit(jax.grad(lambda h, w, f=f, i=which: f(h, w)[i].sum(), argnums=(0, 1)))(hidden, head)
+            for f in (ours, whole)
         ]
         for a, b in zip(*grads, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)

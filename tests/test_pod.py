@@ -20,7 +20,7 @@ import pytest
 
 from gspo_jax.parallel import processes
 from gspo_jax.types import UserError
-from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes
+from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes, wait_for
 
 HEARTBEAT_S, LATE_S = 5, 5
 """The heartbeat of tests/pod_config.py, and the slack that a process gets beyond it."""
@@ -117,21 +117,13 @@ def test_evaluation_of_two_processes_repeats_the_runs_own(whole, data, tmp_path)
     assert facts["accuracy"] == pytest.approx(rows_of(run)[-1]["eval/accuracy"])
 
 
-def wait_for(found: Callable[[], bool], running: Callable[[], bool], seconds: float = 300) -> None:
-    """Wait until `found()` holds; fail if `running()` stops or the time is up."""
-    deadline = time.monotonic() + seconds
-    while not found():
-        assert running() and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_a_process_is_killed_the_others_end(victim, whole, data, tmp_path):
     words = command(tmp_path, data / "data", "", iterations=500, cold=whole("") / "coldstart")
     with Pod(2, *TRAIN, *words) as pod:
         dies, other = pod.processes[victim], pod.processes[1 - victim]
-        wait_for((tmp_path / "checkpoints" / "1").exists, lambda: dies.poll() is None)
+        wait_for((tmp_path / "checkpoints" / "1").exists, dies)
         dies.kill()
         killed = time.monotonic()
         said, _ = other.communicate(timeout=60)
@@ -282,7 +274,7 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
     words = command(workdir, data / "data", "", *KINDS[""], iterations=5, cold=one / "coldstart")
     process = launch(repository, "2", *words)
     try:
-        wait_for((workdir / "checkpoints" / "2").exists, lambda: process.poll() is None)
+        wait_for((workdir / "checkpoints" / "2").exists, process)
         os.kill(processes_of(workdir)[1], signal.SIGKILL)
         said, _ = process.communicate(timeout=400)
     finally:
@@ -301,7 +293,7 @@ def test_ctrl_c_ends_all_processes(repository, whole, data, tmp_path):
     words = command(tmp_path / "run", data / "data", "", iterations=500, cold=whole("") / "coldstart")
     process = launch(repository, "2", *words)
     try:
-        wait_for((tmp_path / "run" / "metrics.jsonl").exists, lambda: process.poll() is None)
+        wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
         assert len(processes_of(tmp_path / "run")) == 2
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=20)

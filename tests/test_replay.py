@@ -165,6 +165,7 @@ def test_tokens_without_a_record_are_routed_natively_one_by_one(rollout, native,
     assert np.abs(scores.logprobs - native[1].logprobs)[there, 3].min() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_rematerialised_backward_takes_the_same_experts(rollout, native, foreign, followed):
     again = partial(learn, weights(), rollout, scoring=dataclasses.replace(SCORING, remat="full"))
     for expected, replay in ((native, native[1].routes.experts), (followed, foreign)):
@@ -324,6 +325,7 @@ def expected_losses(rollout, olds):
 LOSSES = Penalties(balance=0.3, router_z=0.01)
 
 
+@pytest.mark.slow
 def test_the_routers_losses_are_those_of_all_probabilities(rollout, olds, expected_losses):
     """With zero advantages only the router losses have a gradient; four micro-batches, no prompt sharing."""
     experience = experience_of(rollout, olds["r2"], scale=0)
@@ -340,6 +342,7 @@ def assert_losses(expected_losses, gradient, metrics):
     assert balance > 1.0, "load and router probabilities are uneven in the same way"
 
 
+@pytest.mark.slow
 def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, first, expected_losses):
     """On policy, r3 gives the numbers of r2, and the gradient of the router losses adds to that of the objective.
 

@@ -33,6 +33,7 @@ def rollout():
     return jax.device_get(generate(GRAPH, weights(), prompts(P=4), keys, **settings).rollout)
 
 
+@pytest.mark.slow
 def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
     """Sharing a group's prompt changes scores and gradient by rounding only, and no route at a real position."""
     target = np.random.default_rng(0).standard_normal(rollout.mask.shape).astype(np.float32)

@@ -20,7 +20,7 @@ from gspo_jax.run.log import response_metrics
 from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
 from gspo_jax.types import UserError
-from tests.pods import assert_same_metrics, run_processes
+from tests.pods import Pod, assert_same_bits, assert_same_metrics, run_processes, wait_for
 from tests.tiny import CONFIG
 
 ROOT = Path(__file__).parent.parent
@@ -64,14 +64,33 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     assert json.loads((workdir / "config.json").read_text())["iterations"] == 2
 
 
+def command(config: ConfigDict, model: Path, workdir: Path) -> list[str]:
+    """Return the words that run `tiny`'s config on the model in a process of its own."""
+    fields = ("data.data_dir", "sampling.group_size", "overlong.penalty", "overlong.cache")
+    flat = {field: functools.reduce(operator.getitem, field.split("."), config) for field in fields}
+    words = ["--config=configs/tiny.py:runlocal", f"--workdir={workdir}", f"--config.model.folder={model}"]
+    return ["-m", "gspo_jax.train", *words, *(f"--config.{field}={value}" for field, value in flat.items())]
+
+
+def test_a_run_resumes_after_kill_9_to_the_same_bits(tiny_run, tmp_path):
+    """Parameters, optimizer state and metrics equal those of the run that was never interrupted."""
+    config, workdir, _ = tiny_run
+    with Pod(1, *command(config, workdir / "coldstart", tmp_path)) as pod:
+        wait_for((tmp_path / "checkpoints" / "1").exists, pod.processes[0])
+        pod.processes[0].kill()
+        pod.processes[0].wait()
+    assert not (tmp_path / "checkpoints" / "2").exists(), "the run was killed before its end"
+    again = config.copy_and_resolve_references()
+    again.model.folder = str(workdir / "coldstart")
+    train(again, tmp_path)
+    assert_same_bits(workdir, tmp_path, step=2)
+
+
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tiny_run, tmp_path):
     """Two processes that shard rows, weights and experts log the metrics of one, and leave the same run folder."""
     config, workdir, _ = tiny_run
-    words = ["--config=configs/tiny.py:runlocal", f"--workdir={tmp_path}", f"--config.model.folder={workdir}/coldstart"]
-    fields = ("data.data_dir", "sampling.group_size", "overlong.penalty", "overlong.cache")
-    flat = {field: functools.reduce(operator.getitem, field.split("."), config) for field in fields}
-    words += [f"--config.{field}={value}" for field, value in flat.items()]
-    first, second = run_processes(2, "-m", "gspo_jax.train", *words)
+    first, second = run_processes(2, *command(config, workdir / "coldstart", tmp_path))
     assert_same_metrics(workdir, tmp_path)
     assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "some update has a gradient"
     assert read_samples(tmp_path) == read_samples(workdir)
@@ -159,6 +178,7 @@ def gsm8k(hf_folder: Path, jsonl_folder: Path) -> ConfigDict:
     return config
 
 
+@pytest.mark.slow
 def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_path):
     dense = dataclasses.replace(
         huggingface.read_config(hf_folder), num_experts=0, experts_per_token=0, moe_intermediate_size=0
@@ -178,6 +198,7 @@ def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_pat
         train(config, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_path):
     """A second model family trains from its own folder, with R3 and routing drift metrics."""
     tokenizer, chosen = Tokenizer.load(hf_folder), {"family": "olmoe", "intermediate_size": 16, "norm_topk_prob": False}
@@ -202,6 +223,7 @@ def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_
     assert max(row["routing/router_kl"] for row in rows) > rows[0]["routing/router_kl"]
 
 
+@pytest.mark.slow
 def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, tmp_path, capsys):
     """Runs on 8 devices with an expert axis, in bfloat16, with old log-probs recomputed and completions printed."""
     config = gsm8k(hf_folder, jsonl_folder)
