@@ -55,6 +55,7 @@ def test_log_probs_equal_the_trainers(rollout):
     assert not rollout.logprobs[~mask].any()
 
 
+@pytest.mark.slow
 def test_temperature_is_scored_too():
     sampling = SamplingParams(temperature=0.6, top_k=20)
     out = decode(weights(), prompts(), response_keys(jax.random.key(2), jnp.arange(8 * G)), sampling=sampling)
@@ -248,6 +249,7 @@ def test_slots_that_do_not_fit(slots, says):
         long(slots)
 
 
+@pytest.mark.slow
 def test_the_loop_copies_no_cache():
     """The compiled decode loop updates both rings in place. They share one zero initialiser, copied before the loop."""
     keys = response_keys(jax.random.key(1), jnp.arange(32))

@@ -17,7 +17,7 @@ from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
-from tests.tiny import CONFIG, leaf_errors, prompts, weights
+from tests.tiny import CONFIG, leaf_errors, mostly_slow, prompts, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
@@ -78,7 +78,7 @@ def test_a_critic_begins_at_zero_on_a_copy_of_the_policy():
     )
 
 
-@pytest.mark.parametrize("own_trunk", [True, False])
+@pytest.mark.parametrize("own_trunk", mostly_slow([True, False], always=[True]))
 def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
     graph, critic, head = make_critic(own_trunk=own_trunk)
 
