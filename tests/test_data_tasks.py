@@ -172,6 +172,7 @@ def build(folder, patch=""):
     return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 def test_a_killed_build_is_redone(tmp_path):
     process = build(tmp_path, STALL)
     assert process.stderr is not None
@@ -187,6 +188,7 @@ def test_a_killed_build_is_redone(tmp_path):
     assert len(tasks.load("arithmetic", split="train", data_dir=str(tmp_path), difficulty="easy")) == 1280
 
 
+@pytest.mark.slow
 def test_builders_at_the_same_time_agree(tmp_path):
     processes = [build(tmp_path) for _ in range(3)]
     outputs = {process.communicate(timeout=60)[0] for process in processes}
