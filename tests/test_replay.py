@@ -108,7 +108,7 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
 @pytest.mark.slow
 def test_nor_does_it_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
-    with jax.set_mesh(mesh)():
+    with jax.set_mesh(mesh):
         policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.shard_rows(mesh, rollout)
         expected = jax.device_get(learn(policy, rows))
         assert_same(expected, learn(policy, rows, expected[1].routes.experts))
