@@ -45,7 +45,7 @@ LONGEST_FIRST = (
     "test_dispatch",
     "test_transformer",
 )
-"""Test files that take a minute or more; they start first so that none runs alone at the end."""
+"""Test files that take long in one of the tiers; they start first so that none runs alone at the end."""
 
 
 @pytest.fixture(scope="module", autouse=True)

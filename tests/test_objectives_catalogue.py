@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import objectives
@@ -217,14 +215,26 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
+SEEDS = [range(30), range(30, 200)]
+
+
+@pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)
 @settings_of(*OPTIONS, *DEFAULTS)
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_value_and_gradient_equal_the_oracle(name, hyper, seed):
-    oracle, batch = oracles.ORACLES[name], draw_batch(seed, name, hyper)
-    want = oracles.judge(oracle, batch, hyper)
-    # Exactly on a bound the answer is unique; close to it, rounding may carry a ratio across, so both would be right.
-    assume(np.all((want.margin == 0) | (want.margin > 1e-5)))
+def test_value_and_gradient_equal_the_oracle(name, hyper, seeds):
+    """Draws close to a bound are left out: rounding may carry a ratio across. Exactly on it the answer is unique."""
+    counted = 0
+    for seed in seeds:
+        batch = draw_batch(seed, name, hyper)
+        want = oracles.judge(oracles.ORACLES[name], batch, hyper)
+        if np.all((want.margin == 0) | (want.margin > 1e-5)):
+            assert_equals_the_oracle(name, hyper, batch, want)
+            counted += 1
+    assert counted > len(seeds) / 3
+
+
+def assert_equals_the_oracle(name: str, hyper: Hyper, batch: oracles.Batch, want: oracles.Verdict) -> None:
+    """Assert that value, gradient and facts equal the oracle's in float64 and float32."""
+    oracle = oracles.ORACLES[name]
     smooth = (want.margin > 0).all(axis=1)
     witness = oracles.central_differences(oracle, batch, hyper)
     np.testing.assert_allclose(want.gradient[smooth], witness[smooth], rtol=1e-7, atol=1e-9)

@@ -84,6 +84,7 @@ def test_a_run_resumes_after_kill_9_to_the_same_bits(tiny_run, tmp_path):
     again.model.folder = str(workdir / "coldstart")
     train(again, tmp_path)
     assert_same_bits(workdir, tmp_path, step=2)
+    assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "some update has a gradient"
 
 
 @pytest.mark.slow

@@ -25,10 +25,14 @@ def model(config=CONFIG, dtype=jnp.float32):
     return nnx.merge(graph, params(config))
 
 
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def forward(weights, tokens, more, config, dtype):
+    return nnx.merge(transformer.abstract(config, dtype=dtype)[0], weights)(tokens, **more)
+
+
 def run(tokens, *, config=CONFIG, dtype=jnp.float32, **more):
-    """Return the outputs of one compiled forward pass."""
-    graph, _ = transformer.abstract(config, dtype=dtype)
-    return jax.jit(lambda p, tokens, more: nnx.merge(graph, p)(tokens, **more))(params(config), tokens, more)
+    """Return the outputs of a forward pass, compiled once for all tests."""
+    return forward(params(config), tokens, more, config, dtype)
 
 
 def test_what_stands_in_padding_changes_nothing():
@@ -81,7 +85,8 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
         np.testing.assert_array_equal(jnp.stack(routes, 1)[:, :, b], whole.routes.experts[:, 0, n : n + T])
 
 
-@pytest.mark.parametrize("remat", mostly_slow([r for r in transformer.REMATS if r != "none"], always=[]))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [remat for remat in transformer.REMATS if remat != "none"])
 def test_remat_changes_memory_not_gradients(remat):
     graph, _ = transformer.abstract(CONFIG)
     tokens = jnp.asarray(prompts().tokens)

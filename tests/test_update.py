@@ -126,18 +126,16 @@ def reference(experience):
     return gradient_and_loss(experience)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "microbatches"),
-    mostly_slow(
-        [
-            ({"data": 1}, 1),
-            ({"data": 2}, 4),
-            ({"data": 2, "expert": 2}, 4),
-            *((sizes, 2 if sizes == EIGHT else 1) for sizes in MESHES),
-            (None, 4),
-        ],
-        always=[],
-    ),
+    [
+        ({"data": 1}, 1),
+        ({"data": 2}, 4),
+        ({"data": 2, "expert": 2}, 4),
+        *((sizes, 2 if sizes == EIGHT else 1) for sizes in MESHES),
+        (None, 4),
+    ],
     ids=lambda x: f"micro{x}" if isinstance(x, int) else mesh_id(x or {"unsharded": 1}),
 )
 def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, microbatches, experience, reference):

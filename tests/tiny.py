@@ -67,7 +67,7 @@ MESHES = [
 
 @contextlib.contextmanager
 def full_optimisation() -> Iterator[None]:
-    """Compile as outside the tests, for what runs long enough to gain from it; conftest.py turns most passes off."""
+    """Compile as outside the tests, with the passes that conftest.py turns off."""
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield
