@@ -36,7 +36,7 @@ def decode(*args, **settings):
 @pytest.fixture(scope="module")
 def rollout():
     batch = prompts()
-    return jax.device_get(decode(weights(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G))))
+    return jax.device_get(decode(weights(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G)), slots=4))
 
 
 def scored(rollout, *, temperature):

@@ -317,7 +317,7 @@ def test_devices_and_micro_batches_add_up(name, devices):
     @jax.jit
     def split(arrays):
         found, arrays = [], arrays | {"weights": objective.weights(arrays["mask"])}
-        for count in (1, 2, 4):
+        for count in (1, 4):
             micro = {key: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for key, x in arrays.items()}
             losses, sums, gradients = jax.vmap(share)(micro)
             sums = jax.tree.map(jnp.sum, sums)

@@ -39,12 +39,24 @@ P, G, S, T, E = 4, 4, 5, 6, CONFIG.num_experts
 SCORING = Scoring(logprob_chunk=64, group_size=G)
 NO_PENALTIES = Penalties()
 MESH = {"data": 2, "fsdp": 2, "expert": 2}
-REFERENCE = jax.tree.map(lambda x: x * 1.1, weights())
 
 
-@partial(jax.jit, static_argnames="scoring")
-def learn(policy, rollout, replay=None, scoring=SCORING):
+def reference():
+    """Return the parameters of a second policy."""
+    return jax.tree.map(lambda x: x * 1.1, weights())
+
+
+NATIVE = np.full((CONFIG.num_layers, P * G, S + T, CONFIG.experts_per_token), -1)
+"""A record without any route, so that the routers choose: one compiled program serves both."""
+
+
+def learn(policy, rollout, replay=NATIVE, scoring=SCORING):
     """Return the gradient of a fixed weighted sum of log-probs, and the scores."""
+    return _learn(policy, rollout, replay, scoring)
+
+
+@partial(jax.jit, static_argnums=3)
+def _learn(policy, rollout, replay, scoring):
     target = jnp.cos(jnp.arange(rollout.mask.size, dtype=jnp.float32)).reshape(rollout.mask.shape)
 
     def loss(w):
@@ -63,7 +75,7 @@ OLD_POLICY = {
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
-    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
+    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True, "slots": 4}
     return jax.device_get(generate(GRAPH, weights(), prompts(P=P, S=S), keys, **settings)[0])
 
 
@@ -102,15 +114,19 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
     own = learn(weights(), rollout, native[1].routes.experts)
     assert_same(native, own)
     np.testing.assert_array_equal(own[1].routes.native, native[1].routes.experts)
-    assert_same(native, learn(weights(), rollout, np.full_like(native[1].routes.experts, -1)))
 
 
 @pytest.mark.slow
-def test_nor_does_it_on_eight_devices(rollout, native):
+def test_a_program_without_replay_gives_the_same_bits(rollout, native):
+    assert_same(native, jax.device_get(learn(weights(), rollout, None)))
+
+
+@pytest.mark.slow
+def test_nor_do_own_routes_on_eight_devices(rollout, native):
     mesh = mesh_lib.make_mesh(MESH)
     with jax.set_mesh(mesh):
         policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.shard_rows(mesh, rollout)
-        expected = jax.device_get(learn(policy, rows))
+        expected = jax.device_get(learn(policy, rows, None))
         assert_same(expected, learn(policy, rows, expected[1].routes.experts))
     there = real(rollout)
     np.testing.assert_array_equal(expected[1].routes.experts[:, there], native[1].routes.experts[:, there])
@@ -185,7 +201,7 @@ def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
 @pytest.fixture(scope="module")
 def olds(rollout):
     """Return the old policy's record under r2 and r3, with scores of a different reference policy."""
-    return {replay: jax.device_get(f(weights(), None, REFERENCE, rollout)) for replay, f in OLD_POLICY.items()}
+    return {replay: jax.device_get(f(weights(), None, reference(), rollout)) for replay, f in OLD_POLICY.items()}
 
 
 @functools.cache
@@ -247,9 +263,9 @@ def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollou
 
 def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
     """The reference policy routes natively, even where r3 makes the old policy replay routes no router would choose."""
-    expected = learn(REFERENCE, rollout)[1].logprobs
+    expected = learn(reference(), rollout)[1].logprobs
     other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
-    led = OLD_POLICY["r3"](weights(), None, REFERENCE, dataclasses.replace(rollout, routes=other))
+    led = OLD_POLICY["r3"](weights(), None, reference(), dataclasses.replace(rollout, routes=other))
     for old in (*olds.values(), led):
         np.testing.assert_allclose(old.reference_logprobs[rollout.mask], expected[rollout.mask], atol=1e-5)
     there = real(rollout)

@@ -29,7 +29,7 @@ SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 def rollout():
     keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
-    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
+    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True, "slots": 4}
     return jax.device_get(generate(GRAPH, weights(), prompts(P=4), keys, **settings).rollout)
 
 

@@ -56,7 +56,7 @@ def experience() -> Experience:
     """Return ragged responses whose old log-probs are slightly off the policy's, so that ratios are not 1."""
     keys = response_keys(jax.random.key(1), jnp.arange(P * G))
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
-    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True}
+    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True, "slots": 4}
     rollout = jax.device_get(generate(GRAPH, weights(), prompts(P=P), keys, **settings).rollout)
     rng = np.random.default_rng(0)
     old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
