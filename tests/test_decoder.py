@@ -141,7 +141,8 @@ EXITS = EarlyExit(max_tokens=300), EarlyExit(min_ended=0.4), EarlyExit(max_token
 EARLY = [(early_exit, slots) for early_exit in EXITS for slots in (None, 7)]
 
 
-@pytest.mark.parametrize(("early_exit", "slots"), mostly_slow(EARLY, always=[EARLY[3]]), ids=str)
+@pytest.mark.slow  # test_episodes.py resumes such responses too
+@pytest.mark.parametrize(("early_exit", "slots"), EARLY, ids=str)
 def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     """Responses cut off by an early exit, prefilled again as prefixes and resumed, equal those that never stopped."""
     cut = long(slots, early_exit=early_exit)
@@ -291,7 +292,7 @@ def test_no_second_copy_of_the_weights_is_made_on_the_way_to_the_sampler():
 def test_one_program_per_shape():
     before = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
     for seed in (3, 4):
-        decode(weights(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)))
+        decode(weights(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)), slots=4)
     after = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
     assert all(b <= a + 1 for a, b in zip(before, after, strict=True))
 

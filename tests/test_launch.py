@@ -151,7 +151,7 @@ def test_no_report_after_a_failed_run(copy):
 def test_an_install_that_was_cut_off_is_finished(copy):
     (copy / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
     _fake_python(copy / "bin" / "python3.12", "3.12")
-    install = "-m pip install --disable-pip-version-check --no-input -e .[report]"
+    install = "-m pip install --disable-pip-version-check --no-input --no-compile -e .[report]"
 
     failed = _bash(copy, "bash launch/local.sh", PIP_CODE="1")
     assert failed.returncode == 1 and "Collecting everything" in failed.stderr and "the install failed" in failed.stderr

@@ -395,7 +395,7 @@ def test_setup_installs_and_fetches(machine):
     done = worker(machine, "setup", "gs://bucket/models/Qwen3")
     assert done.returncode == 0, done.stderr
     assert (
-        "-m pip install --disable-pip-version-check --no-input -e .[tpu]"
+        "-m pip install --disable-pip-version-check --no-input --no-compile -e .[tpu]"
         in (machine / "gspo_jax" / "calls").read_text()
     )
     target = machine / "fetched" / "Qwen3"

@@ -243,6 +243,7 @@ def test_the_first_update_under_r2_has_not_drifted_at_all(first):
     assert metrics["ratio/token_log_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollout, olds, first):
     policy = Weights.full(jax.tree.map(lambda x, g: x - 0.03 * jnp.sign(g), weights().trainable, first[0]))
     old = olds["r2"]
@@ -396,6 +397,7 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
     assert metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)["routing/dropped"] == 0.25
 
 
+@pytest.mark.slow
 def test_without_coefficients_there_are_no_router_losses(rollout, olds, first):
     gradient, metrics = update(experience_of(rollout, olds["r2"], scale=0), weights(), replay="r2")
     assert not any(np.any(g) for g in jax.tree.leaves(gradient))

@@ -228,6 +228,7 @@ def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches
         np.testing.assert_allclose(metrics[metric], value, **tolerances, err_msg=metric)
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference):
     """Chunks, scans and donation give the gradient of a plain jax.grad over whole [B, T, V] logits, to 2e-4."""
     batch = take_minibatch(experience, 1, count=2, group_size=G)
@@ -252,6 +253,7 @@ def test_gradient_is_that_of_the_objective_on_whole_logits(experience, reference
     np.testing.assert_allclose(metrics["actor/loss"], value, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_minibatch(experience, reference):
     _, metrics = reference
     batch = take_minibatch(experience, 1, count=2, group_size=G)
