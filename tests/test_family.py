@@ -85,7 +85,7 @@ def run(config: ConfigDict, workdir: Path, written: set[str]) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in objectives.catalogue.__all__ if name != "ppo"])  # ppo: see below
 def test_every_objective_trains_by_its_config_line(name, data, tmp_path, written):
-    config = settings(data, model__folder=str(ADDER), objective__name=name)
+    config = settings(data, model__folder=str(ADDER), objective__name=name, iterations=2)
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reward/mean"] > 0
     assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "policy and router have not moved yet"

@@ -127,10 +127,8 @@ def guarded(count: int) -> Iterator[None]:
     except BaseException as error:
         if count == 1:
             raise
-        if isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(
-            error
-        ):  # gloo notices before jax's heartbeat does
-            _exit_lost(f"another process of the run is lost ({' '.join(str(error).split())})")
+        if lost := _gloo_error(error):  # gloo notices before jax's heartbeat does
+            _exit_lost(f"another process of the run is lost ({' '.join(str(lost).split())})")
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if not isinstance(error, SystemExit):
             traceback.print_exc()
@@ -138,6 +136,13 @@ def guarded(count: int) -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _gloo_error(error: BaseException | None) -> BaseException | None:
+    """Returns gloo's error, which may have caused others on the way out, as when an unfinished checkpoint is closed."""
+    while error and not (isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error)):
+        error = error.__context__
+    return error
 
 
 def find() -> dict[str, Any]:
