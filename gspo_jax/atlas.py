@@ -58,7 +58,7 @@ class Gate(NamedTuple):
 
 
 def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_shift: float = 1.0) -> Gate:
-    """Evaluates an objective on one-token responses with the given importance ratios."""
+    """Evaluate an objective on one-token responses with the given importance ratios."""
     old = jnp.full((len(ratios), 1), np.log(OLD_PROBABILITY))
     logprobs = old + jnp.log(jnp.asarray(ratios))[:, None]
 
@@ -80,7 +80,7 @@ def gate(objective: Objective, ratios: np.ndarray, *, advantage: float, router_s
 
 
 def window(objective: Objective) -> tuple[float, float]:
-    """Returns the range of ratios to draw: 0 to 2 or past the last gate, or a window around 1 if bounds are tight."""
+    """Return the range of ratios to draw: 0 to 2 or past the last gate, or a window around 1 if bounds are tight."""
     bounds = objective.bounds.values()
     if bounds and max(bounds) < TIGHT_BOUND:
         return 1 - 2.5 * max(bounds), 1 + 2.5 * max(bounds)
@@ -90,7 +90,7 @@ def window(objective: Objective) -> tuple[float, float]:
 
 
 def gated_spans(found: Gate) -> list[tuple[float, float]]:
-    """Returns the first and last ratio of each gated interval."""
+    """Return the first and last ratio of each gated interval."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], found.gated.astype(int), [0]])))
     ratios = [float(ratio) for ratio in found.ratios]
     return [(ratios[first], ratios[end - 1]) for first, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -158,7 +158,7 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
 
 
 def _with_gaps(weight: np.ndarray) -> np.ndarray:
-    """Returns the weights with NaN where a gate opens or shuts, so that no steep line is drawn there."""
+    """Return the weights with NaN where a gate opens or shuts, so that no steep line is drawn there."""
     broken = weight.astype(float)
     broken[:-1][np.abs(np.diff(weight)) > 0.2] = np.nan
     return broken
@@ -180,7 +180,7 @@ def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float) -> None:
 
 
 def _ratio(ratio: float) -> str:
-    """Formats a ratio compactly: 1.2, 1 + 4e-4."""
+    """Format a ratio compactly: 1.2, 1 + 4e-4."""
     if 0 < abs(ratio - 1) < TIGHT_BOUND:
         digits, _, power = f"{abs(ratio - 1):.0e}".partition("e")
         return f"1 {'+' if ratio > 1 else '−'} {digits}e{int(power)}"
@@ -199,7 +199,7 @@ def _composition(objective: Objective) -> str:
 
 
 def _settings(objective: Objective) -> str:
-    """Formats the bounds of an objective, or its other numeric defaults if it has no bounds."""
+    """Format the bounds of an objective, or its other numeric defaults if it has no bounds."""
     signature = inspect.signature(getattr(catalogue, objective.name))
     softness = {key: p.default for key, p in signature.parameters.items() if isinstance(p.default, float)}
     shown = ", ".join(f"{key} {value:g}" for key, value in (objective.bounds or softness).items())
@@ -207,7 +207,7 @@ def _settings(objective: Objective) -> str:
 
 
 def _headline(figure: Any, height: float) -> None:
-    """Writes the title, the colour legend and the reading guide."""
+    """Write the title, the colour legend and the reading guide."""
     figure.text(0.012, 1 - 0.15 / height, "What each objective makes of the importance ratio", **HEADING)
     left = 0.012
     for text, color in (("Â = +1", COLORS[1.0]), ("Â = −1", COLORS[-1.0]), (HOW_TO_READ, GREY)):
@@ -218,14 +218,14 @@ def _headline(figure: Any, height: float) -> None:
 
 
 def parser() -> Parser:
-    """Builds the command-line parser."""
+    """Build the command-line parser."""
     parser = Parser("python -m gspo_jax.atlas", str(__doc__).rpartition("\n\n")[2])
     parser.add_argument("--out", metavar="DIR", default="docs/objectives", help="folder for atlas.png")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         out = Path(parser().parse_args(arguments).out)
         jax.config.update("jax_platforms", "cpu")  # only a figure is drawn, so don't wait for an accelerator

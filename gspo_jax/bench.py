@@ -86,7 +86,7 @@ class Iterations:
         self._state, self._frozen = self._engine.begin(weights), weights.frozen
 
     def run(self, number: int) -> dict[str, float]:
-        """Runs iteration `number` and returns the seconds of each part and of the whole.
+        """Run iteration `number` and return the seconds of each part and of the whole.
 
         Resharding the weights counts as sampling, computing advantages as scoring.
         """
@@ -122,7 +122,7 @@ class Iterations:
 
 
 def measure(work: Workload) -> dict[str, Any]:
-    """Runs the workload and returns its timings, floors and settings, as `--json` writes them.
+    """Run the workload and return its timings, floors and settings, as `--json` writes them.
 
     Raises:
       UserError: as `Workload.check`, or the weights do not load, or there are fewer devices than asked for.
@@ -173,12 +173,12 @@ def measure(work: Workload) -> dict[str, Any]:
 
 
 def peak_rss_mb() -> float:
-    """Returns the peak host memory (resident set size) of this process in MiB."""
+    """Return the peak host memory (resident set size) of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Prints the timings as a table, with memory and compilation below."""
+    """Print the timings as a table, with memory and compilation below."""
     floor, work = found["floor"], found["workload"]
     rows = [
         {
@@ -209,7 +209,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """Parses mesh sizes written as `fsdp:-1,expert:2`."""
+    """Parse mesh sizes written as `fsdp:-1,expert:2`."""
     pairs = [part.partition(":") for part in text.split(",")]
     try:
         return {name: int(size) for name, _, size in pairs}
@@ -218,7 +218,7 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def parser() -> Parser:
-    """Builds the command-line parser, with the defaults of `Workload`."""
+    """Build the command-line parser, with the defaults of `Workload`."""
     parser = Parser("python -m gspo_jax.bench", str(__doc__).partition("\n\n")[0])
     defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder of the model")
@@ -245,7 +245,7 @@ def parser() -> Parser:
 
 
 def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
-    """Fills the cache by running the same workload in a separate process; returns its compile time and peak memory.
+    """Fill the cache by running the same workload in a separate process; return its compile time and peak memory.
 
     Raises:
       UserError: that process failed; its own message precedes this one.
@@ -262,7 +262,7 @@ def compile_ahead(arguments: Sequence[str], cache: Path) -> dict[str, float]:
 
 
 def cache_settings(cache: Path) -> dict[str, Any]:
-    """Returns the jax options that cache every compiled program in a folder; in capitals, its environment variables."""
+    """Return the jax options that cache every compiled program in a folder; in capitals, its environment variables."""
     return {
         "jax_compilation_cache_dir": str(cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -271,7 +271,7 @@ def cache_settings(cache: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         given: dict[str, Any] = vars(parser().parse_args(arguments))

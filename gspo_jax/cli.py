@@ -25,7 +25,7 @@ Main = Callable[[ConfigDict], None]
 
 
 def run(main: Main, *, default: ConfigDict | None = None) -> None:
-    """Parses `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then calls `main(config)`.
+    """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then call `main(config)`.
 
     `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
     """
@@ -47,7 +47,7 @@ def _start(main: Main, default: ConfigDict | None) -> None:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes the CPU backend present `count` devices, if jax runs on CPU. Call it before any device is used.
+    """Make the CPU backend present `count` devices, if jax runs on CPU. Call it before any device is used.
 
     The simulated devices share the cores and can reach a collective far later than real devices would, so XLA's
     timeouts for collectives are raised.
@@ -59,7 +59,7 @@ def simulate_devices(count: int) -> None:
 
 
 def trim_around_compiling() -> None:
-    """Returns freed memory to the system before and after each compilation, if the C library is glibc.
+    """Return freed memory to the system before and after each compilation, if the C library is glibc.
 
     Otherwise glibc keeps it, and a process's peak memory is the sum of its largest compilation and of its data.
     """
@@ -73,12 +73,12 @@ def trim_around_compiling() -> None:
 
 
 def cores() -> int:
-    """Returns the number of CPU cores available to this process."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def write_facts(file: str | None, facts: dict[str, Any]) -> None:
-    """Writes facts to the file given by `--json=FILE`, if any; only process 0 writes."""
+    """Write facts to the file given by `--json=FILE`, if any; only process 0 writes."""
     if file is not None and processes.is_first():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -106,7 +106,7 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
 
 
 def _config_flag(argv: list[str]) -> str:
-    """Returns the value of the last `--config`, with one dash or two, as absl does."""
+    """Return the value of the last `--config`, with one dash or two, as absl does."""
     given = [word.partition("=")[2] for word in argv if word.startswith(("--config=", "-config="))]
     given += [after for word, after in itertools.pairwise(argv) if word in ("--config", "-config")]
     if not given:
@@ -115,7 +115,7 @@ def _config_flag(argv: list[str]) -> str:
 
 
 def load_config(value: str) -> ConfigDict:
-    """Loads the ConfigDict of `FILE.py[:arg]`; raises a UserError with the nearest name if there is no such file."""
+    """Load the ConfigDict of `FILE.py[:arg]`; raise a UserError with the nearest name if there is no such file."""
     path = Path(value.partition(".py")[0] + ".py")
     if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -129,7 +129,7 @@ def load_config(value: str) -> ConfigDict:
 
 
 def check_overrides(argv: list[str], config: ConfigDict) -> None:
-    """Raises a UserError that names the nearest field if a `--config.a.b` does not exist."""
+    """Raise a UserError that names the nearest field if a `--config.a.b` does not exist."""
     for word in argv:
         if word.startswith("--config."):
             name = word.removeprefix("--config.").partition("=")[0]
@@ -141,7 +141,7 @@ def check_overrides(argv: list[str], config: ConfigDict) -> None:
 
 
 def _no_field(name: str, found: list[str], config: ConfigDict) -> None:
-    """Raises a UserError that suggests the nearest key of the section reached, or that field in another section."""
+    """Raise a UserError that suggests the nearest key of the section reached, or that field in another section."""
     section: Any = config
     for key in found:
         section = section[key]

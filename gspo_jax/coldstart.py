@@ -77,7 +77,7 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
 
 
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:
-    """Returns the records as demonstrations, a fraction `terse` of them with the final answer alone.
+    """Return the records as demonstrations, a fraction `terse` of them with the final answer alone.
 
     A policy trained on both kinds can work a problem out and can guess; it is left to RL to discover that working it
     out pays.
@@ -93,7 +93,7 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
 ) -> tuple[Learner, Callable[[Learner, Responses], tuple[Learner, Float[Array, ""]]]]:
-    """Returns an untrained model on the mesh, and the jitted step that lowers a batch's cross-entropy."""
+    """Return an untrained model on the mesh, and the jitted step that lowers a batch's cross-entropy."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(
         model_config, dtype=jnp.dtype(config.model.dtype), dispatch=policy.make_dispatch(config)
@@ -116,7 +116,7 @@ def _begin(
 
 
 def main(config: ConfigDict) -> None:
-    """Runs the command."""
+    """Run the command."""
     folder = Path(flags.FLAGS.workdir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not empty; give --workdir a new folder")

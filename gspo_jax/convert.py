@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
 
 
 def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str, Any]:
-    """Writes the model in `source` to the new folder `target` in the other format and returns a summary.
+    """Write the model in `source` to the new folder `target` in the other format and return a summary.
 
     Args:
       source: a Hugging Face folder, an Orbax folder written by this function, or a run folder.
@@ -84,7 +84,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str
 
 
 def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
-    """Writes an Orbax folder. Its config.json comes last, so a folder without one is unfinished."""
+    """Write an Orbax folder. Its config.json comes last, so a folder without one is unfinished."""
     checkpointer = Checkpointer(folder / CHECKPOINTS)
     checkpointer.save(0, {"params": params}, run={"iteration": 0})
     checkpointer.close()
@@ -93,7 +93,7 @@ def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
 
 
 def _load(folder: Path) -> tuple[nnx.State, ModelConfig, Path]:
-    """Returns parameters and shape of a folder with checkpoints, and the folder that holds its tokenizer."""
+    """Return parameters and shape of a folder with checkpoints, and the folder that holds its tokenizer."""
     fields = read_config(folder)
     if fields is None:
         raise UserError(f"{folder} has {CHECKPOINTS} but no {huggingface.CONFIG}; it is incomplete, write it again")
@@ -101,7 +101,7 @@ def _load(folder: Path) -> tuple[nnx.State, ModelConfig, Path]:
 
 
 def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
-    """Loads a folder written by `_save`, in the dtype it was saved in."""
+    """Load a folder written by `_save`, in the dtype it was saved in."""
     config = huggingface.read_config(folder)
     shapes = huggingface.with_dtype(transformer.abstract(config)[1], jnp.dtype(fields["torch_dtype"]))
     shardings = mesh_lib.param_shardings(shapes, _one_device())
@@ -112,7 +112,7 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, Mo
 
 
 def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
-    """Loads a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
+    """Load a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
     config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
     first = policy.initial_folder(config, folder)
     model, _ = policy.read_folder(config, first)
@@ -126,7 +126,7 @@ def _one_device() -> jax.sharding.Mesh:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     parser = Parser("python -m gspo_jax.convert", str(__doc__).partition("\n\n")[0])
     parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="folder to convert")
     parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="new folder to write")

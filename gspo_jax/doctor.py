@@ -54,7 +54,7 @@ class Finding:
 
 
 def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
-    """Runs all checks, in order of dependence.
+    """Run all checks, in order of dependence.
 
     A check that raises becomes a failed finding: this command is for machines on which things go wrong.
     """
@@ -83,7 +83,7 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
 
 
 def versions() -> list[Finding]:
-    """Checks Python and package versions against the bounds in this project's metadata."""
+    """Check Python and package versions against the bounds in this project's metadata."""
     bounds: dict[str, Requirement] = {}
     for text in metadata.requires("gspo_jax") or ():
         requirement = Requirement(text)
@@ -113,7 +113,7 @@ def on_tpu_vm() -> bool:
 
 
 def devices() -> Finding:
-    """Checks the devices that jax runs on and reports the memory of one."""
+    """Check the devices that jax runs on and report the memory of one."""
     try:
         here = jax.local_devices()
     except RuntimeError as error:
@@ -129,7 +129,7 @@ def devices() -> Finding:
 
 
 def processes() -> Finding:
-    """Checks that this process has its share of all processes' devices."""
+    """Check that this process has its share of all processes' devices."""
     count, here, all_devices = jax.process_count(), jax.local_device_count(), jax.device_count()
     found = f"process {jax.process_index()} of {count}, owns {here} of {all_devices} devices"
     if here * count != all_devices:
@@ -139,7 +139,7 @@ def processes() -> Finding:
 
 
 def mesh(config: ConfigDict) -> Finding:
-    """Checks that the config's mesh fits the devices and its batch the mesh."""
+    """Check that the config's mesh fits the devices and its batch the mesh."""
     try:
         sizes = make_meshes(config, model_config(config)).trainer.shape
     except UserError as error:
@@ -148,7 +148,7 @@ def mesh(config: ConfigDict) -> Finding:
 
 
 def host() -> Finding:
-    """Checks the free memory of this machine and reports its cores."""
+    """Check the free memory of this machine and report its cores."""
     memory = psutil.virtual_memory()
     found = f"{cli.cores()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
     if memory.available < memory.total / 4:
@@ -157,7 +157,7 @@ def host() -> Finding:
 
 
 def open_files() -> Finding:
-    """Checks the limit on open files that this process was started with."""
+    """Check the limit on open files that this process was started with."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
         remedy = f"Raise it before a run on many devices: ulimit -n {min(hard, 65536) if hard > 0 else 65536}."
@@ -166,7 +166,7 @@ def open_files() -> Finding:
 
 
 def bubblewrap() -> Finding:
-    """Checks by running it that bubblewrap, the sandbox of rewards that run code, works; kernels may forbid it."""
+    """Check by running it that bubblewrap, the sandbox of rewards that run code, works; kernels may forbid it."""
     program = shutil.which("bwrap")
     needed = "Only rewards that run code need it: "
     if program is None:
@@ -180,7 +180,7 @@ def bubblewrap() -> Finding:
 
 
 def compilation_cache() -> Finding:
-    """Checks jax's persistent compilation cache, with which a resumed run starts faster."""
+    """Check jax's persistent compilation cache, with which a resumed run starts faster."""
     place = jax.config.jax_compilation_cache_dir
     if not place:
         remedy = "A resumed run compiles again; set JAX_COMPILATION_CACHE_DIR to gs://BUCKET/compiled or a folder."
@@ -189,7 +189,7 @@ def compilation_cache() -> Finding:
 
 
 def run_folder(workdir: str) -> list[Finding]:
-    """Checks that a run can keep its files in `workdir`, and the free space there."""
+    """Check that a run can keep its files in `workdir`, and the free space there."""
     found = [_writable("run folder", workdir)]
     if workdir.startswith(storage.BUCKET) or found[0].state == "failed":
         return found
@@ -213,14 +213,14 @@ def _writable(check: str, place: str) -> Finding:
 
 
 def show(found: Sequence[Finding]) -> None:
-    """Prints the findings as a table."""
+    """Print the findings as a table."""
     rows = [dataclasses.asdict(finding) for finding in found]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(make_table(rows, title=f"{platform.node()}, {platform.platform(terse=True)}"))
 
 
 def main(config: ConfigDict) -> None:
-    """Runs the checks, prints and writes the findings, and exits with code 1 if one failed."""
+    """Run the checks, print and write the findings, and exit with code 1 if one failed."""
     found = examine(config, flags.FLAGS.workdir)
     show(found)
     failed = [finding.check for finding in found if finding.state == "failed"]

@@ -51,7 +51,7 @@ class Evaluation:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns the results by their names in metrics.jsonl."""
+        """Return the results by their names in metrics.jsonl."""
         return {
             "eval/accuracy": self.accuracy,
             "eval/accuracy_stderr": self.accuracy_stderr,
@@ -71,7 +71,7 @@ def evaluate(
     *,
     correct: str,
 ) -> Evaluation:
-    """Samples k episodes for every held-out prompt and scores them; k is the sampler's group size.
+    """Sample k episodes for every held-out prompt and score them; k is the sampler's group size.
 
     Args:
       player: plays the episodes, with the sampler's loaded weights.
@@ -110,7 +110,7 @@ def evaluate(
 
 
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
-    """Evaluates the newest checkpoint of a run folder, or the run's initial policy if there is no checkpoint."""
+    """Evaluate the newest checkpoint of a run folder, or the run's initial policy if there is no checkpoint."""
     check(config)
     policy.check_weights(config)
     with open_folder(workdir) as files:
@@ -132,7 +132,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
 
 
 def main(config: ConfigDict) -> None:
-    """Runs the command."""
+    """Run the command."""
     result = evaluate_folder(config, flags.FLAGS.workdir)
     cli.write_facts(flags.FLAGS.json, dataclasses.asdict(result))
 

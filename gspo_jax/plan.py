@@ -85,7 +85,7 @@ def plan_program(
 
 
 def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
-    """Returns the facts that identify a plan: chip, slice, mesh and versions."""
+    """Return the facts that identify a plan: chip, slice, mesh and versions."""
     return {
         "chip": topology.generation(name),
         "topology": name if slices == 1 else f"{slices} x {name}",
@@ -95,7 +95,7 @@ def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Returns the requested programs in the usual order; all programs if none is named."""
+    """Return the requested programs in the usual order; all programs if none is named."""
     for name in names:
         if name not in programs.NAMES:
             raise UserError(f"unknown program {name!r}; {choices(name, programs.NAMES)}")
@@ -112,7 +112,7 @@ def plan(
     dump: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Returns the facts of all programs on one or more slices; given a console, prints each program when it is done.
+    """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
 
     Raises:
       UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
@@ -137,13 +137,13 @@ def plan(
 
 
 def default_cache() -> Path:
-    """Returns the default folder of compiled programs, in the user's cache folder."""
+    """Return the default folder of compiled programs, in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "gspo_jax" / "plan"
 
 
 def main(config: ConfigDict) -> None:
-    """Runs the command; exits with code 1 if a program does not fit."""
+    """Run the command; exit with code 1 if a program does not fit."""
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
     facts = plan(

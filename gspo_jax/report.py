@@ -42,7 +42,7 @@ def draw(groups: Sequence[Group], path: Path, *, panels: str = "training") -> No
 
 
 def _place(cell: int, width: int, room: float, height: float) -> tuple[float, float, float, float]:
-    """Returns left, bottom, width and height of a panel's axes, leaving `room` inches for labels on its right."""
+    """Return left, bottom, width and height of a panel's axes, leaving `room` inches for labels on its right."""
     left = WIDTH / 3 * (cell % 3) + 0.84
     right = WIDTH / 3 * (cell % 3 + width) - room
     top = height - HEAD - ROW * (cell // 3) - 0.32
@@ -51,7 +51,7 @@ def _place(cell: int, width: int, room: float, height: float) -> tuple[float, fl
 
 
 def _headline(figure: Any, groups: Sequence[Group]) -> None:
-    """Writes the names of the groups in their colours and how to read the lines."""
+    """Write the names of the groups in their colours and how to read the lines."""
     height, left = figure.get_figheight(), 0.02
     many, seeds = len(groups) > MAX_BANDS, {len(group.runs) for group in groups}
     counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
@@ -81,7 +81,7 @@ def report(
     table: str | os.PathLike[str] | None = None,
     panels: str = "training",
 ) -> dict[str, Any]:
-    """Writes the report of some run folders and returns {png, html, groups: facts(...)}.
+    """Write the report of some run folders and return {png, html, groups: facts(...)}.
 
     `out` is the target folder, by default RUN/report for a single run. `table` is a markdown file to write besides;
     `panels` is the name of a page in PANELS.
@@ -115,7 +115,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def parser() -> Parser:
-    """Builds the command-line parser."""
+    """Build the command-line parser."""
     parser = Parser("python -m gspo_jax.report", str(__doc__).partition("\n\n")[2])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (the --workdir of train)")
     parser.add_argument("--panels", choices=tuple(PANELS), default="training", help="page to show: %(choices)s")
@@ -126,7 +126,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         given = parser().parse_args(arguments)
         made = report(given.runs, out=given.out, table=given.table, panels=given.panels)

@@ -53,7 +53,7 @@ class Point:
 
 
 def read(path: Path, program: str) -> Point:
-    """Reads a program's figures from a plan.
+    """Read a program's figures from a plan.
 
     Raises:
       UserError: the file is not a plan, or the program is missing from it or did not compile.
@@ -85,7 +85,7 @@ def read(path: Path, program: str) -> Point:
 
 
 def table(points: Sequence[Point], program: str) -> str:
-    """Formats the points as a markdown table."""
+    """Format the points as a markdown table."""
     first = points[0].flops
     lines = [
         f"| `{program}` on | mesh | Tflop per chip | against the first | GB sent per chip | of it all-reduced "
@@ -173,7 +173,7 @@ def _times(axes: "Axes", points: Sequence[Point]) -> None:
 
 
 def parser() -> Parser:
-    """Builds the command-line parser."""
+    """Build the command-line parser."""
     parser = Parser("python -m gspo_jax.scaling", str(__doc__).rpartition("\n\n")[2])
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="file written by plan --json")
     parser.add_argument("--program", default="update", help="program of the plans to show")
@@ -182,7 +182,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         given = parser().parse_args(arguments)
         points = sorted((read(Path(path), given.program) for path in given.plans), key=lambda point: point.chips)

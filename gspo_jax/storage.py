@@ -34,7 +34,7 @@ _PROBE = ".writable-"
 
 
 def find(folder: str | os.PathLike[str]) -> AnyPath:
-    """Returns the path of a folder, absolute if it is on the local disk.
+    """Return the path of a folder, absolute if it is on the local disk.
 
     Raises:
       UserError: the folder is neither local nor in a Google Cloud Storage bucket.
@@ -49,7 +49,7 @@ def find(folder: str | os.PathLike[str]) -> AnyPath:
 
 @contextmanager
 def open_folder(workdir: str | os.PathLike[str]) -> Iterator["RunFolder"]:
-    """Opens the run folder `--workdir`, fetching it from a bucket at the start and publishing it at the end.
+    """Open the run folder `--workdir`, fetching it from a bucket at the start and publishing it at the end.
 
     Raises:
       UserError: as `find` and `RunFolder.fetch`.
@@ -87,7 +87,7 @@ class RunFolder:
         return (self.local if self.bucket is None else self.bucket) / CHECKPOINTS
 
     def fetch(self) -> None:
-        """Copies the run's files, except checkpoints, from the bucket to the local folder.
+        """Copy the run's files, except checkpoints, from the bucket to the local folder.
 
         Raises:
           UserError: the bucket cannot be read or written.
@@ -107,7 +107,7 @@ class RunFolder:
             ) from error
 
     def publish(self, *, every_s: float = 0.0) -> None:
-        """Uploads changed files to the bucket, unless the last upload was less than `every_s` seconds ago.
+        """Upload changed files to the bucket, unless the last upload was less than `every_s` seconds ago.
 
         Only process 0 does, since it alone writes files worth keeping. A failure is logged as a warning, and the next
         call retries.
@@ -121,7 +121,7 @@ class RunFolder:
             logging.warning("%s is not up to date (%s); will retry", self.name, error)
 
     def share(self) -> None:
-        """Makes files written by process 0, such as a cold-start model, available to all processes."""
+        """Make files written by process 0, such as a cold-start model, available to all processes."""
         if self.bucket is None:
             return
         self.publish()
@@ -143,7 +143,7 @@ class RunFolder:
 
 
 def check_writable(folder: AnyPath) -> None:
-    """Writes, reads back and deletes a small file; raises whatever the storage raises."""
+    """Write, read back and delete a small file; raise whatever the storage raises."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{_PROBE}{uuid.uuid4().hex}"
     file.write_text("gspo_jax", encoding="utf-8")
@@ -155,7 +155,7 @@ def check_writable(folder: AnyPath) -> None:
 
 
 def _names(folder: epath.Path) -> Iterator[str]:
-    """Yields the relative names of all files in a run folder, except checkpoints."""
+    """Yield the relative names of all files in a run folder, except checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
         if path.name == CHECKPOINTS or path.name.startswith(_PROBE):  # other processes delete their probes at any time
             continue

@@ -45,7 +45,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 
 def main(config: ConfigDict) -> None:
-    """Runs the command."""
+    """Run the command."""
     cli.write_facts(flags.FLAGS.json, train(config, flags.FLAGS.workdir))
 
 

@@ -99,7 +99,7 @@ class Workload:
         return config
 
     def check(self) -> ModelConfig:
-        """Checks the workload and returns the model's shape, without touching devices or weights.
+        """Check the workload and return the model's shape, without touching devices or weights.
 
         Raises:
           UserError: a number is out of range, or does not fit the other numbers or the model.
@@ -137,7 +137,7 @@ def _as_flags(text: str) -> str:
 
 
 def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
-    """Returns the flops of each part that no implementation can avoid if responses share their group's prompt.
+    """Return the flops of each part that no implementation can avoid if responses share their group's prompt.
 
     An update costs three forward passes: the gradient takes two matrix products for each one of the forward pass.
     """
@@ -148,7 +148,7 @@ def flops(model: ModelConfig, work: Workload) -> dict[str, int]:
 def forward_flops(
     model: ModelConfig, *, lengths: Int[np.ndarray, " B"], rows_per_prompt: int, prompt_length: int
 ) -> int:
-    """Returns the minimum flops of the responses' log-probs, with a perfect KV cache; see `models.flops.forward`.
+    """Return the minimum flops of the responses' log-probs, with a perfect KV cache; see `models.flops.forward`.
 
     A prompt of S tokens is computed once for the `rows_per_prompt` rows that share it. All tokens of a response but the
     last are computed, since nothing is predicted from that one. A token at position c (from 1) attends to c keys.

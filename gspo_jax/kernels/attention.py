@@ -49,7 +49,7 @@ def causal_attention(
 
 
 def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
-    """Yields the queries of each chunk and the number of keys that they may see."""
+    """Yield the queries of each chunk and the number of keys that they may see."""
     size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
     for start in range(0, T, size):
         end = min(start + size, T)
@@ -57,7 +57,7 @@ def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
 
 
 def _scores(q: Array, k: Array, valid: Array) -> Array:
-    """Returns masked float32 scores [B, Kv, heads, t, n] of queries that are the last t of the n tokens."""
+    """Return masked float32 scores [B, Kv, heads, t, n] of queries that are the last t of the n tokens."""
     B, Kv, heads, t, h = q.shape
     n = k.shape[2]
     scores = _matmul_float32(_rows(q), jnp.swapaxes(k, 2, 3))
@@ -67,7 +67,7 @@ def _scores(q: Array, k: Array, valid: Array) -> Array:
 
 
 def _rows(x: Array) -> Array:
-    """Merges heads and tokens: [B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
+    """Merge heads and tokens: [B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -141,7 +141,7 @@ def segment_attention(
         return causal_attention(q, k, v, valid)
 
     def after_prompt(x: Array) -> Array:
-        """Returns [B G, S + T, ...], each response preceded by its prompt."""
+        """Return [B G, S + T, ...], each response preceded by its prompt."""
         return jnp.concatenate([jnp.repeat(x[:, :S], G, axis=0), x[:, S:].reshape(B * G, T, *x.shape[2:])], axis=1)
 
     prompt_out = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
@@ -162,7 +162,7 @@ class _PartialSoftmax(NamedTuple):
     """Σ exp(score − highest)."""
 
     def merge(self, other: "_PartialSoftmax") -> "_PartialSoftmax":
-        """Returns the softmax over the keys of both."""
+        """Return the softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
         return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
@@ -197,7 +197,7 @@ class Rows:
 
     @classmethod
     def of(cls, responses: Int[Array, " B"], active: Bool[Array, " B"], prompts: int, group_size: int) -> "Rows":
-        """Builds the mapping for slots that hold these responses where they are active."""
+        """Build the mapping for slots that hold these responses where they are active."""
         B, n = responses.shape[0], prompts * group_size
         count = n // (_prompts_per_block(B, prompts, group_size) * group_size)
         responses = jnp.where(active, responses, n)
@@ -300,7 +300,7 @@ def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: A
 def _attend_own_tokens(
     found: _PartialSoftmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array
 ) -> _PartialSoftmax:
-    """Merges the softmax over each slot's own tokens into `found`, one ring segment at a time."""
+    """Merge the softmax over each slot's own tokens into `found`, one ring segment at a time."""
     _, N, _, Kv, C, h = k.shape
     B = q.shape[0]
     first = jnp.maximum(step + 1 - ages.max(), 0) // C

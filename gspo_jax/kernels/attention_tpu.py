@@ -51,7 +51,7 @@ class _Mask(splash_attention_mask.Mask):
         return np.arange(self.queries, dtype=np.int32)
 
     def mask_function(self, query: Any, key: Any) -> Any:
-        """Returns True where a query sees a key, from their positions, as NumPy arrays or inside a kernel.
+        """Return True where a query sees a key, from their positions, as NumPy arrays or inside a kernel.
 
         Written so that only two comparisons are evaluated per score; the rest depends on the query or the key alone.
         """
@@ -59,7 +59,7 @@ class _Mask(splash_attention_mask.Mask):
         return (key <= query) & (key + (key < self.prompt) * self.keys >= own)
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        """Returns a block of the mask, from which splash decides whether the block is full, partial or empty."""
+        """Return a block of the mask, from which splash decides whether the block is full, partial or empty."""
         queries, keys = block
         return self.mask_function(self.q_sequence[queries, None], np.arange(keys.start, keys.stop)[None])
 
@@ -143,5 +143,5 @@ def attention(
 
 
 def _padded(x: Float[Array, "B n H h"], tokens: int) -> Float[Array, "B H m w"]:
-    """Moves heads before tokens and zero-pads to `tokens` tokens and to whole lanes of the head dimension."""
+    """Move heads before tokens and zero-pads to `tokens` tokens and to whole lanes of the head dimension."""
     return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, tokens - x.shape[1]), (0, -x.shape[3] % _LANES)))

@@ -4,7 +4,7 @@ import jax
 
 
 def platform() -> str:
-    """Returns the platform that the traced code will run on: that of the mesh in scope, else jax's default backend.
+    """Return the platform that the traced code will run on: that of the mesh in scope, else jax's default backend.
 
     It is known at trace time, so only one implementation is traced; `jax.lax.platform_dependent` would trace them all.
     """
@@ -13,7 +13,7 @@ def platform() -> str:
 
 
 def compiler_options() -> dict[str, str] | None:
-    """Returns the non-default `jax.jit(compiler_options=…)` for the current platform; None for the defaults.
+    """Return the non-default `jax.jit(compiler_options=…)` for the current platform; None for the defaults.
 
     On TPU, a reduce-scatter over a whole slice stays a reduce-scatter; by default it becomes an all-reduce, with twice
     the bytes. Chips with sparse cores (v5p, v6e) run all-gathers and reduce-scatters on them while the other cores

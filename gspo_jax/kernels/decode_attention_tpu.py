@@ -37,7 +37,7 @@ def _kernel(
     highest_ref: Any,
     total_ref: Any,
 ) -> None:
-    """Merges one block of a slot's columns into the slot's running softmax, which is kept in the outputs."""
+    """Merge one block of a slot's columns into the slot's running softmax, which is kept in the outputs."""
     del layer_ref, begins_ref  # used by the block index map only
     heads, columns = k_ref.shape[:2]
     age, i = ages_ref[pl.program_id(0)], pl.program_id(1)

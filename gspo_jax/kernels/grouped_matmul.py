@@ -21,7 +21,7 @@ full speed, small enough that the padding rows cost little."""
 
 
 def _varying_like(x: Array, *others: Array) -> Array:
-    """Marks x as varying over the manual mesh axes that the others vary over, as required of a loop carry."""
+    """Mark x as varying over the manual mesh axes that the others vary over, as required of a loop carry."""
     axes = (
         frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
         - jax.typeof(x).manual_axis_type.varying
@@ -38,11 +38,11 @@ class _Group(NamedTuple):
     rest: Array
 
     def remainder(self, branches: Sequence[Callable[..., Array]], *operands: Array) -> Array:
-        """Calls the branch for the remainder's size; branch i handles up to i · `_STEP` rows."""
+        """Call the branch for the remainder's size; branch i handles up to i · `_STEP` rows."""
         return jax.lax.switch((self.end - self.rest + _STEP - 1) // _STEP, branches, *operands)
 
     def in_remainder(self, start: Array, rows: int) -> Array:
-        """Returns [rows, 1], True for those of the `rows` rows from `start` that belong to the remainder."""
+        """Return [rows, 1], True for those of the `rows` rows from `start` that belong to the remainder."""
         at = start + jnp.arange(rows)
         return ((at >= self.rest) & (at < self.end))[:, None]
 
@@ -66,7 +66,7 @@ def _block_sizes(n: int) -> list[int]:
 
 
 def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool, first: Array | int = 0) -> Array:
-    """Computes out[n] = rows[n] @ weights[e(n)] (or its transpose) block by block; rows past the last group are zero.
+    """Compute out[n] = rows[n] @ weights[e(n)] (or its transpose) block by block; rows past the last group are zero.
 
     The first group's matrix is weights[first].
     """
@@ -96,7 +96,7 @@ def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: boo
 
 
 def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
-    """Computes dW[e] = Σ rows[n] grads[n]^T over the rows n of expert e, block by block, accumulated in float32."""
+    """Compute dW[e] = Σ rows[n] grads[n]^T over the rows n of expert e, block by block, accumulated in float32."""
     n = rows.shape[0]
     product = partial(jnp.einsum, "nd,nf->df", preferred_element_type=jnp.float32)
 

@@ -39,7 +39,7 @@ class _Visits(NamedTuple):
 
 
 def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
-    """Runs a kernel whose output types do not declare the manual mesh axes they vary over, and adds the declaration.
+    """Run a kernel whose output types do not declare the manual mesh axes they vary over, and add the declaration.
 
     `jax.shard_map` checks these types and would reject the kernel otherwise.
     """
@@ -52,7 +52,7 @@ def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
 
 
 def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
-    """Writes the visits of each group in turn, then those of the empty groups; a tile has `rows` rows."""
+    """Write the visits of each group in turn, then those of the empty groups; a tile has `rows` rows."""
     E = sizes.shape[0]
 
     def write(v: Array, *visit: Array | int) -> Array:
@@ -82,7 +82,7 @@ def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, coun
 def _visits(
     group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
 ) -> tuple[_Visits, Int[Array, " 2"]]:
-    """Returns the visits and two counts: the visits with rows, and all visits including those of empty groups.
+    """Return the visits and two counts: the visits with rows, and all visits including those of empty groups.
 
     Scalar loops in a kernel take less time than the many small array operations of a plain-XLA version. Because it is
     jitted it is traced once, so the compiler sees identical kernels wherever the groups are the same, in forward and
@@ -150,7 +150,7 @@ def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[in
 
 
 def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> None:
-    """Writes the rows [first, end) of a tile and leaves those of other groups unchanged."""
+    """Write the rows [first, end) of a tile and leave those of other groups unchanged."""
     whole = (first == 0) & (end == out.shape[0])
 
     @pl.when(whole)
@@ -165,7 +165,7 @@ def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> 
 
 
 def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any) -> None:
-    """Computes out_i = rows @ weights_i for one visit and one block of columns."""
+    """Compute out_i = rows @ weights_i for one visit and one block of columns."""
     del group, tile, layer  # used by the index maps only
     v = pl.program_id(1)
     weights, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
@@ -174,7 +174,7 @@ def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: 
 
 
 def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any) -> None:
-    """Computes out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
+    """Compute out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
     del group, tile, layer  # used by the index maps only
     v = pl.program_id(1)
     *pairs, out = refs
@@ -196,7 +196,7 @@ def _products(
     likely: int | None,
     interpret: bool,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Returns the products of one array of rows with each of the weights.
+    """Return the products of one array of rows with each of the weights.
 
     If `transposed`, takes one array of rows per weight and returns the sum of their products instead.
     """
@@ -254,7 +254,7 @@ def matmuls(
     likely: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Computes out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once for all.
+    """Compute out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once for all.
 
     Products are accumulated in float32 and rounded once to the rows' dtype. Rows past the last group are undefined, in
     the input as in the output.
@@ -289,7 +289,7 @@ def matmuls_transposed(
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
-    """Computes Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` with respect to its rows.
+    """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` with respect to its rows.
 
     The sum is accumulated in float32 and rounded once. Arguments and errors are those of `matmuls`.
     """
@@ -306,7 +306,7 @@ def matmuls_transposed(
 
 
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:
-    """Computes out = Σ rows^T grads over the visits of a group, for one block of the output."""
+    """Compute out = Σ rows^T grads over the visits of a group, for one block of the output."""
     del tile  # used by the index maps only
     v, last = pl.program_id(1), pl.num_programs(1) - 1
     begins = (v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v])
@@ -345,7 +345,7 @@ def outer(
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "E D F"]:
-    """Computes dW[e] = Σ_n rows[n] grads[n]^T over the rows n of expert e, the gradient of `matmuls` for its weights.
+    """Compute dW[e] = Σ_n rows[n] grads[n]^T over the rows n of expert e, the gradient of `matmuls` for its weights.
 
     Accumulated in float32 and rounded once to the rows' dtype. Arguments are those of `matmuls`.
     """

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 def log_softmax_at(
     logits: Float[Array, "*n V"], targets: Int[Array, "*n"]
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-    """Returns log softmax(logits)[target] and the entropy of softmax(logits), both in nats and float32.
+    """Return log softmax(logits)[target] and the entropy of softmax(logits), both in nats and float32.
 
     The target's logit is selected by comparison rather than a gather, so that a sharded vocabulary stays sharded.
     """
@@ -31,7 +31,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns log softmax(h W / temperature)[target] and the softmax's entropy, computed a few positions at a time.
+    """Return log softmax(h W / temperature)[target] and the softmax's entropy, computed a few positions at a time.
 
     Logits exist for about `chunk` tokens at once ([B, chunk // B, V], at least one position per row), also in the
     backward pass, which recomputes them. Outputs are float32; gradients flow to `hidden` and `head`.

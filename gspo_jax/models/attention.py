@@ -116,7 +116,7 @@ class HeadNorm(nnx.Module):
         self.scale = parameter(rngs, (stack.layers, config.head_dim), ("layers", "head_dim"), ones, float32=True)
 
     def __call__(self, x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
-        """Returns the normed heads."""
+        """Return the normed heads."""
         return rms_norm(x, self.scale[...], self.eps)
 
 
@@ -142,7 +142,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the attention output, and what `attend` kept (keys and values for the cache, or None)."""
+        """Return the attention output, and what `attend` kept (keys and values for the cache, or None)."""
         theta = self.config.rope_theta
         q, k, v = (self._heads(x @ w.astype(x.dtype)) for w in (self.q, self.k, self.v))
         q = rope(self.q_norm(q), positions, theta)
@@ -154,6 +154,6 @@ class Attention(nnx.Module):
         return checkpoint_name(out.reshape(*x.shape[:2], -1) @ self.o.astype(x.dtype), "dot"), kept
 
     def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
-        """Moves heads before tokens, as attention wants them; before norm and rotation, which make it float32."""
+        """Move heads before tokens, as attention wants them; before norm and rotation, which make it float32."""
         heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
         return checkpoint_name(jnp.swapaxes(heads, 1, 2), "dot")

@@ -54,21 +54,21 @@ class Cache:
 
 
 def segments(length: int) -> tuple[int, int]:
-    """Returns (N, C): segments and their columns, of a ring for `length` tokens."""
+    """Return (N, C): segments and their columns, of a ring for `length` tokens."""
     size = -(-length // _SEGMENTS)
     size = min(length, -(-size // _SEGMENT) * _SEGMENT)
     return -(-length // size), size
 
 
 def empty_ring(config: ModelConfig, slots: int, length: int, dtype: DTypeLike) -> Float[Array, "L N B Kv C h"]:
-    """Returns an empty ring for the newest `length` tokens of each slot, keys or values of all layers."""
+    """Return an empty ring for the newest `length` tokens of each slot, keys or values of all layers."""
     N, C = segments(length)
     ring = jnp.zeros((config.num_layers, N, slots, config.num_kv_heads, C, config.head_dim), dtype)
     return constrain(ring, "layers", None, "batch", "kv_heads", None, None)
 
 
 def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
-    """Moves these slots to the front; the memory of the others stays allocated, unused.
+    """Move these slots to the front; the memory of the others stays allocated, unused.
 
     Works in place, one layer at a time: a smaller cache beside the old one would take half as much memory again.
     """
@@ -90,14 +90,14 @@ def heads_first(kept: Float[Array, "L R M Kv h"]) -> Float[Array, "L R Kv M h"]:
 
 
 def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv h"]) -> Array:
-    """Returns the ring with every slot's newest token written to one layer's column of this step."""
+    """Return the ring with every slot's newest token written to one layer's column of this step."""
     N, C = ring.shape[1], ring.shape[4]
     segment, column = jnp.divmod(step % (N * C), C)
     return jax.lax.dynamic_update_slice(ring, new[None, None, :, :, None], (layer, segment, 0, 0, column, 0))
 
 
 def write_row(ring: Array, slot: Array, step: Array, own: Float[Array, "L Kv Q h"], length: Array) -> Array:
-    """Returns the ring with the first `length` columns of `own` as one slot's newest, before those of this step."""
+    """Return the ring with the first `length` columns of `own` as one slot's newest, before those of this step."""
     L, N, _, Kv, C, h = ring.shape
     from_first = (jnp.arange(N * C) - step + length) % (N * C)
     row = own[:, :, jnp.minimum(from_first, own.shape[2] - 1)]

@@ -41,7 +41,7 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises a UserError for sizes that make no transformer."""
+        """Raise a UserError for sizes that make no transformer."""
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
@@ -87,7 +87,7 @@ class ModelConfig:
         return np.min_scalar_type(-max(self.num_experts, 1))
 
     def check_mesh(self, sizes: dict[str, int]) -> None:
-        """Raises a UserError if a mesh axis does not divide the dimension it splits."""
+        """Raise a UserError if a mesh axis does not divide the dimension it splits."""
         if not self.is_routed and sizes["expert"] > 1:
             raise UserError(f"mesh axis expert = {sizes['expert']} but the model is dense; use expert = 1")
         routed = [stack for stack in self.stacks if stack.is_routed]
@@ -167,7 +167,7 @@ def parameter(
     *,
     float32: bool = False,
 ) -> nnx.Param[jax.Array]:
-    """Declares a parameter once: its shape, its logical axes (see parallel/mesh.py) and its initialiser.
+    """Declare a parameter once: its shape, its logical axes (see parallel/mesh.py) and its initialiser.
 
     The trainer stores parameters in float32. `float32` marks those that the forward also reads in float32, whatever
     the compute dtype; the sampler's copy therefore keeps them as they are.

@@ -43,7 +43,7 @@ class ConfigJson:
     fields: Mapping[str, Any]
 
     def check(self, supported: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises a UserError for the first field whose value is not listed; an absent field has the first value."""
+        """Raise a UserError for the first field whose value is not listed; an absent field has the first value."""
         facts = dict(self.fields)
         facts["sliding_window"] = facts.get("sliding_window") if facts.get("use_sliding_window") else None
         facts["layer_types"] = sorted(set(facts.get("layer_types") or ()))
@@ -53,7 +53,7 @@ class ConfigJson:
                 raise UserError(f"{self.file}: {field} is {json.dumps(facts[field])}; supported: only {listed}")
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Returns the positive integer under the first of `names` that is present, or `default`.
+        """Return the positive integer under the first of `names` that is present, or `default`.
 
         Raises:
           UserError: none is present and there is no default, or the value is no positive integer.
@@ -67,7 +67,7 @@ class ConfigJson:
         return value
 
     def experts_per_token(self, experts: int) -> int:
-        """Returns `num_experts_per_tok`; raises a UserError if it exceeds the number of experts."""
+        """Return `num_experts_per_tok`; raise a UserError if it exceeds the number of experts."""
         chosen = self.size("num_experts_per_tok")
         if chosen > experts:
             raise UserError(
@@ -76,7 +76,7 @@ class ConfigJson:
         return chosen
 
     def common(self, *, positions: int, eps: float, pad: int | None, eos: int | None) -> dict[str, Any]:
-        """Returns the `ModelConfig` fields that families read alike.
+        """Return the `ModelConfig` fields that families read alike.
 
         Args:
           positions, eps, pad, eos: what transformers assumes if max_position_embeddings, rms_norm_eps, pad_token_id or
@@ -112,7 +112,7 @@ class ConfigJson:
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json fields that families write alike, for transformers from 4.51 on and 5.
+    """Return the config.json fields that families write alike, for transformers from 4.51 on and 5.
 
     RoPE is in both spellings, the rest in the older one.
     """
@@ -133,7 +133,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
-    """Returns the JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
       UserError: the file does not exist, with the message `missing`, or holds anything else.

@@ -34,14 +34,14 @@ class Critic(nnx.Module):
         self.head = parameter(rngs, (config.hidden_size,), ("embed",), jax.nn.initializers.zeros, float32=True)
 
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """Returns float32 values, from hidden states of the trunk or of the policy."""
+        """Return float32 values, from hidden states of the trunk or of the policy."""
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.head[...])
 
 
 def abstract(
     config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike, dispatch: Dispatch = GATHER
 ) -> tuple[nnx.GraphDef[Critic], nnx.State]:
-    """Returns the critic's graph and the shapes of its parameters, without allocating any."""
+    """Return the critic's graph and the shapes of its parameters, without allocating any."""
     return nnx.split(
         nnx.eval_shape(
             lambda: Critic(config, own_trunk=own_trunk, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch),
@@ -50,7 +50,7 @@ def abstract(
 
 
 def first_params(shapes: nnx.State, policy: nnx.State) -> nnx.State:
-    """Returns a critic's initial parameters: the trunk a copy of the policy's, the head zero.
+    """Return a critic's initial parameters: the trunk a copy of the policy's, the head zero.
 
     The copy has its own buffers, because the update donates both models'.
     """

@@ -45,7 +45,7 @@ class Dispatch:
     """For `capacity`: buffer size between two shards, as a multiple of a balanced load; None: room for all pairs."""
 
     def __post_init__(self) -> None:
-        """Raises a UserError for an unknown name, a factor that is not positive, or one that would not be used."""
+        """Raise a UserError for an unknown name, a factor that is not positive, or one that would not be used."""
         if self.name not in NAMES:
             raise UserError(f"unknown dispatch {self.name!r}; {choices(self.name, NAMES)}")
         if self.capacity_factor is None:
@@ -75,7 +75,7 @@ class ExpertKernels(NamedTuple):
 
 
 def check_dispatch(dispatch: Dispatch, platform: str) -> None:
-    """Raises a UserError if the platform's compiler lacks the dispatch's collective."""
+    """Raise a UserError if the platform's compiler lacks the dispatch's collective."""
     if dispatch.name == "ragged_all_to_all" and platform == "cpu":
         raise UserError("dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'")
 

@@ -34,7 +34,7 @@ from gspo_jax.types import UserError
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Returns the model that a Hugging Face folder's config.json describes.
+    """Return the model that a Hugging Face folder's config.json describes.
 
     Raises:
       UserError: the folder or file does not exist, a size is missing, or the model has a feature, or is of a family,
@@ -50,7 +50,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the fields of a config.json that transformers from 4.51 on and 5 both read."""
+    """Return the fields of a config.json that transformers from 4.51 on and 5 both read."""
     return families.of(config).write(config) | {"torch_dtype": dtype.name}
 
 
@@ -60,7 +60,7 @@ def _path(key: jax.tree_util.KeyPath) -> str:
 
 
 def with_dtype(shapes: nnx.State, dtype: np.dtype) -> nnx.State:
-    """Returns the shapes of a model's parameters stored in `dtype`, except those declared `float32` (norms, router)."""
+    """Return the shapes of a model's parameters stored in `dtype`, except those declared `float32` (norms, router)."""
 
     def change(v: nnx.Variable) -> nnx.Variable:
         return v if v.get_metadata("float32") else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), v)
@@ -75,7 +75,7 @@ def load_params(
     *,
     dtype: DTypeLike | None = jnp.float32,
 ) -> nnx.State:
-    """Returns the parameters of a Hugging Face folder in the trainer's layout, without a whole copy on the host.
+    """Return the parameters of a Hugging Face folder in the trainer's layout, without a whole copy on the host.
 
     Args:
       folder: holds model.safetensors, or shards and their index; experts as separate tensors or fused.
@@ -116,7 +116,7 @@ def load_params(
 def load(
     folder: Path, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
 ) -> tuple[Transformer, ModelConfig]:
-    """Returns the model of a Hugging Face folder, which computes in `dtype`, and its config; see `load_params`.
+    """Return the model of a Hugging Face folder, which computes in `dtype`, and its config; see `load_params`.
 
     Raises:
       UserError: as `read_config` and `load_params`.
@@ -134,7 +134,7 @@ def save(
     max_shard_bytes: int = 5_000_000_000,
     dtype: DTypeLike | None = None,
 ) -> None:
-    """Writes config.json and safetensors that transformers (4.51 and later) reads; leaves the tokenizer alone.
+    """Write config.json and safetensors that transformers (4.51 and later) reads; leave the tokenizer alone.
 
     A new folder appears only when it is complete. In an existing one, the old config.json is removed first and the new
     one written last, so that an interrupted write leaves a folder that does not load rather than a mix of two models.
@@ -200,7 +200,7 @@ def _entries(config: ModelConfig, params: Mapping[str, jax.Array]) -> list[_Entr
 
 
 def _shards(sizes: list[int], limit: int) -> list[int]:
-    """Returns the number of tensors, of these sizes, that go into each file."""
+    """Return the number of tensors, of these sizes, that go into each file."""
     counts, filled = [], 0
     for size in sizes:
         if not counts or filled + size > limit:
@@ -211,7 +211,7 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
 
 
 def _tensors(entries: list[_Entry], params: Mapping[str, Any], dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the checkpoint's tensors by name, gathering one layer of one parameter at a time to the host."""
+    """Yield the checkpoint's tensors by name, gathering one layer of one parameter at a time to the host."""
     for (path, layer), group in itertools.groupby(entries, key=lambda entry: (entry[1], entry[3][:1])):
         value = jax.lax.dynamic_index_in_dim(params[path], layer[0], keepdims=False) if layer else params[path]
         if not value.is_fully_addressable:
@@ -222,7 +222,7 @@ def _tensors(entries: list[_Entry], params: Mapping[str, Any], dtype: np.dtype) 
 
 
 def _publish(temporary: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves a finished folder to its place; in an existing one, replaces the old checkpoint and nothing else."""
+    """Move a finished folder to its place; in an existing one, replace the old checkpoint and nothing else."""
     for file in temporary.iterdir():
         shutil.copymode(temporary / CONFIG, file)  # safetensors makes its files private
     if not folder.exists():

@@ -136,12 +136,12 @@ Choose = Callable[[Array, ModelConfig, Routing | None], tuple[Routes, Array]]
 def softmax_router(
     logits: Float[Array, "B T E"], config: ModelConfig, asked: Routing | None
 ) -> tuple[Routes, Float[Array, "B T K"]]:
-    """Calls `route` with the config's K and renormalisation."""
+    """Call `route` with the config's K and renormalisation."""
     return route(logits, k=config.experts_per_token, renormalise=config.norm_topk_prob, asked=asked)
 
 
 def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Splits a stack's parameters into the experts' kernels (none in a dense stack) and all others."""
+    """Split a stack's parameters into the experts' kernels (none in a dense stack) and all others."""
 
     def is_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
         return path[-1] in ExpertKernels._fields and leaf.get_metadata("axes")[1] == "expert"
@@ -171,7 +171,7 @@ class MoE(nnx.Module):
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes]:
-        """Returns the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert: its sum is 0.
+        """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert: its sum is 0.
 
         With `layer` the kernels are those of all layers of the stack, so that a loop over layers need not copy each
         layer's experts.
@@ -197,7 +197,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"], asked: Routing | None = None, layer: Any = None
     ) -> tuple[Float[Array, "B T D"], None]:
-        """Returns no routes, so that dense and routed blocks are called alike."""
+        """Return no routes, so that dense and routed blocks are called alike."""
         del valid, asked, layer  # a dense layer has no router to ask and no experts to select
         gate, up, down = (w.astype(x.dtype) for w in (self.gate, self.up, self.down))
         gated, raised = (checkpoint_name(x @ w, "dot") for w in (gate, up))

@@ -11,14 +11,14 @@ MODELS = {name: config for family in FAMILIES.values() for name, config in famil
 
 
 def find(name: str) -> ModelConfig:
-    """Returns the shape of a published model; raises a UserError for an unknown name."""
+    """Return the shape of a published model; raise a UserError for an unknown name."""
     if name not in MODELS:
         raise UserError(f"there is no published model {name!r} here; {choices(name, MODELS)}")
     return MODELS[name]
 
 
 def check(config: ModelConfig, name: str, folder: str) -> None:
-    """Raises a UserError, with the first difference, if a folder's model is not the published one.
+    """Raise a UserError, with the first difference, if a folder's model is not the published one.
 
     Special tokens and the longest position may differ.
     """

@@ -63,7 +63,7 @@ class Rule:
         return tuple(shape)
 
     def entries(self, ours: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yields every index into our outer axes with the name of their tensor there."""
+        """Yield every index into our outer axes with the name of their tensor there."""
         for at in itertools.product(*(range(n) for n in ours[: len(self.outer)])):
             yield at, self.name(dict(zip(self.outer, at, strict=True)))
 
@@ -176,7 +176,7 @@ class Checkpoint:
         return sorted(set(weight_map.values()))
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-        """Raises a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
+        """Raise a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
 
         The checkpoint of a `tied` model may still hold its head, which is the embedding again.
         """

@@ -93,7 +93,7 @@ class Block(nnx.Module):
         asked: Routing | None = None,
         layer: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routes | None, Any]:
-        """Returns the residual stream, this layer's routes (None if dense), and what `attend` kept.
+        """Return the residual stream, this layer's routes (None if dense), and what `attend` kept.
 
         With `layer` the experts' kernels are those of all layers of the stack; other parameters are this layer's.
         """
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
         return self._causal(tokens, valid, (prompt, responses), None, keep_cache=True, remat="none")
 
     def decode(self, tokens: Int[Array, " B"], slots: Slots, cache: Cache) -> tuple[Output, Cache]:
-        """Feeds one token to every slot; idle slots reach no expert, and their outputs are undefined."""
+        """Feed one token to every slot; idle slots reach no expert, and their outputs are undefined."""
         P = cache.prompt_lengths.shape[0]
         prompts = jnp.clip(slots.responses // cache.group_size, 0, P - 1)
         positions = (cache.prompt_lengths[prompts] + slots.ages - 1)[:, None]
@@ -234,7 +234,7 @@ def _decode_stack(
     layers: Int[Array, " L"],
     first: int,
 ) -> tuple[Float[Array, "B 1 D"], Cache, Routes | None]:
-    """Feeds x through one stack, whose layers are `layers` of the cache, from `first` on.
+    """Feed x through one stack, whose layers are `layers` of the cache, from `first` on.
 
     Returns the residual stream, the cache with this step's column of these layers, and their routes (None if dense).
     """
@@ -263,12 +263,12 @@ def _decode_stack(
 def abstract(
     config: ModelConfig, *, dtype: DTypeLike = jnp.float32, dispatch: Dispatch = GATHER
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
-    """Returns the model's graph and the shapes of its parameters, without allocating any."""
+    """Return the model's graph and the shapes of its parameters, without allocating any."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch)))
 
 
 def init_params(config: ModelConfig, key: jax.Array, *, mesh: jax.sharding.Mesh | None = None) -> nnx.State:
-    """Returns random float32 parameters, each created in its own sharding on `mesh` (None: the default device)."""
+    """Return random float32 parameters, each created in its own sharding on `mesh` (None: the default device)."""
     _, shapes = abstract(config)
     shardings = None if mesh is None else mesh_lib.param_shardings(shapes, mesh)
     return jax.jit(lambda k: nnx.state(Transformer(config, rngs=nnx.Rngs(k))), out_shardings=shardings)(key)

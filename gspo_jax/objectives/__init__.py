@@ -62,7 +62,7 @@ class ClipSums(NamedTuple):
 
 
 def make(name: str, **hyper_parameters: float | str | None) -> Objective:
-    """Builds the catalogue's objective `name` with the given hyper-parameters, for use from a config.
+    """Build the catalogue's objective `name` with the given hyper-parameters, for use from a config.
 
     Raises UserError for an unknown name or hyper-parameter, listing the known ones.
     """
@@ -81,7 +81,7 @@ def loss(
     weights: Float[Array, "B T"] | None = None,
     router_shift: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Info]:
-    """Returns the loss of a batch, to be minimised, and its per-token diagnostics: loss = −Σ w·gain.
+    """Return the loss of a batch, to be minimised, and its per-token diagnostics: loss = −Σ w·gain.
 
     `mask` is True on the tokens that the policy sampled, EOS included; values outside it have no effect, NaN included.
     Pass either `rewards` with `group_size`, or `advantages`. `weights` default to `objective.weights(mask)`; if they
@@ -104,7 +104,7 @@ def loss(
 
 
 def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
-    """Returns a micro-batch's sums behind the clip fractions; add up all micro-batches, then call `clip_fractions`."""
+    """Return a micro-batch's sums behind the clip fractions; add up all micro-batches, then call `clip_fractions`."""
     lengths = jnp.sum(mask, axis=1)
     low, high = jnp.sum(info.gated_low, axis=1), jnp.sum(info.gated_high, axis=1)
     per_row = jnp.maximum(lengths, 1)
@@ -119,7 +119,7 @@ def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
 
 
 def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
-    """Returns the fractions of tokens whose gradient was gated to zero, in total and per bound, keyed by metric name.
+    """Return the fractions of tokens whose gradient was gated to zero, in total and per bound, keyed by metric name.
 
     `clip_fraction/token` weights all tokens equally, `clip_fraction/sequence` all rows with at least one token. Both
     are 0 for an empty mask.
@@ -167,7 +167,7 @@ def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "
 def _fill_outside_mask(
     name: str, x: Float[Array, "B T"], mask: Bool[Array, "B T"], outside: float
 ) -> Float[Array, "B T"]:
-    """Returns x with `outside` in place of the values outside the mask."""
+    """Return x with `outside` in place of the values outside the mask."""
     if x.shape != mask.shape:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, T] = {list(mask.shape)}")
     return jnp.where(mask, x, outside)

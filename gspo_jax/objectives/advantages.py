@@ -111,7 +111,7 @@ def group_steps(rewards: Shaped[Array, "B T"], steps: Bool[Array, "B T"], *, gro
 
 
 def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Returns (x − mean) / (std + 1e-6) over the mask, 0 outside; std is the sample standard deviation.
+    """Return (x − mean) / (std + 1e-6) over the mask, 0 outside; std is the sample standard deviation.
 
     Exactly 0 if the mask holds a single value or equal ones.
     """
@@ -122,7 +122,7 @@ def whitened(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "
 
 
 def _check_groups(rows: int, group_size: int) -> None:
-    """Raises ValueError unless the rows split evenly into groups."""
+    """Raise ValueError unless the rows split evenly into groups."""
     if group_size < 1 or rows % group_size:
         raise ValueError(
             f"{rows} rewards do not split into groups of {group_size}; "
@@ -131,7 +131,7 @@ def _check_groups(rows: int, group_size: int) -> None:
 
 
 def _centered(rewards: Shaped[Array, " B"], group_size: int) -> Float[Array, "P G"]:
-    """Returns R − mean_G R in at least float32, one group per row."""
+    """Return R − mean_G R in at least float32, one group per row."""
     rewards = widen(rewards)
     if rewards.ndim != 1:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; it must be [B], one reward per response")

@@ -9,7 +9,7 @@ NARROW_TOKEN_CLIP = 0.01
 
 
 def clip_range_warning(objective: Objective) -> str | None:
-    """Returns a one-sentence warning if a bound has the wrong scale for its token or sequence ratio, else None."""
+    """Return a one-sentence warning if a bound has the wrong scale for its token or sequence ratio, else None."""
     if objective.level == "sequence":
         suspicious = {name: bound for name, bound in objective.bounds.items() if bound >= WIDE_SEQUENCE_CLIP}
         bounded = "the ratio of a whole response"

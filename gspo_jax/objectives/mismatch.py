@@ -25,7 +25,7 @@ Correction: TypeAlias = Callable[
 
 
 def make_correction(name: str, **hyper_parameters: float) -> Correction:
-    """Builds the correction `name`, for use from a config; raises UserError for an unknown name or hyper-parameter."""
+    """Build the correction `name`, for use from a config; raise UserError for an unknown name or hyper-parameter."""
     return build("mismatch correction", {each: globals()[each] for each in __all__}, name, hyper_parameters)
 
 
@@ -78,12 +78,12 @@ def sequence_mask(*, low: float = 0.99, high: float = 1.01) -> Correction:
 
 
 def _log_rho(old: Float[Array, "B T"], sampler: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Returns log ρ as a constant, 0 outside the mask."""
+    """Return log ρ as a constant, 0 outside the mask."""
     check_tokens(old_logprobs=old, sampler_logprobs=sampler, mask=mask)
     return jax.lax.stop_gradient(log_ratio(old, sampler, mask))
 
 
 def _check_interval(low: float, high: float) -> None:
-    """Raises UserError unless the interval of accepted ratios holds 1, where sampler and trainer agree."""
+    """Raise UserError unless the interval of accepted ratios holds 1, where sampler and trainer agree."""
     if not 0 <= low <= 1 <= high:
         raise UserError(f"low={low} and high={high} do not enclose the ratio 1, where sampler and trainer agree")

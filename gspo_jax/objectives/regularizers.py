@@ -20,7 +20,7 @@ def kl(
     *,
     estimator: Literal["k1", "k2", "k3"],
 ) -> Float[Array, "B T"]:
-    """Returns a per-token estimate of KL(π_θ ‖ π_ref), 0 outside the mask; only `logprobs` receives a gradient.
+    """Return a per-token estimate of KL(π_θ ‖ π_ref), 0 outside the mask; only `logprobs` receives a gradient.
 
     x = log π_ref − log π_θ: k1 = −x, unbiased; k2 = x²/2, whose gradient is unbiased; k3 = e^x − x − 1, unbiased and
     never negative, x clamped to ±20. http://joschu.net/blog/kl-approx.html
@@ -46,7 +46,7 @@ def value_loss(
     *,
     clip: float,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Returns the critic's clipped loss per token, 0 outside the mask, and a mask of where the clip gated its gradient.
+    """Return the critic's clipped loss per token, 0 outside the mask, and a mask of where the clip gated its gradient.
 
     loss = ½·max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²), c = `clip`, as in the PPO paper's code.
     https://arxiv.org/abs/1707.06347

@@ -166,6 +166,6 @@ def constant_length(mask: Bool[Array, "B T"], *, length: float | None) -> Float[
 
 
 def _lengths_and_rows(mask: Bool[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, ""]]:
-    """Returns the row lengths n_i and the number of rows with n_i ≥ 1."""
+    """Return the row lengths n_i and the number of rows with n_i ≥ 1."""
     lengths = jnp.sum(mask, axis=1)
     return lengths, jnp.sum(lengths > 0)

@@ -97,7 +97,7 @@ def _largest_dump(folder: str, pattern: str) -> str:
 
 
 def _live_buffers(report: str) -> tuple[Buffer, ...]:
-    """Parses the buffers at the peak from the compiler's live-range report, largest first."""
+    """Parse the buffers at the peak from the compiler's live-range report, largest first."""
     _, _, peak = report.partition("(peak):\n")
     found = []
     for line in peak.splitlines():

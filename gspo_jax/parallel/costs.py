@@ -101,7 +101,7 @@ class Costs:
         return sum(times * traffic.bytes for times, traffic in self.collectives)
 
     def by_group(self) -> dict[tuple[str, int], tuple[float, float, str]]:
-        """Maps (kind, group size) to count, bytes sent and top sending scope of its collectives; most bytes first."""
+        """Map (kind, group size) to count, bytes sent and top sending scope of its collectives; most bytes first."""
         groups: dict[tuple[str, int], list[tuple[float, Traffic]]] = {}
         for times, traffic in self.collectives:
             groups.setdefault((traffic.kind, traffic.group), []).append((times, traffic))
@@ -132,11 +132,11 @@ class Program(Module):
         self.filled = filled or {}
 
     def costs(self) -> Costs:
-        """Returns the costs of one run of the program."""
+        """Return the costs of one run of the program."""
         return self._costs_of(self.entry, {})
 
     def loop(self) -> Costs | None:
-        """Returns the costs of one iteration of the most expensive loop of unknown trip count; None if all are known.
+        """Return the costs of one iteration of the most expensive loop of unknown trip count; None if all are known.
 
         Most expensive means the most memory traffic per iteration.
         """
@@ -144,7 +144,7 @@ class Program(Module):
         return max(turns, key=lambda costs: costs.bytes, default=None)
 
     def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Run]:
-        """Yields the outermost loops of unknown trip count."""
+        """Yield the outermost loops of unknown trip count."""
         for operation in self.computations[computation].values():
             for run in self.runs(computation, operation, state):
                 if run.known:
@@ -158,7 +158,7 @@ class Program(Module):
         return found.costs()
 
     def elapsed(self, rates: Rates) -> float:
-        """Returns the seconds that the program takes at these rates if collectives overlap with computation.
+        """Return the seconds that the program takes at these rates if collectives overlap with computation.
 
         Operations run in the order of the text, which is the compiler's schedule. All collectives share one link, one
         after the other. An asynchronous collective delays only an operation that waits for its end before it is done,
@@ -327,12 +327,12 @@ class _CostCollector:
         self.unknown: list[str] = []
 
     def costs(self) -> Costs:
-        """Returns the costs collected so far."""
+        """Return the costs collected so far."""
         unknown = tuple(dict.fromkeys(self.unknown))
         return Costs(tuple(self.operations), tuple(self.collectives), dict(self.kernels), unknown)
 
     def walk(self, computation: str, times: float, state: Mapping[int, int]) -> None:
-        """Adds the costs of a computation that runs `times` times."""
+        """Add the costs of a computation that runs `times` times."""
         for operation in self.program.computations[computation].values():
             runs = self.program.runs(computation, operation, state)
             for run in runs:
@@ -343,7 +343,7 @@ class _CostCollector:
                 self.count(computation, operation, times)
 
     def count(self, computation: str, operation: Operation, times: float) -> None:
-        """Adds the costs of an operation that runs no other computation."""
+        """Add the costs of an operation that runs no other computation."""
         program, chain = self.program, self.program.chained(operation)
         begins = chain is None or operation.name.startswith(_CHAIN_START)
         if traffic := program.traffic(computation, operation):
@@ -364,7 +364,7 @@ class _CostCollector:
             self.operations.append(Cost(times, flops, moved, host, where, operation.scope))
 
     def kernel(self, operation: Operation, times: float, moved: float) -> tuple[float, float]:
-        """Returns flops and bytes from a Pallas kernel's cost estimate; without one, 0 flops and `moved` bytes."""
+        """Return flops and bytes from a Pallas kernel's cost estimate; without one, 0 flops and `moved` bytes."""
         flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
         if flops is None or moves is None:
             self.kernels[re.sub(r"[.\d]+$", "", operation.name)] += times  # pyright: ignore[reportArgumentType]

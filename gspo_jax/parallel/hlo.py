@@ -87,7 +87,7 @@ class Operation:
         return tuple(re.findall(r"%([\w.\-~]+)", self.arguments))
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a pattern's first match in the attributes; None without a match."""
+        """Return the first group of a pattern's first match in the attributes; None without a match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
@@ -158,7 +158,7 @@ class Module:
                 current[operation.name] = operation
 
     def find(self, name: str) -> Operation | None:
-        """Returns the operation of that name in any computation; None if none has it."""
+        """Return the operation of that name in any computation; None if none has it."""
         return self._by_name.get(name)
 
     @cached_property
@@ -169,16 +169,16 @@ class Module:
         return {name: operation for inside in self.computations.values() for name, operation in inside.items()}
 
     def root(self, computation: str) -> Operation:
-        """Returns the root operation of a computation."""
+        """Return the root operation of a computation."""
         return next(o for o in self.computations[computation].values() if o.root)
 
     def arrays(self, computation: str, name: str) -> tuple[Array, ...]:
-        """Returns the types of a value; empty if the computation does not define it."""
+        """Return the types of a value; empty if the computation does not define it."""
         operation = self.computations[computation].get(name)
         return operation.arrays if operation is not None else ()
 
     def chained(self, operation: Operation) -> tuple[str, Operation] | None:
-        """Returns chain id and operation of the collective that a fusion does one step of; None for other operations.
+        """Return chain id and operation of the collective that a fusion does one step of; None for other operations.
 
         Such a collective is done in many steps, with other work scheduled in between.
         """
@@ -189,7 +189,7 @@ class Module:
         return None
 
     def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
-        """Returns what a loop, conditional or call runs, given the constants of the enclosing loop's state.
+        """Return what a loop, conditional or call runs, given the constants of the enclosing loop's state.
 
         All branches of a conditional count as equally likely, except those in the scope `RARELY`, which never run.
         Other operations run nothing.
@@ -213,7 +213,7 @@ class Module:
     def _trips(
         self, computation: str, loop: Operation, state: Mapping[int, int]
     ) -> tuple[int | None, Mapping[int, int]]:
-        """Returns a loop's trip count, None if unknown, and the constant elements of its state.
+        """Return a loop's trip count, None if unknown, and the constant elements of its state.
 
         For a loop that counts up to a constant the trip count follows from its condition; for a loop whose trips depend
         on data it is the maximum declared by its scope (`at_most`).
@@ -241,7 +241,7 @@ class Module:
         return (int(trips[-1]) if trips else None), fixed
 
     def _bound(self, condition: str, fixed: Mapping[int, int]) -> tuple[int, int] | None:
-        """Returns the counter's state index and its exclusive upper bound in a loop's condition; None if unknown."""
+        """Return the counter's state index and its exclusive upper bound in a loop's condition; None if unknown."""
 
         def compare(
             computation: str, arguments: Sequence[tuple[int | None, int] | None] | None
@@ -266,7 +266,7 @@ class Module:
         state: Mapping[int, int],
         arguments: Sequence[tuple[int | None, int] | None] | None = None,
     ) -> tuple[int | None, int] | None:
-        """Returns a value as (i, c), state element i plus c, or as (None, c), the constant c; None if it is neither."""
+        """Return a value as (i, c), state element i plus c, or as (None, c), the constant c; None if it is neither."""
         operation = self.computations[computation].get(name)
         if operation is None:
             return None
@@ -299,7 +299,7 @@ class Module:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields instructions and computation headers, one per line; long constants span several lines of the text."""
+    """Yield instructions and computation headers, one per line; long constants span several lines of the text."""
     begun: list[str] = []
     for line in text.splitlines():
         if re.match(r"\s+(ROOT )?%[\w.\-~]+ = |\}|(ENTRY )?%?[\w.\-~]+ .*->.*\{\s*$|HloModule", line):
@@ -311,7 +311,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _operation(name: str, text: str, root: bool) -> Operation:
-    """Parses the text after an instruction's name: TYPE opcode(arguments), attributes."""
+    """Parse the text after an instruction's name: TYPE opcode(arguments), attributes."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     rest = text[end:].lstrip()
     opcode = re.match(r"[\w\-]+", rest)
@@ -321,7 +321,7 @@ def _operation(name: str, text: str, root: bool) -> Operation:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the index just past the parenthesis that closes the first one at or after `start`."""
+    """Return the index just past the parenthesis that closes the first one at or after `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1

@@ -46,7 +46,7 @@ def _allgather(x: jax.Array) -> np.ndarray:
 
 
 def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
-    """Returns the row indices, ascending, that this process owns in a batch of `count`; each row has one owner.
+    """Return the row indices, ascending, that this process owns in a batch of `count`; each row has one owner.
 
     A process owns rows that live on its devices. If several processes hold the same rows, because `tensor` spans them,
     the first of them along `tensor` owns the rows.
@@ -59,7 +59,7 @@ def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:
 
 
 def fetch_own_rows(mesh: Mesh, tree: Any) -> Any:
-    """Returns the same tree with host copies of the rows that this process owns; rows are the leading dimension."""
+    """Return the same tree with host copies of the rows that this process owns; rows are the leading dimension."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.tree.map(lambda x: _fetch_own_rows(mesh, x), tree)

@@ -58,7 +58,7 @@ def _trips(name: str, equation: Any) -> int:
 
 
 def _inner_jaxprs(parameters: dict[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters."""
+    """Yield the jaxprs among an equation's parameters."""
     for value in parameters.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if hasattr(one, "eqns") or hasattr(one, "jaxpr"):

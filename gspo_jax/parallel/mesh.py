@@ -43,12 +43,12 @@ SAMPLER: Rules = {**TRAINER, "embed": ()}
 
 
 def divisors(n: int) -> list[int]:
-    """Returns all divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
-    """Resolves axis sizes (-1 once means "the rest") against the number of devices.
+    """Resolve axis sizes (-1 once means "the rest") against the number of devices.
 
     Raises:
       UserError: an axis is unknown, more than one size is -1, or the product is not `num_devices`.
@@ -71,7 +71,7 @@ def mesh_sizes(sizes: Mapping[str, int], num_devices: int) -> tuple[int, ...]:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Builds a mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor.
+    """Build a mesh over `devices` (default: all) with the axes data, fsdp, expert, tensor.
 
     On several TPU slices, `data` spans the slices and all other axes stay within one, so that only gradients and the
     sampler's weights cross the data-center network between slices.
@@ -94,23 +94,23 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 
 def reshaped(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of the same devices in the same order with other axis sizes; see `mesh_sizes`."""
+    """Return a mesh of the same devices in the same order with other axis sizes; see `mesh_sizes`."""
     return Mesh(mesh.devices.reshape(mesh_sizes(sizes, mesh.size)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
-    """Returns the number of shards of a batch's rows, for resolved axis sizes (such as `mesh.shape`)."""
+    """Return the number of shards of a batch's rows, for resolved axis sizes (such as `mesh.shape`)."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def shared_rows(rows: int, group_size: int) -> int:
-    """Returns how many adjacent rows can share one prompt: rows of one group on one shard of the mesh in scope."""
+    """Return how many adjacent rows can share one prompt: rows of one group on one shard of the mesh in scope."""
     shards = batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if has_mesh() else 1
     return math.gcd(group_size, rows // shards)
 
 
 def check_divides(what: str, size: int, by: str, parts: int) -> None:
-    """Raises a UserError with the nearest sizes unless `parts` (made up of `by`) divides `size`."""
+    """Raise a UserError with the nearest sizes unless `parts` (made up of `by`) divides `size`."""
     if size % parts:
         below, above = size - size % parts, size + parts - size % parts
         near = f"{below} or {above}" if below else f"{above}"
@@ -118,12 +118,12 @@ def check_divides(what: str, size: int, by: str, parts: int) -> None:
 
 
 def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
-    """Returns the PartitionSpec of an array whose dimensions have these logical axes (None: replicated)."""
+    """Return the PartitionSpec of an array whose dimensions have these logical axes (None: replicated)."""
     return PartitionSpec(*(rules[axis] or None if axis is not None else None for axis in axes))
 
 
 def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the trainer's experts, including `fsdp` if each shard then has whole experts.
+    """Return the mesh axes that shard the trainer's experts, including `fsdp` if each shard then has whole experts.
 
     Whole experts are all-gathered as they lie in memory, whereas slices of every expert would need a relayout in each
     layer. With too few experts, their kernels are sharded over `fsdp` like all other matrices.
@@ -133,7 +133,7 @@ def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
-    """Returns the same tree with each parameter's PartitionSpec, from the logical axes it was declared with.
+    """Return the same tree with each parameter's PartitionSpec, from the logical axes it was declared with.
 
     `sizes` are the sizes of the mesh axes; see `expert_axes`.
     """
@@ -149,17 +149,17 @@ def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
 
 
 def param_shardings(params: Tree, mesh: Mesh, rules: Rules = TRAINER) -> Tree:
-    """Returns the same tree (of arrays or shapes) with each parameter's NamedSharding, for `jit` and `device_put`."""
+    """Return the same tree (of arrays or shapes) with each parameter's NamedSharding, for `jit` and `device_put`."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(params, rules, mesh.shape))
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of rows over the batch axes, with all other dimensions unsharded."""
+    """Return the sharding of rows over the batch axes, with all other dimensions unsharded."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the fully replicated sharding."""
+    """Return the fully replicated sharding."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -169,20 +169,20 @@ def has_mesh() -> bool:
 
 
 def manual_axes() -> frozenset[str]:
-    """Returns the manual axes (`jax.shard_map`) of the mesh in scope."""
+    """Return the manual axes (`jax.shard_map`) of the mesh in scope."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Returns a spec with these mesh axes removed."""
+    """Return a spec with these mesh axes removed."""
     parts = ((part,) if isinstance(part, str) else part or () for part in spec)
     return PartitionSpec(*(tuple(axis for axis in part if axis not in axes) or None for part in parts))
 
 
 def varying(x: jax.Array, *axes: str) -> jax.Array:
-    """Marks x as varying over these manual axes, unless it already is."""
+    """Mark x as varying over these manual axes, unless it already is."""
     new = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, new, to="varying") if new else x
 

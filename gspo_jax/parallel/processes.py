@@ -38,7 +38,7 @@ _callbacks: list[Any] = []  # keeps handlers alive that the C library may call a
 
 
 def start(*, heartbeat_s: int, start_s: int) -> int:
-    """Connects the processes of the run and returns their number; call it before any device is used.
+    """Connect the processes of the run and return their number; call it before any device is used.
 
     From then on only process 0 prints to stdout. A process exits with code LOST and a one-line message if the others do
     not join within `start_s` seconds, and later once another one has been silent for `heartbeat_s` seconds.
@@ -70,7 +70,7 @@ def is_first() -> bool:
 
 
 def connect(mesh: Mesh) -> None:
-    """Runs a collective over every group of mesh axes now, so that gloo connects all device groups; CPU only.
+    """Run a collective over every group of mesh axes now, so that gloo connects all device groups; CPU only.
 
     Gloo fails if a process is 30 s late to the first collective of a group, which would otherwise come after a
     compilation. It also logs each connection to stdout, which is silenced here.
@@ -91,7 +91,7 @@ def connect(mesh: Mesh) -> None:
 
     @jax.jit
     def meet(spread: list[jax.Array]) -> list[jax.Array]:
-        """Sums sharded arrays, since each order of axes forms its own group while `psum` uses the mesh's order, and
+        """Sum sharded arrays, since each order of axes forms its own group while `psum` uses the mesh's order, and
         adds `psum`s, since summing an array sharded over an axis of size 1 emits no collective.
         """
         return [x.sum() for x in spread] + along_each(spread[-1])
@@ -121,7 +121,7 @@ def wait_for_all(name: str) -> None:
 
 @contextmanager
 def guarded(count: int) -> Iterator[None]:
-    """Exits immediately if the block fails and there are several processes: a normal exit would wait for the others."""
+    """Exit immediately if the block fails and there are several processes: a normal exit would wait for the others."""
     try:
         yield
     except BaseException as error:
@@ -139,14 +139,14 @@ def guarded(count: int) -> Iterator[None]:
 
 
 def _gloo_error(error: BaseException | None) -> BaseException | None:
-    """Returns gloo's error, which may have caused others on the way out, as when an unfinished checkpoint is closed."""
+    """Return gloo's error, which may have caused others on the way out, as when an unfinished checkpoint is closed."""
     while error and not (isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error)):
         error = error.__context__
     return error
 
 
 def find() -> dict[str, Any]:
-    """Returns the arguments for `jax.distributed.initialize`; empty for a process on its own.
+    """Return the arguments for `jax.distributed.initialize`; empty for a process on its own.
 
     Raises:
       UserError: the environment variables are incomplete or invalid.
@@ -177,13 +177,13 @@ def _detect_cluster() -> dict[str, Any]:
 
 
 def _exit_lost(why: str) -> None:
-    """Exits the process with code LOST and a one-line message; safe in threads that Python did not create."""
+    """Exit the process with code LOST and a one-line message; safe in threads that Python did not create."""
     os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
     os._exit(LOST)
 
 
 def _on_abort(why: str) -> None:
-    """Makes the C library's abort() exit the process through `_exit_lost`."""
+    """Make the C library's abort() exit the process through `_exit_lost`."""
     handler: Callable[[int], None] = lambda _: _exit_lost(why)  # noqa: E731
     call = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
     _callbacks.append(call)

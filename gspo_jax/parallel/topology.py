@@ -59,7 +59,7 @@ _SINGLE = {"v5e": "v5e", "v6e": "v6e"}
 
 
 def generation(name: str) -> str:
-    """Returns the generation of a slice, "v5p" for "v5p:4x4x4"; raises a UserError if it is unknown."""
+    """Return the generation of a slice, "v5p" for "v5p:4x4x4"; raise a UserError if it is unknown."""
     known = name.partition(":")[0]
     if known not in CHIPS:
         raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
@@ -67,7 +67,7 @@ def generation(name: str) -> str:
 
 
 def describe(name: str, *, slices: int = 1) -> list[Any]:
-    """Returns the devices of one or several slices such as "v5p:4x4x4" or "v6e:16x16".
+    """Return the devices of one or several slices such as "v5p:4x4x4" or "v6e:16x16".
 
     A side has wraparound links where the real slice does: for multiples of 4 in 3D, for multiples of 16 in 2D. Without
     them, an all-gather over the whole slice would compile to something slower.
@@ -98,7 +98,7 @@ def describe(name: str, *, slices: int = 1) -> list[Any]:
 
 
 def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Mesh:
-    """Returns the mesh that a run would build on one or several described slices; see `mesh.make_mesh`.
+    """Return the mesh that a run would build on one or several described slices; see `mesh.make_mesh`.
 
     Raises:
       UserError: the slice is unknown, or the product of the sizes is not its number of devices.

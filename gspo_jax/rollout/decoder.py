@@ -98,7 +98,7 @@ def generate(
     early_exit: EarlyExit = NO_EARLY_EXIT,
     router_logprobs: bool = False,
 ) -> Decoded:
-    """Samples a group of G = B / P responses to each of P prompts.
+    """Sample a group of G = B / P responses to each of P prompts.
 
     Args:
       graph: the model's graph definition.
@@ -147,7 +147,7 @@ def _batch_shards() -> int:
 def _shard_over_batch(
     run: Callable[..., Any], weights: Weights, args: tuple[Any, ...], *, in_specs: Any, out_specs: Any
 ) -> Any:
-    """Calls `run(weights, *args)` per batch shard, on its part of `args` and its own experts.
+    """Call `run(weights, *args)` per batch shard, on its part of `args` and its own experts.
 
     `in_specs` and `out_specs` describe `args` and the result. The `tensor` axis is left to the compiler.
     """
@@ -173,7 +173,7 @@ def prefill(
     sampling: SamplingParams,
     router_logprobs: bool = False,
 ) -> Prefilled:
-    """Runs the model on each prompt and prefix once, and samples the next token of each response; see `generate`."""
+    """Run the model on each prompt and prefix once, and sample the next token of each response; see `generate`."""
     run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs)
     args = prompts, keys, prefix
     return _shard_over_batch(run, weights, args, in_specs=(_ROWS,) * 3, out_specs=prefilled_specs(prefix))
@@ -235,7 +235,7 @@ def decode(
     early_exit: EarlyExit = NO_EARLY_EXIT,
     prompt_length: int | None = None,
 ) -> Decoded:
-    """Decodes prefilled responses until every one has ended or an early exit is due; see `generate` for the arguments.
+    """Decode prefilled responses until every one has ended or an early exit is due; see `generate` for the arguments.
 
     Prompts and their routes are padded to `prompt_length` in the result; None leaves them as they are.
     """
@@ -312,7 +312,7 @@ def _slot_counts(slots: int) -> list[int]:
 
 
 def _run_phases(loop: DecodeLoop, slot_counts: list[int]) -> tuple[ResponseBuffer, Int[Array, ""], Int[Array, ""]]:
-    """Runs the loop with each number of slots in turn; returns the responses, the steps and the slot-steps."""
+    """Run the loop with each number of slots in turn; return the responses, the steps and the slot-steps."""
     state = loop.start()
     buffer = ResponseBuffer.start(loop.prefilled, loop.prefix_lengths, loop.stop.max_length)
     position = jnp.argsort(loop.queue)

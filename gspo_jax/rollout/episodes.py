@@ -101,7 +101,7 @@ class Player:
     def __init__(
         self, sampler: Sampler, *, reply: Reply | None = None, max_turns: int = 1, opening: Sequence[int] = ()
     ):
-        """Takes the sampler and, for multi-turn episodes, the environment.
+        """Take the sampler and, for multi-turn episodes, the environment.
 
         Args:
           sampler: samples the responses; its token limit applies to whole episodes.
@@ -188,7 +188,7 @@ class Player:
         return EpisodeBatch(rollout, episodes.texts, episodes.records, episodes.turns, episodes.stale_tokens)
 
     def _add_replies(self, episodes: Episodes, turn_over: Bool[np.ndarray, " B"], reply: Reply) -> Episodes:
-        """Appends the environment's replies where a turn is over, and reopens those episodes.
+        """Append the environment's replies where a turn is over, and reopen those episodes.
 
         Without a reply the episode has ended. A reply that leaves no room for another token ends it too, as truncated.
         Each process asks the environment about its own rows only.
@@ -255,7 +255,7 @@ class Buffer:
         early_exit: EarlyExit,
         episodes: Episodes | None = None,
     ):
-        """Starts empty, or from the episodes of a checkpoint.
+        """Start empty, or from the episodes of a checkpoint.
 
         Args:
           player: plays the episodes.
@@ -277,7 +277,7 @@ class Buffer:
         return 0 if self.episodes is None else len(self.episodes) // self._group_size
 
     def on_weight_sync(self) -> None:
-        """Marks all tokens sampled so far as stale; call whenever the sampler loads another policy's weights."""
+        """Mark all tokens sampled so far as stale; call whenever the sampler loads another policy's weights."""
         self.started = self.calls = 0
         if self.episodes is not None:
             stale: Any = self.episodes.sampled_tokens.astype(np.int32)

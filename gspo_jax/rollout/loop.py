@@ -216,7 +216,7 @@ class DecodeLoop:
         return dataclasses.replace(state, running=self._continues(state, 0))
 
     def step(self, state: LoopState, *, fewer_slots: int) -> LoopState:
-        """Feeds the last token of every slot, samples the next, and refills the slots whose response has ended.
+        """Feed the last token of every slot, sample the next, and refill the slots whose response has ended.
 
         The phase ends once `fewer_slots` slots, the number in the next phase, can hold all responses that are left.
         """
@@ -286,7 +286,7 @@ class DecodeLoop:
         return _any_in_expert_group(here)
 
     def _refill(self, state: LoopState) -> LoopState:
-        """Gives the next queue positions to the idle slots, in order."""
+        """Give the next queue positions to the idle slots, in order."""
         n = self.queue.shape[0]
         idle = state.positions == n
         position = state.next_position + jnp.cumsum(idle, dtype=jnp.int32) - 1
@@ -307,7 +307,7 @@ class DecodeLoop:
         )
 
     def _load_prefixes(self, state: LoopState, first: Int[Array, ""]) -> LoopState:
-        """Writes the prefixes of the queue positions from `first` on, which have just got their slots, to the cache."""
+        """Write the prefixes of the queue positions from `first` on, which have just got their slots, to the cache."""
         prefix_kv = self.prefilled.prefix_kv
         if prefix_kv is None:
             return state

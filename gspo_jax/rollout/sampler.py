@@ -80,7 +80,7 @@ class Sampler:
         self.stats = SamplerStats()
 
     def release(self) -> None:
-        """Drops the weights, so that the update can use their memory."""
+        """Drop the weights, so that the update can use their memory."""
         self._weights = None
 
     def __call__(
@@ -91,7 +91,7 @@ class Sampler:
         first: int = 0,
         limits: Int[np.ndarray, " B"] | None = None,
     ) -> Rollout:
-        """Samples whole responses to prompts on the host. Response i uses the key `fold_in(key, first + i)`.
+        """Sample whole responses to prompts on the host. Response i uses the key `fold_in(key, first + i)`.
 
         Args:
           prompts: on the host, [P, S].
@@ -191,7 +191,7 @@ class Sampler:
         return decoded
 
     def _count(self, work: decoder.DecodeStats, *, prefill_s: float, decode_s: float) -> None:
-        """Adds one call to `stats`."""
+        """Add one call to `stats`."""
         work, stats = hosts.allgather(work), self.stats
         self.stats = SamplerStats(
             prefill_s=stats.prefill_s + prefill_s,

@@ -95,7 +95,7 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: fl
 def draw(
     keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingParams
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Samples one token per row with that row's key.
+    """Sample one token per row with that row's key.
 
     Returns:
       Token ids; their log-probs under the distribution sampled from (0 for greedy decoding, a point mass); and their

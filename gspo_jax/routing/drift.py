@@ -38,7 +38,7 @@ def compare(
     old_logprobs: Float[Array, "L B T K"] | None = None,
     new_logprobs: Float[Array, "L B T K"] | None = None,
 ) -> Drift:
-    """Sums up how the expert choice `new` differs from `old`.
+    """Sum up how the expert choice `new` differs from `old`.
 
     Args:
       old: recorded expert ids, most probable first; -1 if unknown.
@@ -90,7 +90,7 @@ def router_kl(old: Float[Array, "L B T K"], new: Float[Array, "L B T K"]) -> Flo
 
 
 def metrics(drift: Drift) -> dict[str, jax.Array]:
-    """Returns means over the compared tokens, keyed by their names in metrics.jsonl."""
+    """Return means over the compared tokens, keyed by their names in metrics.jsonl."""
     n = jnp.maximum(drift.tokens, 1)
     per_layer = drift.flips / n
     found = {

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def expert_counts(experts: Int[Array, "L B T K"], mask: Bool[Array, "B T"], *, num_experts: int) -> Float[Array, "L E"]:
-    """Counts the (token, expert) pairs of each layer and expert over the tokens in the mask; ids of -1 are ignored."""
+    """Count the (token, expert) pairs of each layer and expert over the tokens in the mask; ids of -1 are ignored."""
     each = jnp.where(mask[None, :, :, None], experts.astype(jnp.int32), -1)
     columns = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, num_experts), 4)
     return (each[..., None] == columns).sum(axis=(1, 2, 3)).astype(jnp.float32)
@@ -19,7 +19,7 @@ def shares(counts: Float[Array, "L E"]) -> Float[Array, "L E"]:
 
 
 def metrics(counts: Float[Array, "L E"]) -> dict[str, jax.Array]:
-    """Returns load metrics averaged over layers, keyed by their names in metrics.jsonl.
+    """Return load metrics averaged over layers, keyed by their names in metrics.jsonl.
 
     The maximal violation of a layer is max_e load_e / mean load − 1 (arXiv 2408.15664). Its load entropy is the entropy
     of the shares divided by log E: 1 if all experts are used equally, 0 if only one is used. Dead experts are the

@@ -19,7 +19,7 @@ REPLAYS: tuple[Replay, ...] = get_args(Replay)
 
 
 def experts_to_replay(replay: Replay, sampler: RouterRecord, old: RouterRecord | None) -> Int[Array, "L B N K"] | None:
-    """Returns the experts to replay, -1 where the record has none; None if nothing is replayed.
+    """Return the experts to replay, -1 where the record has none; None if nothing is replayed.
 
     Raises:
       ValueError: R2 is requested without a record of the old policy's routes.

@@ -48,7 +48,7 @@ class Checkpointer:
     """Saves and restores checkpoints under a folder, one subfolder per step, written in the background."""
 
     def __init__(self, folder: AnyPath, *, keep: int | None = None):
-        """Opens the folder, creating it if needed; `keep` is the number of newest steps to retain (None: all)."""
+        """Open the folder, creating it if needed; `keep` is the number of newest steps to retain (None: all)."""
         policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
         # A killed save leaves a temporary folder behind, which is no checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
@@ -65,7 +65,7 @@ class Checkpointer:
         return None if newest is None else newest.step
 
     def save(self, step: int, state: Any, run: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Starts a save in the background, after waiting for the previous one, whose error is raised here.
+        """Start a save in the background, after waiting for the previous one, whose error is raised here.
 
         Args:
           step: number of the checkpoint.

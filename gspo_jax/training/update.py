@@ -112,7 +112,7 @@ def make_update(
 
 
 def _accumulate(gradient: Callable[..., Any], trained: Any, micro: Any) -> tuple[Any, Metrics]:
-    """Sums gradients over the leading axis of `micro`, a (batch, weights) pair, and turns the sums into metrics."""
+    """Sum gradients over the leading axis of `micro`, a (batch, weights) pair, and turn the sums into metrics."""
 
     def add(grads: Any, part: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
         (_, seen), more = gradient(trained, *part)

@@ -31,19 +31,19 @@ class Family(Protocol):
         ...
 
     def read(self, source: ConfigJson) -> ModelConfig:
-        """Returns the model that a config.json describes; raises a UserError for a feature that is not implemented."""
+        """Return the model that a config.json describes; raise a UserError for a feature that is not implemented."""
         ...
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """Returns the fields of config.json, from which `read` returns the same model."""
+        """Return the fields of config.json, from which `read` returns the same model."""
         ...
 
     def stacks(self, config: ModelConfig) -> tuple[Stack, ...]:
-        """Returns the stacks of layers, first to last."""
+        """Return the stacks of layers, first to last."""
         ...
 
     def rules(self, config: ModelConfig, names: Container[str]) -> dict[str, Rule]:
-        """Returns the checkpoint tensors of every parameter, by its path.
+        """Return the checkpoint tensors of every parameter, by its path.
 
         Args:
           config: the model.
@@ -60,7 +60,7 @@ MODEL_TYPES = {model_type: family for family in FAMILIES.values() for model_type
 
 
 def of(config: ModelConfig) -> Family:
-    """Returns the family of a model; raises a UserError if it is unknown."""
+    """Return the family of a model; raise a UserError if it is unknown."""
     if config.family not in FAMILIES:
         raise UserError(f"unknown model family {config.family!r}; {choices(config.family, FAMILIES)}")
     return FAMILIES[config.family]

@@ -22,7 +22,7 @@ MODEL_TYPES = ("olmoe",)
 
 
 def read(source: ConfigJson) -> ModelConfig:
-    """Returns the model of a config.json; raises a UserError as `ConfigJson`.
+    """Return the model of a config.json; raise a UserError as `ConfigJson`.
 
     `intermediate_size` is an expert's width, and heads divide the hidden size.
     """
@@ -42,7 +42,7 @@ def read(source: ConfigJson) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the fields of config.json."""
+    """Return the fields of config.json."""
     return common_fields(config) | {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -66,7 +66,7 @@ class ProjectionNorm(nnx.Module):
         self.scale = parameter(rngs, (stack.layers, heads * config.head_dim), ("layers", axis), ones, float32=True)
 
     def __call__(self, x: Float[Array, "B N T h"]) -> Float[Array, "B N T h"]:
-        """Returns the normed heads, computed in float32."""
+        """Return the normed heads, computed in float32."""
         _, N, _, h = x.shape
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=(1, 3), keepdims=True) + self.eps)
@@ -74,7 +74,7 @@ class ProjectionNorm(nnx.Module):
 
 
 def stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Returns one stack of all layers."""
+    """Return one stack of all layers."""
     E, K, width = config.num_experts, config.experts_per_token, config.moe_intermediate_size
     return (
         Stack(
@@ -96,7 +96,7 @@ _NORMS = {
 
 
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
-    """Returns the checkpoint tensors of every parameter; the experts are fused if `names` says so."""
+    """Return the checkpoint tensors of every parameter; the experts are fused if `names` says so."""
     return tensors.of_model(config, tensors.ATTENTION | _NORMS | tensors.experts(names))
 
 

@@ -20,7 +20,7 @@ _SUPPORTED = SUPPORTED | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], N
 
 
 def read(source: ConfigJson) -> ModelConfig:
-    """Returns the model of a config.json, in the spelling of transformers 4 or 5; raises a UserError as `ConfigJson`.
+    """Return the model of a config.json, in the spelling of transformers 4 or 5; raise a UserError as `ConfigJson`.
 
     As in transformers, a Qwen3 without head_dim has 128, and a Qwen3-MoE without it divides the hidden size.
     """
@@ -40,7 +40,7 @@ def read(source: ConfigJson) -> ModelConfig:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """Returns the fields of config.json."""
+    """Return the fields of config.json."""
     fields = common_fields(config) | {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -63,7 +63,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Returns one stack of all layers: dense without experts, else each with a router."""
+    """Return one stack of all layers: dense without experts, else each with a router."""
     L, E, K = config.num_layers, config.num_experts, config.experts_per_token
     attention = partial(Attention, norm=HeadNorm)
     if not E:
@@ -85,7 +85,7 @@ def stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 
 def rules(config: ModelConfig, names: Container[str]) -> dict[str, tensors.Rule]:
-    """Returns the checkpoint tensors of every parameter; the experts are fused if `names` says so."""
+    """Return the checkpoint tensors of every parameter; the experts are fused if `names` says so."""
     feed_forward = tensors.experts(names) if config.is_routed else tensors.DENSE
     return tensors.of_model(config, tensors.ATTENTION | feed_forward)
 
