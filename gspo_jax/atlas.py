@@ -97,7 +97,7 @@ def gated_spans(found: Gate) -> list[tuple[float, float]]:
 
 
 def draw(path: Path) -> None:
-    """Draws all objectives of the catalogue, in their order of definition, into one PNG."""
+    """Draw all objectives of the catalogue, in their order of definition, into one PNG."""
     names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
     height = HEAD + -(-len(names) // COLUMNS) * ROW
     wide, high = WIDTH / COLUMNS - 0.8, (ROW - 1.15) / 2
@@ -119,7 +119,7 @@ def draw(path: Path) -> None:
 
 
 def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
-    """Draws the gain, relative to its value at ratio 1, into the upper and the gradient weight into the lower axes."""
+    """Draw the gain, relative to its value at ratio 1, into the upper and the gradient weight into the lower axes."""
     from matplotlib.ticker import MaxNLocator
 
     objective = make(name)
@@ -165,7 +165,7 @@ def _with_gaps(weight: np.ndarray) -> np.ndarray:
 
 
 def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float) -> None:
-    """Shades the gated ratios and labels the effect on the gradient there."""
+    """Shade the gated ratios and label the effect on the gradient there."""
     for start, end in gated_spans(found):
         for axes in (upper, lower):
             axes.axvspan(start, end, color=COLORS[sign], alpha=0.12, linewidth=0, zorder=0)
@@ -188,7 +188,7 @@ def _ratio(ratio: float) -> str:
 
 
 def _composition(objective: Objective) -> str:
-    """Names the token weights and the advantage estimator of an objective."""
+    """Name the token weights and the advantage estimator of an objective."""
     weights: Any = objective.weights
     if isinstance(weights, partial):
         given = ", ".join(f"{key}={value:g}" for key, value in weights.keywords.items() if value is not None)

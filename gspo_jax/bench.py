@@ -54,7 +54,7 @@ MATMUL_S = 0.3
 
 
 def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Measures the matmul FLOP/s of all devices together: the best time of each size, the median over sizes."""
+    """Measure the matmul FLOP/s of all devices together: the best time of each size, the median over sizes."""
     count, rates = mesh.devices.size, []
     multiply = jax.jit(jnp.matmul)
     spread = NamedSharding(mesh, PartitionSpec(mesh_lib.AXES))

@@ -40,7 +40,7 @@ from gspo_jax.types import Responses, UserError, Weights
 
 
 def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder: Path) -> None:
-    """Trains `config.model.architecture` for `config.coldstart.steps` steps and saves it in `folder`.
+    """Train `config.model.architecture` for `config.coldstart.steps` steps and save it in `folder`.
 
     A tokenizer is trained on the same records first. The folder is written whole or not at all.
     """

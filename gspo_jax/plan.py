@@ -48,7 +48,7 @@ LARGEST = 10
 def plan_program(
     name: str, setting: Setting, *, slices: int, key: str, cache: Path, dump: Path | None
 ) -> dict[str, Any]:
-    """Compiles one program and returns its facts: memory, costs, time bounds and warnings."""
+    """Compile one program and return its facts: memory, costs, time bounds and warnings."""
     program = programs.make(name, setting.engine)
     traced = program.trace()
     with jax.set_mesh(program.mesh):

@@ -28,7 +28,7 @@ WIDTH, HEAD, ROW = 11.6, 0.8, 3.2
 
 
 def draw(groups: Sequence[Group], path: Path, *, panels: str = "training") -> None:
-    """Draws all panels of a page that there are numbers for into one PNG."""
+    """Draw all panels of a page that there are numbers for into one PNG."""
     shown = [panel for panel in PANELS[panels] if any(panel.read(group, panel.metric) for group in groups)]
     rows = -(-max(3, sum(panel.width for panel in shown)) // 3)
     with picture(path, width=WIDTH, height=HEAD + rows * ROW) as figure:

@@ -111,7 +111,7 @@ def table(points: Sequence[Point], program: str) -> str:
 
 
 def draw(points: Sequence[Point], path: Path, program: str) -> None:
-    """Draws three panels over the number of chips: flops and their change, bytes sent by kind, time."""
+    """Draw three panels over the number of chips: flops and their change, bytes sent by kind, time."""
     with picture(path, width=WIDTH, height=HEIGHT) as figure:
         panels = [figure.add_axes((0.055 + i * 0.328, 0.14, 0.265, 0.60)) for i in range(3)]
         x = range(len(points))

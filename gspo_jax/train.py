@@ -17,7 +17,7 @@ from gspo_jax.run.session import open_run
 
 
 def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Trains until `config.iterations` are done, counting those before a resume; returns first and last evaluation."""
+    """Train until `config.iterations` are done, counting those before a resume; return first and last evaluation."""
     with open_run(config, workdir) as (run, state):
         prompts, objective = run.prompts, run.objective
         if run.iteration == 0:

@@ -126,7 +126,7 @@ class Workload:
 
 
 def _as_flags(text: str) -> str:
-    """Rewrites a message about config fields in terms of this command's flags."""
+    """Rewrite a message about config fields in terms of this command's flags."""
     for field, flag in {
         "data.prompts_per_batch": "prompts",
         "sampling.group_size": "group",

@@ -260,7 +260,7 @@ def decode_attention(
 
 
 def _attend_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _PartialSoftmax:
-    """Attends from the queries of all responses to some prompts, in order, to these prompts.
+    """Attend from the queries of all responses to some prompts, in order, to these prompts.
 
     The queries of a group that share a key head form one matrix.
     """

@@ -48,7 +48,7 @@ class _Group(NamedTuple):
 
 
 def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[Array, _Group, Array], Array], out: Array) -> Array:
-    """Folds out = one(expert, group, out) over the experts that have rows; empty experts cost nothing."""
+    """Fold out = one(expert, group, out) over the experts that have rows; empty experts cost nothing."""
     ends = jnp.cumsum(group_sizes)
 
     def visit(e: Array, out: Array) -> Array:
@@ -162,7 +162,7 @@ def grouped_matmuls(
     tail: bool = True,
     likely: int | None = None,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Multiplies each row by the matrices of its group: out_i[n] = rows[n] @ weights_i[e(n)].
+    """Multiply each row by the matrices of its group: out_i[n] = rows[n] @ weights_i[e(n)].
 
     Several weights in one call cost less than separate calls: rows are read once, and the sum of their gradients is
     written once.

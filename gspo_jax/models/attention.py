@@ -32,7 +32,7 @@ def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> 
 
 
 def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B N T h"]:
-    """Rotates pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, the half-split layout)."""
+    """Rotate pairs (x_i, x_{i+h/2}) by position · theta^(-2i/h) (arXiv 2104.09864, the half-split layout)."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, None, :, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)

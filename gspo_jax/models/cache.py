@@ -85,7 +85,7 @@ def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
 
 
 def heads_first(kept: Float[Array, "L R M Kv h"]) -> Float[Array, "L R Kv M h"]:
-    """Transposes a forward's keys or values so that a head's columns are contiguous: a matmul reads them in place."""
+    """Transpose a forward's keys or values so that a head's columns are contiguous: a matmul reads them in place."""
     return constrain(jnp.swapaxes(kept, 2, 3), "layers", "batch", "kv_heads", None, None)
 
 

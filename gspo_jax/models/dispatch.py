@@ -112,7 +112,7 @@ gather_up.defvjp(
 
 
 def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int[Array, " P"], Int[Array, " G"]]:
-    """Sorts pairs by group, in token order within a group.
+    """Sort pairs by group, in token order within a group.
 
     Returns the sorted pairs, each pair's place among them, and the group sizes. Pairs of group `groups` belong to no
     group and come last.
@@ -188,7 +188,7 @@ def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: 
 def _gather(
     x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None
 ) -> tuple[Array, Array]:
-    """All-gathers tokens, computes the own experts' share of each, and reduce-scatters the sums."""
+    """All-gather tokens, compute the own experts' share of each, and reduce-scatter the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels.gate.shape[-3]
     y = combine_experts(everyone(x), ids, everyone(weights), kernels, layer=layer, likely=experts.size)
@@ -272,7 +272,7 @@ def _pairs(
     transport: Callable[..., _Transport],
     layer: Array | None,
 ) -> tuple[Array, Array]:
-    """Packs pairs by their expert's shard, sends them with their weights, and sums the outputs that come back."""
+    """Pack pairs by their expert's shard, send them with their weights, and sum the outputs that come back."""
     held, shards = kernels.gate.shape[-3], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
     sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))

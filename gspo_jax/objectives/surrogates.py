@@ -47,7 +47,7 @@ class ClippedLogRatios(NamedTuple):
 
 
 def widen(x: Shaped[Array, "..."]) -> Float[Array, "..."]:
-    """Casts x to float32, leaving float64 as it is: bf16 spacing near 1 (2^-8) would swamp a clip range of 3e-4."""
+    """Cast x to float32, leaving float64 as it is: bf16 spacing near 1 (2^-8) would swamp a clip range of 3e-4."""
     x = jnp.asarray(x)  # pyright: ignore[reportUnknownMemberType] (jax leaves a default of its stub untyped)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -106,7 +106,7 @@ def clipped(
 def clip_log_ratio(
     log_ratios: Float[Array, "B T"], advantages: Float[Array, "B T"], *, log_clip: float
 ) -> ClippedLogRatios:
-    """Clips log-ratios as in GMPO: l = σ·min(σ·d, σ·clip(d, −c, c)), d = log_ratios, c = log_clip, σ = sgn Â.
+    """Clip log-ratios as in GMPO: l = σ·min(σ·d, σ·clip(d, −c, c)), d = log_ratios, c = log_clip, σ = sgn Â.
 
     https://arxiv.org/abs/2507.20673. A ratio exactly on a bound is not gated. Where Â is 0, l is 0 even if d is not.
     """

@@ -47,7 +47,7 @@ class Compiled:
 
 
 def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Compiled:
-    """Compiles a program, or returns the cached result of compiling it before.
+    """Compile a program, or return the cached result of compiling it before.
 
     Cache entries are named by a digest of the lowered text and of `key`, which identifies target and compiler.
     """

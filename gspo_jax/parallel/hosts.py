@@ -22,13 +22,13 @@ _BLOCK = 2**28
 
 
 def shard_rows(mesh: Mesh, tree: Tree) -> Tree:
-    """Shards the rows of whole host arrays over the batch axes; each process feeds its own devices."""
+    """Shard the rows of whole host arrays over the batch axes; each process feeds its own devices."""
     place = rows_sharding(mesh)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda rows: x[rows]), tree)
 
 
 def allgather(tree: Any) -> Any:
-    """All-gathers device arrays: returns the same tree of whole host arrays on every process."""
+    """All-gather device arrays: return the same tree of whole host arrays on every process."""
     return jax.device_get(tree) if jax.process_count() == 1 else jax.tree.map(_allgather, tree)
 
 

@@ -102,7 +102,7 @@ def connect(mesh: Mesh) -> None:
 
 @contextmanager
 def _silence_stdout() -> Iterator[None]:
-    """Silences stdout inside the block, for C++ libraries too."""
+    """Silence stdout inside the block, for C++ libraries too."""
     sys.stdout.flush()
     saved = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -115,7 +115,7 @@ def _silence_stdout() -> Iterator[None]:
 
 
 def wait_for_all(name: str) -> None:
-    """Blocks until all processes have reached the barrier `name`."""
+    """Block until all processes have reached the barrier `name`."""
     multihost_utils.sync_global_devices(name)
 
 

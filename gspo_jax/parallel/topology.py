@@ -107,5 +107,5 @@ def topology_mesh(name: str, sizes: Mapping[str, int], *, slices: int = 1) -> Me
 
 
 def lower(f: Callable[..., Any], *shapes: Any) -> jax.stages.Lowered:
-    """Lowers `jax.jit(f)` for TPU and the mesh in scope, from shapes (`jax.ShapeDtypeStruct` with shardings)."""
+    """Lower `jax.jit(f)` for TPU and the mesh in scope, from shapes (`jax.ShapeDtypeStruct` with shardings)."""
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("tpu",))

@@ -93,7 +93,7 @@ def expression_value(answer: str, numbers: str) -> Fraction | None:
 def evaluate(text: str, used: list[int] | None = None) -> Fraction | None:
     """Return the exact value of an expression, or None if it has anything but whole numbers, + - * / and brackets.
 
-    Appends the numbers to `used`. Also None on division by zero.
+    Append the numbers to `used`. Also None on division by zero.
     """
     try:
         return _evaluate(ast.parse(text, mode="eval").body, [] if used is None else used)

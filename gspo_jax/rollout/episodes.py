@@ -91,7 +91,7 @@ def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray
 
 
 def concatenate(parts: Iterable[Episodes]) -> Episodes:
-    """Concatenates episodes along the rows."""
+    """Concatenate episodes along the rows."""
     return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
@@ -170,7 +170,7 @@ class Player:
     def play(
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
     ) -> EpisodeBatch:
-        """Plays a group of whole episodes to each prompt; see `begin` for the arguments."""
+        """Play a group of whole episodes to each prompt; see `begin` for the arguments."""
         if self._reply is None and not self._opening:  # one call is enough, and the rollout stays on the devices
             rollout = jax.block_until_ready(self._sampler(prompts, key, first=first))
             G = self._sampler.group_size

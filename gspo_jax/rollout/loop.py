@@ -147,7 +147,7 @@ def token_keys(keys: Key[Array, " B"], t: Int[Array, " B"]) -> Key[Array, " B"]:
 
 
 def flatten_routes(x: Shaped[Array, "*b L K"]) -> Shaped[Array, "*b LK"]:
-    """Reshapes [..., L, K] to [..., L·K], because TPUs pad the last dimension to 128."""
+    """Reshape [..., L, K] to [..., L·K], because TPUs pad the last dimension to 128."""
     return x.reshape(*x.shape[:-2], -1)
 
 

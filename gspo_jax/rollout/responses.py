@@ -79,7 +79,7 @@ class ResponseBuffer:
         )
 
     def rollout(self, loop: DecodeLoop, *, prompt_length: int) -> tuple[Rollout, Bool[Array, " n"]]:
-        """Cuts each response at its token limit or at the first EOS after its prefix, whichever comes first.
+        """Cut each response at its token limit or at the first EOS after its prefix, whichever comes first.
 
         Returns:
           The rollout, with prompts padded to `prompt_length`, and True for each response that ends at neither.

@@ -35,7 +35,7 @@ class Sampler:
         slots: int | None = None,
         router_logprobs: bool = False,
     ):
-        """Compiles nothing and holds no weights yet.
+        """Create a sampler without weights, which compiles nothing yet.
 
         Args:
           graph: the model, computing in `dtype`.
@@ -70,7 +70,7 @@ class Sampler:
         return {"sampling": self._sampling, "stop": self.stop, "slots": decoder.resolve_slots(slots, responses)}
 
     def load(self, weights: Weights) -> None:
-        """Casts and reshards the trainer's weights into the sampler's copy, and resets `stats`."""
+        """Cast and reshard the trainer's weights into the sampler's copy, and reset `stats`."""
         with jax.set_mesh(self.mesh):
             self._weights = jax.block_until_ready(self.reshard(weights))
         self.copy_bytes = sum(

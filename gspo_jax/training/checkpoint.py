@@ -100,13 +100,13 @@ class Checkpointer:
         return _restored(step, shapes, self._checkpointer.load_checkpointables(step, {"state": wanted} | others))
 
     def wait(self) -> None:
-        """Blocks until the save in flight is committed; raises its error."""
+        """Block until the save in flight is committed; raise its error."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def close(self) -> None:
-        """Finishes the save in flight and closes the folder."""
+        """Finish the save in flight and close the folder."""
         self.wait()
         self._checkpointer.close()
 

@@ -61,7 +61,7 @@ def pack(x: Array, prompt: int, share: int) -> Array:
 
 
 def unpack(x: Array, prompt: int, share: int) -> Array:
-    """Inverts `pack`: every row has its own copy of the prompt again."""
+    """Invert `pack`: every row has its own copy of the prompt again."""
     P, M, *rest = x.shape
     own = x[:, prompt:].reshape(P * share, (M - prompt) // share, *rest)
     return jnp.concatenate([jnp.repeat(x[:, :prompt], share, axis=0), own], axis=1)
@@ -101,7 +101,7 @@ def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
 
 
 def join_rows(batch: Any, *, group_size: int) -> Any:
-    """Inverts `cut_rows`."""
+    """Invert `cut_rows`."""
 
     def join(x: Array) -> Array:
         count, rows, *rest = x.shape
