@@ -2,7 +2,8 @@
 # Runs all checks, as CI does: bash launch/test.sh [pytest arguments …]
 # Checks style, import layers, shell scripts and types, then runs the tests and requires that they cover every line and branch of
 # gspo_jax/objectives; with a selection of tests (a path, -k, -m, --lf …) coverage is not checked. Creates .venv if it is missing.
-# -m slow runs the tests that are skipped by default: more cases, and those that need the TPU's compiler.
+# Two groups of tests are skipped by default: -m slow runs more cases, and those that need the TPU's compiler; -m faults runs those
+# that kill or interrupt a run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh

@@ -24,7 +24,6 @@ MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"fsdp": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "fsdp": 2},
-    {"expert": 4, "tensor": 2},
     {"expert": 8},
 ]
 """No mesh, then expert parallelism of 1, 2, 4 and 8 combined with other axes."""

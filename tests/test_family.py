@@ -151,7 +151,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
 
 
-RUNS = [("steps,runlocal", "ppo"), ("steps,runlocal", "gspo_token"), ("steps,partial,runlocal", "gspo_token")]
+RUNS = [("steps,runlocal", "ppo"), ("steps,partial,runlocal", "gspo_token")]
 
 
 @pytest.mark.parametrize(("arg", "name"), mostly_slow(RUNS, always=RUNS[:1]))

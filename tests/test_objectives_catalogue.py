@@ -215,7 +215,7 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
-SEEDS = [range(30), range(30, 200)]
+SEEDS = [range(30), range(30, 100)]
 
 
 @pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)

@@ -37,7 +37,7 @@ RUNS = {
     ),
 }
 """Policy in tests/golden and settings of each kind of run; the kind is the argument of its config."""
-slow = pytest.mark.slow
+slow, faults = pytest.mark.slow, pytest.mark.faults
 
 
 def command(kind: str, workdir: Path, data: Path, *, iterations: int = 4) -> list[str]:
@@ -120,7 +120,7 @@ def test_evaluation_of_two_processes_repeats_the_runs_own(whole, data, tmp_path)
     assert facts["accuracy"] == pytest.approx(rows_of(whole)[-1]["eval/accuracy"])
 
 
-@slow
+@faults
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_a_process_is_killed_the_others_end(victim, data, tmp_path):
     with Pod(2, *TRAIN, *command(PARTIAL, tmp_path, data, iterations=500)) as pod:
@@ -268,7 +268,7 @@ def processes_of(workdir: Path) -> dict[int, int]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
 
-@slow
+@faults
 @needs_proc
 def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
     """After one process is killed, the launcher resumes the run, and its metrics equal those of an undisturbed run."""
@@ -288,7 +288,7 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
     assert not processes_of(workdir)
 
 
-@slow
+@faults
 @needs_proc
 def test_ctrl_c_ends_all_processes(repository, data, tmp_path):
     process = launch(repository, "2", *command(PARTIAL, tmp_path / "run", data, iterations=500))
