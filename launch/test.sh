@@ -36,7 +36,7 @@ check() {
 }
 
 extra="test"
-case " $* " in *" -m slow "*) extra="slow" ;; esac
+case " $* " in *" -m slow "* | *" -m faults "*) extra="slow" ;; esac
 ensure_venv "$extra"
 bin=.venv/bin
 check "ruff check" $bin/ruff check .

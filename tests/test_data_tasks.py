@@ -172,7 +172,7 @@ def build(folder, patch=""):
     return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_killed_build_is_redone(tmp_path):
     process = build(tmp_path, STALL)
     assert process.stderr is not None

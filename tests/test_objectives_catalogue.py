@@ -299,7 +299,7 @@ def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, boun
 # --- 2: any split ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", mostly_slow([1, 2, 4, 8], always=[8]))
+@pytest.mark.parametrize("devices", mostly_slow([2, 8], always=[8]))
 @NAMES
 def test_devices_and_micro_batches_add_up(name, devices):
     """A sharded mini-batch adds up to the whole; each micro-batch takes rows from every device."""

@@ -176,7 +176,7 @@ def python(environment: dict[str, str], *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_in_a_bucket_resumes_on_a_new_machine(storage, tmp_path):
     command = ["-m", "gspo_jax.train", "--config=configs/tiny.py:countdown,runlocal", "--workdir=gs://bucket/run"]
     command += [f"--config.data.data_dir={tmp_path / 'data'}", "--config.checkpoint.every=1"]
@@ -193,7 +193,7 @@ def test_a_run_in_a_bucket_resumes_on_a_new_machine(storage, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_save_that_was_cut_off_is_no_checkpoint(storage, monkeypatch):
     for name, value in storage.items():
         monkeypatch.setenv(name, value)
