@@ -2,6 +2,8 @@
 # Sourced by the other scripts, which set -euo pipefail: creates .venv with the newest supported Python that works, and installs
 # the project. The next call completes an interrupted install. PYTHON=/path/to/python selects another interpreter.
 
+unset PYTHONDONTWRITEBYTECODE # the install leaves compiling to the first import, which must keep what it compiled
+
 SUPPORTED="3.13 3.12 3.11"
 EXTRAS="report test slow" # each includes those before it; slow includes tpu too, docs is apart
 

@@ -139,7 +139,9 @@ def test_ppo_with_either_critic_and_its_kl_in_the_reward(trunk, data, tmp_path, 
 
 def test_the_whole_loop_of_dapo(data, tmp_path, written):
     """DAPO with a reference KL in the loss, a mismatch correction, R2, and router losses."""
-    config = settings(data, arg="dapo,runlocal", model__folder=str(ADDER), sampling__max_response_length=18)
+    config = settings(
+        data, arg="dapo,runlocal", model__folder=str(ADDER), sampling__max_response_length=18, iterations=2
+    )
     config.sampling.slots, config.overlong.cache = 64, 6
     config.reference.kl_weight = 0.01
     config.training.old_logprobs = "recompute"
@@ -170,7 +172,7 @@ RUNS = [("steps,runlocal", "ppo"), ("steps,partial,runlocal", "gspo_token")]
 @pytest.mark.parametrize(("arg", "name"), mostly_slow(RUNS, always=RUNS[:1]))
 def test_two_turns_with_a_reward_per_valid_step(arg, name, data, tmp_path, written):
     """Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity."""
-    config = settings(data, arg=arg, model__folder=str(COUNTER), iterations=2)
+    config = settings(data, arg=arg, model__folder=str(COUNTER), iterations=1 + ("partial" in arg))
     assert config.objective.name == "gspo_token"
     config.environment.name = "countdown_feedback"
     config.sampling.max_response_length = 64

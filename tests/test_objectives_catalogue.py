@@ -5,7 +5,7 @@ float32 before subtraction.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -90,9 +90,10 @@ ROWS = {
 NAMES = pytest.mark.parametrize("name", ROWS)
 
 
-def settings_of(*rows: tuple[str, Hyper]) -> Any:
-    ids = ["-".join([name, *(f"{key}={value}" for key, value in hyper.items())]) for name, hyper in rows]
-    return pytest.mark.parametrize("name, hyper", rows, ids=ids)
+def settings_of(rows: Sequence[tuple[str, Hyper]], *, slow: Sequence[tuple[str, Hyper]] = ()) -> Any:
+    """Parametrise a test over objectives and their settings; those in `slow` are marked slow."""
+    ids = ["-".join([name, *(f"{key}={value}" for key, value in hyper.items())]) for name, hyper in (*rows, *slow)]
+    return pytest.mark.parametrize("name, hyper", mostly_slow([*rows, *slow], always=rows), ids=ids)
 
 
 OPTIONS = [(name, hyper) for name, row in ROWS.items() for hyper in (row.wide, *row.more)]
@@ -219,7 +220,7 @@ SEEDS = [range(30), range(30, 100)]
 
 
 @pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)
-@settings_of(*OPTIONS, *DEFAULTS)
+@settings_of(OPTIONS, slow=DEFAULTS)
 def test_value_and_gradient_equal_the_oracle(name, hyper, seeds):
     """Draws close to a bound are left out: rounding may carry a ratio across. Exactly on it the answer is unique."""
     counted = 0
@@ -253,7 +254,7 @@ def assert_equals_the_oracle(name: str, hyper: Hyper, batch: oracles.Batch, want
         np.testing.assert_allclose(info.advantages, batch.advantages, rtol=tolerance)
 
 
-@settings_of(*OPTIONS)
+@settings_of(OPTIONS)
 def test_the_batches_reach_every_corner(name, hyper):
     """The draws of the oracle test cover each sign of Â, both gates, ratios on bounds, and every kind of row."""
     signs, gates, lengths, on_bounds = set(), set(), set(), 0
@@ -406,7 +407,7 @@ def test_info_carries_no_gradient(name):
 
 
 @pytest.mark.parametrize("poison", [np.nan, 1e30, -1e30, np.inf, -np.inf])
-@settings_of(*OPTIONS)
+@settings_of(OPTIONS)
 def test_padding_changes_nothing(name, hyper, poison):
     batch = draw_batch(4, name, hyper)
     clean = arguments(name, batch) | {"weights": oracles.ORACLES[name].weights(batch.mask, hyper)}
@@ -435,7 +436,7 @@ def test_a_batch_without_tokens_has_no_loss(name):
     assert all(value == 0 for value in fractions.values())
 
 
-@settings_of(*OPTIONS)
+@settings_of(OPTIONS)
 def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, hyper):
     """e^200 is inf in float32. At +200 the gradient is bounded for Â > 0 and 0 for Â = 0; at −200, for every Â."""
     old = np.full((4, T), -1.0)
