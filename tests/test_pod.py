@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -151,6 +152,17 @@ def test_when_a_process_fails_the_others_do_not_wait_for_it():
     assert [process.returncode for process in pod.processes] == [processes.LOST, 1]
     assert "RuntimeError: only here" in second and "error: one of several processes failed" in second
     assert "RuntimeError" not in first and "start the run again" in first
+
+
+def test_an_error_that_gloo_caused_is_found_behind_it():
+    try:
+        try:
+            raise jax.errors.JaxRuntimeError("Gloo AllGather failed: Connection closed by peer")
+        finally:
+            raise ValueError("the checkpoint cannot be closed")
+    except ValueError as error:
+        assert "closed by peer" in str(processes._gloo_error(error))
+    assert processes._gloo_error(ValueError("Gloo")) is None
 
 
 ALONE_S = 3

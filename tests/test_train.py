@@ -80,7 +80,7 @@ def test_a_sampler_with_a_mesh_of_its_own_trains_the_same(tiny_run, tmp_path):
     config, workdir, _ = tiny_run
     other = config.copy_and_resolve_references()
     other.model.folder = str(workdir / "coldstart")
-    other.sampling.mesh.update({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | {"expert": 4, "tensor": 2})
+    other.sampling.mesh.update({"data": 1, "fsdp": 1, "expert": 4, "tensor": 2})
     train(other, tmp_path)
     assert_same_metrics(workdir, tmp_path, but=("reshard/", "decode/"))  # resharding and decode waits differ by layout
     assert read_samples(tmp_path) == read_samples(workdir)

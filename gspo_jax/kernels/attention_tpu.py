@@ -143,5 +143,5 @@ def attention(
 
 
 def _padded(x: Float[Array, "B n H h"], tokens: int) -> Float[Array, "B H m w"]:
-    """Move heads before tokens and zero-pads to `tokens` tokens and to whole lanes of the head dimension."""
+    """Move heads before tokens and zero-pad to `tokens` tokens and to whole lanes of the head dimension."""
     return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, tokens - x.shape[1]), (0, -x.shape[3] % _LANES)))

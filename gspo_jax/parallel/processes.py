@@ -92,7 +92,7 @@ def connect(mesh: Mesh) -> None:
     @jax.jit
     def meet(spread: list[jax.Array]) -> list[jax.Array]:
         """Sum sharded arrays, since each order of axes forms its own group while `psum` uses the mesh's order, and
-        adds `psum`s, since summing an array sharded over an axis of size 1 emits no collective.
+        add `psum`s, since summing an array sharded over an axis of size 1 emits no collective.
         """
         return [x.sum() for x in spread] + along_each(spread[-1])
 

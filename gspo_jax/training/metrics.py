@@ -66,7 +66,7 @@ def of_policy(
 
 
 def _of_routes(routes: Routes, batch: Experience, num_experts: int, replayed: Array | None) -> Metrics:
-    """Sum over response tokens of routing drift against the old policy, expert load, replayed and dropped pairs."""
+    """Sums over response tokens of routing drift against the old policy, expert load, replayed and dropped pairs."""
     rollout, mask, old = batch.rollout, batch.mask, batch.routes
 
     def recorded(x: Array) -> Array:
@@ -97,7 +97,7 @@ def of_critic(
     clipped: Bool[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Metrics:
-    """Sum of the critic's losses, values and errors over a micro-batch's tokens."""
+    """Sums of the critic's losses, values and errors over a micro-batch's tokens."""
     errors = returns - values
     return {
         "losses": jnp.where(mask, losses, 0).sum(),
@@ -163,7 +163,7 @@ def _critic_metrics(sums: Metrics, tokens: Array) -> Metrics:
 
 
 def _moments(x: Float[Array, "B T"], y: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, " 6"]:
-    """Sum over the mask of x, y and x − y, then of their squares, from which `_variances` and `_pearson` follow."""
+    """Sums over the mask of x, y and x − y, then of their squares, from which `_variances` and `_pearson` follow."""
     each = [jnp.where(mask, z, 0) for z in (x, y, x - y)]
     return jnp.stack([z.sum() for z in each] + [(z * z).sum() for z in each])
 
