@@ -69,6 +69,16 @@ def params_alone():
     return ({"policy": {"params": state.params}} for state in spec({"data": 8}))
 
 
+def test_saving_small_arrays_compiles_nothing(tmp_path, caplog):
+    """Replicas share the writing of large arrays only, since each slice of a shape is a program."""
+    with jax.set_mesh(mesh_lib.make_mesh({"data": 8})), jax.log_compiles():
+        state = jax.device_put({"a": np.ones((8, 13)), "b": np.ones((16, 3))}, jax.sharding.PartitionSpec())
+        caplog.clear()
+        with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+            checkpointer.save(1, state, RUN)
+    assert not [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()]
+
+
 def test_a_reader_takes_only_the_parameters(saved):
     folder, state = saved
     restored = load_newest(folder, *params_alone())

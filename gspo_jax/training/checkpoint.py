@@ -56,6 +56,9 @@ class Checkpointer:
             preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
+        self._options = ocp.Context()
+        # Replicas share the writing of an array by slicing it, a compiled program per shape: of use for large arrays.
+        self._options.array.saving.min_slice_bytes_for_replica_parallel = 2**20
         self._pending: Any = None
 
     @property
@@ -82,7 +85,8 @@ class Checkpointer:
         saved = {"state": named_leaves(state), "run": beside}
         if some:
             saved["arrays"] = some
-        self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True)
+        with self._options:
+            self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True)
 
     def restore(self, shapes: Tree, shardings: Tree) -> Restored | None:
         """The newest checkpoint, each leaf read straight into its sharding; None if there is none.
