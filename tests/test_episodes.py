@@ -117,7 +117,7 @@ def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, u
     player = Player(sampler)
     buffer, seen = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=how), []
     begin = dealer(player)
-    for left in (6, 4, 6, 4):  # four new groups at a time while fewer than six are in flight
+    for left in (6, 4):  # four new groups at a time while fewer than six are in flight
         played = buffer.batch(begin)
         assert len(buffer) == left
         rows = [row_of(played, i) for i in range(4)]
@@ -130,7 +130,7 @@ def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, u
         np.testing.assert_allclose(found.behaviour_logprobs, found.logprobs)
         np.testing.assert_allclose(found.routes.logprobs, unbroken.routes.logprobs[rows], atol=1e-5)
         assert played.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
-    assert len(set(seen)) == len(seen) == 16
+    assert len(set(seen)) == len(seen) == 8
     assert buffer.calls > 2 or how.min_ended < 1
 
 

@@ -128,7 +128,7 @@ def test_gae_whitened_of_equal_advantages_of_one_token_and_of_none_is_exactly_ze
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    shape=st.sampled_from([(1, 1), (3, 1), (1, 5), (4, 6)]),
+    shape=st.sampled_from([(3, 1), (1, 5), (4, 6)]),
     density=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
     gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
@@ -233,7 +233,8 @@ def test_group_steps_equal_the_oracle_whatever_lies_elsewhere(seed, shape, densi
     steps = rng.random(shape) < density
     rewards = rng.choice([0.0, 1.0, 0.25], size=shape).astype(np.float32)
     want = oracles.group_steps(rewards.astype(float), steps, group_size)
-    got = group_steps(jnp.where(steps, rewards, padding), jnp.array(steps), group_size=group_size)
+    spoilt = np.where(steps, rewards, np.float32(padding))
+    got = jax.jit(group_steps, static_argnames="group_size")(spoilt, steps, group_size=group_size)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 

@@ -216,7 +216,7 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
-SEEDS = [range(30), range(30, 100)]
+SEEDS = [range(12), range(12, 100)]
 
 
 @pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)
@@ -334,7 +334,10 @@ def test_devices_and_micro_batches_add_up(name, devices):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got_fractions, whole)
 
 
-@pytest.mark.parametrize("cuts", [[3, 5], [1] * B], ids=str)
+CUTS = [[3, 5], [1] * B]
+
+
+@pytest.mark.parametrize("cuts", mostly_slow(CUTS, always=CUTS[1:]), ids=str)
 @NAMES
 def test_uneven_micro_batches_add_up(name, cuts):
     hyper = ROWS[name].wide
@@ -361,7 +364,7 @@ def on_policy(batch: oracles.Batch) -> oracles.Batch:
 
 @NAMES
 def test_at_ratio_one_the_gradient_is_reinforce(name):
-    hyper = ROWS[name].defaults
+    hyper = ROWS[name].wide
     batch = on_policy(draw_batch(2, name, hyper))
     (_, info), gradient = run(name, hyper, batch)
     np.testing.assert_allclose(
@@ -439,14 +442,12 @@ def test_a_batch_without_tokens_has_no_loss(name):
 @settings_of(OPTIONS)
 def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, hyper):
     """e^200 is inf in float32. At +200 the gradient is bounded for Â > 0 and 0 for Â = 0; at −200, for every Â."""
-    old = np.full((4, T), -1.0)
-    new = old + np.array([[200.0], [200.0], [-200.0], [-200.0]])
-    batch = oracles.Batch(
-        new, old, np.ones((4, T), bool), np.array([[1.0], [0.0], [1.0], [-1.0]]) * np.ones((4, T)), np.ones((4, T))
-    )
-    (loss, info), gradient = compiled(name, **hyper)(**cast(arguments(name, batch)))
+    old, signs = np.full((B, T), -1.0), np.tile([[1.0], [0.0], [1.0], [-1.0]], (B // 4, T))
+    new = old + np.tile([[200.0], [200.0], [-200.0], [-200.0]], (B // 4, T))
+    batch = oracles.Batch(new, old, np.ones((B, T), bool), signs, np.ones((B, T)))
+    (loss, info), gradient = run(name, hyper, batch)
     assert np.isfinite(loss) and np.all(np.isfinite(gradient))
-    np.testing.assert_array_equal(gradient[1], np.zeros(T))
+    np.testing.assert_array_equal(gradient[1::4], 0)
     assert np.all(np.isposinf(info.ratio[:2])) or name == "sapo"
 
 

@@ -231,6 +231,7 @@ def first(rollout, olds):
     return update(experience_of(rollout, olds["r2"]), weights(), replay="r2")
 
 
+@pytest.mark.slow
 def test_the_first_update_under_r2_has_not_drifted_at_all(first):
     _, metrics = first
     for name in ("flip_rate", "tokens_changed", "layers_changed", "top1_changed"):
@@ -386,14 +387,14 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
     dropped = jnp.zeros_like(scores.routes.dropped).at[0].set(1)
     routes = scores.routes._replace(dropped=dropped, watched=scores.routes.logprobs)
     batch = experience_of(rollout, OldPolicy(rollout.logprobs))
-    _, info = objectives.loss(
-        objectives.gspo(),
-        scores.logprobs,
-        old_logprobs=batch.old.logprobs,
-        mask=batch.mask,
-        advantages=batch.advantages,
-    )
-    sums, maxima = metrics_lib.of_policy(dataclasses.replace(scores, routes=routes), batch, info, config=CONFIG)
+
+    @jax.jit
+    def metrics(scores):
+        old, arrays = batch.old.logprobs, {"mask": batch.mask, "advantages": batch.advantages}
+        _, info = objectives.loss(objectives.gspo(), scores.logprobs, old_logprobs=old, **arrays)
+        return metrics_lib.of_policy(scores, batch, info, config=CONFIG)
+
+    sums, maxima = metrics(dataclasses.replace(scores, routes=routes))
     assert metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)["routing/dropped"] == 0.25
 
 

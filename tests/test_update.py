@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import chex
 import jax
@@ -47,8 +49,8 @@ def optimizer(**changes):
 
 
 def recorder():
-    """Return an optimizer whose state is the latest gradient, so that tests can read it."""
-    return optax.trace(decay=0.0), optax.constant_schedule(1.0)
+    """Return gradient descent whose state is the latest gradient, so that tests can read it."""
+    return optax.chain(optax.trace(decay=0.0), optax.scale(-1.0)), optax.constant_schedule(1.0)
 
 
 @pytest.fixture(scope="module")
@@ -91,27 +93,45 @@ def others(experts, by: int) -> np.ndarray:
     return np.where(experts < 0, experts, (experts + by) % CONFIG.num_experts).astype(experts.dtype)
 
 
-def gradient_and_loss(experience, *, name="gspo", sizes=None, microbatches=1, replay="none", **penalties):
-    """Return (gradients, metrics) of mini-batch 1 of 2; without a mesh if `sizes` is None."""
+class Trainer(NamedTuple):
+    """A first state, and the update with which one objective learns from mini-batch i of 2."""
+
+    start: Callable[[], TrainState]
+    update: Callable[[TrainState, Experience, int], tuple[TrainState, dict]]
+
+
+def make_trainer(*, name="gspo", sizes=None, microbatches=1, replay="none", **penalties) -> Trainer:
+    """Return the trainer of an objective; without a mesh if `sizes` is None."""
     record, schedule = recorder()
     objective = objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
     settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "critic": critic}
     settings |= {"penalties": Penalties(**penalties), "replay": replay}
+    first = partial(new_state, optimizer=record, critic=critic)
     if sizes is None:
-        update = make_update(GRAPH, SCORING, record, schedule, **settings)
-        after, metrics = update(objective, new_state(weights(), record, critic=critic), NONE, experience, 1)
-    else:
-        mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+        compiled = make_update(GRAPH, SCORING, record, schedule, **settings)
+        return Trainer(lambda: first(weights()), lambda state, batch, i: compiled(objective, state, NONE, batch, i))
+    mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    with jax.set_mesh(mesh):
+        shardings = state_shardings(SHAPES, record, mesh, critic=critic)
+        compiled = make_update(GRAPH, SCORING, record, schedule, shardings=shardings, **settings)
+
+    def update(state, batch, i):
         with jax.set_mesh(mesh):
-            shardings = state_shardings(SHAPES, record, mesh, critic=critic)
-            update = make_update(GRAPH, SCORING, record, schedule, shardings=shardings, **settings)
-            state = jax.device_put(new_state(weights(), record, critic=critic), shardings)
-            after, metrics = update(objective, state, NONE, hosts.shard_rows(mesh, experience), 1)
+            after, metrics = compiled(objective, state, NONE, hosts.shard_rows(mesh, batch), i)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the update keeps the state's sharding"
+        return after, metrics
+
+    return Trainer(lambda: jax.device_put(first(weights()), shardings), update)
+
+
+def gradient_and_loss(experience, *, trainer: Trainer | None = None, **settings):
+    """Return (gradients, metrics) of mini-batch 1 of 2, with a trainer of these settings by default."""
+    trainer = trainer or make_trainer(**settings)
+    after, metrics = trainer.update(trainer.start(), experience, 1)
     learners = [after.policy] if after.critic is None else [after.policy, after.critic]
-    return jax.device_get([learner.opt_state.trace for learner in learners]), jax.device_get(metrics)
+    return jax.device_get([learner.opt_state[0].trace for learner in learners]), jax.device_get(metrics)
 
 
 def distance(expected, found) -> float:
@@ -204,24 +224,42 @@ def by_the_definition(batch: Experience, name: str, replay: str):
             sums["critic"] = metrics_lib.of_critic(value, batch.returns, losses, clipped, mask)
         return total, (info, {"loss": total, **sums})
 
-    said = (scores.logprobs, scores.entropy, value)
-    back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
-    more, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, replayed=asked)
+    @jax.jit
+    def pull_back(scores, value):
+        said = (scores.logprobs, scores.entropy, value)
+        back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
+        more, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, replayed=asked)
+        return back, sums | more, maxima
+
+    back, sums, maxima = pull_back(scores, value)
     policy, critic = pulled_back(trained, batch, native if asked is None else asked, back)
-    return [policy, critic] if objective.critic else [policy], metrics_lib.from_sums(sums | more, maxima)
+    return [policy, critic] if objective.critic else [policy], metrics_lib.from_sums(sums, maxima)
+
+
+def replay_of(name: str) -> str:
+    """Return the replay of an objective's trainer on eight devices: they cycle through REPLAYS, gspo has r2."""
+    return REPLAYS[(objectives.catalogue.__all__.index(name) + 1) % len(REPLAYS)]
+
+
+on_eight = partial(make_trainer, sizes=EIGHT, microbatches=2, kl=0.1, entropy=0.01)
+
+
+@pytest.fixture(scope="module")
+def gspo() -> Trainer:
+    """Return the trainer of gspo on eight devices."""
+    return on_eight(name="gspo", replay=replay_of("gspo"))
 
 
 @pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo",)))
-def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches(name, whole):
+def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches(name, whole, gspo):
     """Gradients agree to 1e-6 with one forward, the objective, and one backward on whole rows.
 
-    The loss includes critic, reference KL, entropy bonus and mismatch correction. Replay cycles through REPLAYS.
+    The loss includes critic, reference KL, entropy bonus and mismatch correction.
     """
-    replay = REPLAYS[objectives.catalogue.__all__.index(name) % len(REPLAYS)]
     batch = take_minibatch(whole, 1, count=2, group_size=G)
-    expected, expected_metrics = by_the_definition(batch, name, replay)
-    settings = {"sizes": EIGHT, "microbatches": 2, "replay": replay, "kl": 0.1, "entropy": 0.01}
-    grads, metrics = gradient_and_loss(whole, name=name, **settings)
+    expected, expected_metrics = by_the_definition(batch, name, replay_of(name))
+    trainer = gspo if name == "gspo" else on_eight(name=name, replay=replay_of(name))
+    grads, metrics = gradient_and_loss(whole, trainer=trainer)
     assert distance(expected, grads) < 1e-6
     for metric, value in expected_metrics.items():
         # A correlation divides by float32 variances, which lose digits as differences of sums of squares.
@@ -279,42 +317,29 @@ def test_minibatches_are_whole_groups_and_a_partition():
         assert (part.reshape(-1, G) // G == part.reshape(-1, G)[:, :1] // G).all()
 
 
-@pytest.fixture(scope="module")
-def learn():
-    """Return (optimizer, update with two mini-batches) for gspo."""
-    opt, schedule = optimizer(learning_rate=1e-4)
-    settings = {"minibatches": 2, "microbatches": 2, "group_size": G}
-    return opt, partial(make_update(GRAPH, SCORING, opt, schedule, **settings), objectives.gspo())
-
-
 @pytest.mark.parametrize("bad", mostly_slow([np.nan, np.inf], always=[np.inf]))
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, experience, learn):
-    opt, update = learn
-    advantages = experience.advantages.copy()
-    advantages[:] = bad
-    state, before = new_state(weights(), opt), new_state(weights(), opt)
-    state, metrics = update(state, NONE, dataclasses.replace(experience, advantages=advantages), 0)
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, whole, gspo):
+    advantages = np.full_like(whole.advantages, bad)
+    before = gspo.start()
+    state, metrics = gspo.update(gspo.start(), dataclasses.replace(whole, advantages=advantages), 0)
     assert metrics["update/skipped"] == state.skipped == 1
     assert state.updates == 1
     chex.assert_trees_all_equal(state.policy, before.policy)
-    state, metrics = update(state, NONE, experience, 0)
+    state, metrics = gspo.update(state, whole, 0)
     assert metrics["update/skipped"] == 0
     assert state.skipped == 1
     assert leaf_errors(before.params, state.params) > 0
 
 
-def test_updates_make_good_responses_likelier(experience, learn):
-    opt, update = learn
-    exact = dataclasses.replace(experience, old=OldPolicy(experience.rollout.logprobs))
-    state = new_state(weights(), opt)
+def test_updates_make_good_responses_likelier(whole, gspo):
+    rollout, state = whole.rollout, gspo.start()
+    old = dataclasses.replace(whole.old, logprobs=rollout.logprobs, reference_logprobs=rollout.logprobs)
     for minibatch in range(2):
-        state, _ = update(state, NONE, exact, minibatch)
-    mask = experience.rollout.mask
-    gain = np.where(
-        mask, np.asarray(SCORE(Weights.full(state.params), experience.rollout).logprobs) - exact.old.logprobs, 0
-    )
-    gain = gain.sum(axis=1) / mask.sum(axis=1)
-    assert gain[experience.advantages > 0.5].mean() > gain[experience.advantages < -0.5].mean()
+        state, _ = gspo.update(state, dataclasses.replace(whole, old=old), minibatch)
+    scores = SCORE(Weights.full(jax.device_get(state.params)), rollout)
+    gain = np.where(rollout.mask, np.asarray(scores.logprobs) - rollout.logprobs, 0)
+    gain = gain.sum(axis=1) / rollout.mask.sum(axis=1)
+    assert gain[whole.advantages > 0.5].mean() > gain[whole.advantages < -0.5].mean()
 
 
 def test_learning_rate_warms_up_from_above_zero_and_ends_as_told():
