@@ -5,6 +5,7 @@ semantics and partitioning stay the same. A cache on disk shares the larger prog
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -60,6 +61,13 @@ def release_programs() -> Iterator[None]:
     mappings = Path("/proc/self/maps")
     if mappings.exists() and mappings.read_bytes().count(b"\n") > 25000:
         jax.clear_caches()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and never among the imports: tracing creates many objects that live long."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -89,6 +89,7 @@ def test_a_response_ends_with_its_first_eos(rollout):
     assert 0 < rollout.truncated.sum() < len(rollout.truncated), "the case has both finished and truncated responses"
 
 
+@pytest.mark.slow  # test_slots_change_nothing compares with responses decoded by themselves
 def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
     batch = prompts()
     order = np.array([5, 2])

@@ -125,7 +125,7 @@ def test_gae_whitened_of_equal_advantages_of_one_token_and_of_none_is_exactly_ze
         np.testing.assert_array_equal(got, np.zeros((7, 3)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     shape=st.sampled_from([(3, 1), (1, 5), (4, 6)]),
