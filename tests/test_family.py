@@ -90,8 +90,8 @@ def test_every_objective_is_made_from_its_config_line(name, data):
         assert getattr(found, field) == getattr(expected, field), field
 
 
-OTHERWISE = ["reinforce", "dr_grpo", "cispo", "rspo", "sapo"]
-"""Objectives that need other advantages, other weights or the router's shift; gspo, dapo, ppo and gspo_token have tests
+OTHERWISE = ["dr_grpo", "rspo"]
+"""Objectives with other advantages and weights, and with the router's shift; gspo, dapo, ppo and gspo_token have tests
 of their own, and the rest is wired as one of these."""
 
 

@@ -151,8 +151,6 @@ def reference(experience):
     ("sizes", "microbatches"),
     [
         (None, 4),
-        ({"data": 1}, 1),
-        ({"data": 2, "expert": 2}, 4),
         ({"fsdp": 8}, 1),
         (EIGHT, 2),
         ({"expert": 4, "tensor": 2}, 1),
@@ -317,7 +315,7 @@ def test_minibatches_are_whole_groups_and_a_partition():
         assert (part.reshape(-1, G) // G == part.reshape(-1, G)[:, :1] // G).all()
 
 
-@pytest.mark.parametrize("bad", mostly_slow([np.nan, np.inf], always=[np.inf]))
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, whole, gspo):
     advantages = np.full_like(whole.advantages, bad)
     before = gspo.start()

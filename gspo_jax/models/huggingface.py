@@ -82,7 +82,7 @@ def load_params(
       config: the folder's model.
       mesh: the devices to load onto; None is the default device.
       dtype: the parameters' dtype, None for the embedding's in the file; those declared `float32` (norms, router) are
-        float32 whatever it is.
+        always float32.
 
     Raises:
       UserError: the mesh does not divide the model, or a file or tensor is missing, damaged or misshapen.
