@@ -33,13 +33,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
 
 LONGEST_FIRST = (
+    "test_plan",
     "test_pod",
     "test_family",
-    "test_train",
     "test_update",
+    "test_train",
     "test_tpu_compile",
     "test_tpu_kernels",
-    "test_plan",
     "test_decoder",
     "test_objectives_catalogue",
     "test_tpu_decode",

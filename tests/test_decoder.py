@@ -89,17 +89,6 @@ def test_a_response_ends_with_its_first_eos(rollout):
     assert 0 < rollout.truncated.sum() < len(rollout.truncated), "the case has both finished and truncated responses"
 
 
-@pytest.mark.slow  # test_slots_change_nothing compares with responses decoded by themselves
-def test_a_response_depends_on_its_own_key_and_prompt_alone(rollout):
-    batch = prompts()
-    order = np.array([5, 2])
-    keys = response_keys(jax.random.key(1), jnp.concatenate([jnp.arange(5 * G, 6 * G), jnp.arange(2 * G, 3 * G)]))
-    alone = decode(weights(), Prompts(batch.tokens[order], batch.lengths[order]), keys)
-    rows = np.concatenate([np.arange(5 * G, 6 * G), np.arange(2 * G, 3 * G)])
-    np.testing.assert_array_equal(alone.tokens, rollout.tokens[rows])
-    np.testing.assert_allclose(alone.logprobs, rollout.logprobs[rows], atol=1e-5)
-
-
 def same(found, expected):
     """Assert equal tokens and experts, and log-probs equal up to float32 rounding."""
     found, expected = jax.device_get((found, expected))
@@ -138,11 +127,11 @@ def one_by_one():
     return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
 
 
-EXITS = EarlyExit(max_tokens=300), EarlyExit(min_ended=0.4), EarlyExit(max_tokens=1)
+EXITS = EarlyExit(max_tokens=300), EarlyExit(min_ended=0.4)
 
 
 @pytest.mark.slow  # test_episodes.py resumes such responses too
-@pytest.mark.parametrize(("early_exit", "slots"), zip(EXITS, (None, 7, 7), strict=True), ids=str)
+@pytest.mark.parametrize(("early_exit", "slots"), zip(EXITS, (None, 7), strict=True), ids=str)
 def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     """Responses cut off by an early exit, prefilled again as prefixes and resumed, equal those that never stopped."""
     cut = long(slots, early_exit=early_exit)
@@ -210,7 +199,7 @@ def test_nor_does_the_order_of_the_queue(one_by_one):
     same(found.rollout, jax.tree.map(lambda x: x[rows], one_by_one))
 
 
-LAYOUTS = [(sizes, (None, 16)[i % 2]) for i, sizes in enumerate(MESHES)]
+LAYOUTS = [(sizes, (None, 16)[i % 2]) for i, sizes in enumerate(MESHES) if i]
 
 
 @pytest.mark.parametrize(

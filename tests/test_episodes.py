@@ -108,16 +108,16 @@ def test_short_prompts_are_read_in_a_shorter_bucket(sampler, unbroken):
         np.testing.assert_array_equal(np.delete(wider, [6, 7], axis=1), own)
 
 
-HOW = [EarlyExit(min_ended=0.5), EarlyExit(max_tokens=30)]
+HOW = [(EarlyExit(min_ended=0.5), 1), (EarlyExit(max_tokens=30), 2)]
 
 
-@pytest.mark.parametrize("how", mostly_slow(HOW, always=HOW[:1]), ids=str)
-def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, unbroken):
+@pytest.mark.parametrize(("how", "rounds"), mostly_slow(HOW, always=HOW[:1]), ids=str)
+def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, rounds, sampler, unbroken):
     """Under a fixed policy, partial rollouts equal one call: tokens, log-probs, routes. No response comes twice."""
     player = Player(sampler)
     buffer, seen = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=how), []
     begin = dealer(player)
-    for left in (6, 4):  # four new groups at a time while fewer than six are in flight
+    for left in (6, 4) * rounds:  # four new groups at a time while fewer than six are in flight
         played = buffer.batch(begin)
         assert len(buffer) == left
         rows = [row_of(played, i) for i in range(4)]
@@ -130,7 +130,7 @@ def test_a_policy_that_does_not_change_samples_the_same_in_parts(how, sampler, u
         np.testing.assert_allclose(found.behaviour_logprobs, found.logprobs)
         np.testing.assert_allclose(found.routes.logprobs, unbroken.routes.logprobs[rows], atol=1e-5)
         assert played.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
-    assert len(set(seen)) == len(seen) == 8
+    assert len(set(seen)) == len(seen) == 8 * rounds
     assert buffer.calls > 2 or how.min_ended < 1
 
 

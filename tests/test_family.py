@@ -28,12 +28,11 @@ from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import make_policy, read_folder
 from gspo_jax.train import train
 from gspo_jax.types import UserError
-from tests.tiny import mostly_slow
 
 ROOT = Path(__file__).parent.parent
 ADDER, COUNTER = (ROOT / "tests" / "golden" / name for name in ("adder", "counter"))
 PARTIAL = {"partial/left", "partial/calls", "response/older"}
-"""The metrics of partial rollouts alone."""
+"""The metrics of partial rollouts alone, which test_resume.py reads."""
 CLOCK = ("time", "timing/", "throughput/", "compile/")
 
 
@@ -166,34 +165,24 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
 
 
-RUNS = [("steps,runlocal", "ppo"), ("steps,partial,runlocal", "gspo_token")]
-
-
-@pytest.mark.parametrize(("arg", "name"), mostly_slow(RUNS, always=RUNS[:1]))
-def test_two_turns_with_a_reward_per_valid_step(arg, name, data, tmp_path, written):
+def test_two_turns_with_a_reward_per_valid_step(data, tmp_path, written):
     """Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity."""
-    config = settings(data, arg=arg, model__folder=str(COUNTER), iterations=1 + ("partial" in arg))
+    config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
     assert config.objective.name == "gspo_token"
     config.environment.name = "countdown_feedback"
     config.sampling.max_response_length = 64
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
-    if name == "ppo":
-        use_ppo(config, "own")
+    use_ppo(config, "own")
     rows = run(config, tmp_path / "run", written)
     responses = config.data.prompts_per_batch * config.sampling.group_size / config.training.minibatches
     for row in rows:
         assert row["response/turns"] > 1 and row["response/drawn"] < 1
-        assert ("response/older" in row) == ("partial" in arg)
         drawn = row["response_length/mean"] * row["response/drawn"] * responses
         assert row["update/tokens"] == pytest.approx(drawn)
         assert 0 < row["routing/dropped"] < 0.5
         assert 0 <= row["reward/countdown_steps"] <= 1
-        assert ("critic/loss" in row and row["reference/kl"] > 0) == (name == "ppo")
+        assert np.isfinite(row["critic/loss"]) and row["reference/kl"] > 0
     assert max(row["reward/countdown_steps"] for row in rows) > 0
-    if "partial" in arg:
-        last = [row for row in rows if row["minibatch"] == config.training.minibatches - 1]
-        assert all(row["partial/left"] == 8 and row["partial/calls"] > 0 for row in last)
-        assert {name for row in rows for name in row} >= PARTIAL
 
 
 @pytest.mark.slow

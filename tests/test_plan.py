@@ -12,7 +12,7 @@ import pytest
 from gspo_jax import cli, plan
 from gspo_jax.engine import build
 from gspo_jax.models import flops, published
-from gspo_jax.models.published import MODELS, find
+from gspo_jax.models.published import find
 from gspo_jax.parallel import hlo, topology
 from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
@@ -147,24 +147,10 @@ def test_a_mesh_that_does_not_fit_the_slice(tmp_path):
         plan.plan(config, "v5p:4x4x4", cache=tmp_path)
 
 
-def scaled_down():
-    """Return the recipe with short responses and small batches, for a slice of eight chips."""
-    config = cli.load_config(RECIPE)
-    config.data.prompts_per_batch, config.sampling.group_size = 32, 4
-    config.sampling.max_response_length = 960
-    config.data.max_prompt_length = 64
-    config.sampling.mesh.update({"data": 1, "expert": 8})
-    config.training.logprob_chunk = 8 * 1024
-    return config
-
-
 def figures(name):
-    """Return the plan of the scaled-down recipe on slice `name`; on v5p:4x4x4, the plan of the full 30B recipe."""
-    whole = name == "v5p:4x4x4"
-    if not whole:
-        MODELS["Qwen3-30B-A3B"] = dataclasses.replace(find("Qwen3-30B-A3B"), num_layers=4, vocab_size=4096)
+    """Return the plan of the recipe on slice `name`."""
     with TemporaryDirectory() as cache:
-        config = cli.load_config(RECIPE) if whole else scaled_down()
+        config = cli.load_config(RECIPE)
         found = plan.plan(config, name, cache=Path(cache))
         again = plan.plan(config, name, cache=Path(cache), only=["reshard"])
     assert again["programs"]["reshard"] == found["programs"]["reshard"]
@@ -173,9 +159,9 @@ def figures(name):
 
 @pytest.mark.slow
 @ahead.needs_libtpu
-@pytest.mark.parametrize("name", ["v6e:2x4", "v5p:4x4x4"])
-def test_every_program_of_a_recipe_fits_and_is_counted_right(name):
-    found = ahead.figures("tests.test_plan", name)
+def test_every_program_of_the_recipe_fits_and_is_counted_right():
+    """The 30B recipe on 64 chips of v5p: the figures in docs/plan.md."""
+    found = ahead.figures("tests.test_plan", "v5p:4x4x4")
     assert list(found["programs"]) == ["update", "score", "sample_prefill", "sample_decode", "reshard"]
     for program in found["programs"].values():
         assert program["fits"] and program["peak_bytes"] < program["limit_bytes"]
@@ -187,13 +173,11 @@ def test_every_program_of_a_recipe_fits_and_is_counted_right(name):
         "gradients are reduce-scattered, not all-reduced"
     )
     seconds = update["seconds"]
-    assert 0 < seconds["exposed"] < 0.8 * seconds["ici"], "part of the gathers overlaps with compute"
-    if name == "v5p:4x4x4":  # the figures in docs/plan.md
-        assert seconds["exposed"] < 0.5 * seconds["ici"]
-        assert update["peak_bytes"] <= 60e9 and update["seconds"]["per_op"] <= 1.20
-        assert update["ici_bytes"] <= 185e9
-        assert found["programs"]["sample_decode"]["peak_bytes"] <= 13e9
-    assert topology.generation(name) == found["chip"]
+    assert 0 < seconds["exposed"] < 0.5 * seconds["ici"], "most gathers overlap with compute"
+    assert update["peak_bytes"] <= 60e9 and seconds["per_op"] <= 1.20
+    assert update["ici_bytes"] <= 185e9
+    assert found["programs"]["sample_decode"]["peak_bytes"] <= 13e9
+    assert found["chip"] == "v5p"
 
 
 if __name__ == "__main__":

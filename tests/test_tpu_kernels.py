@@ -106,20 +106,23 @@ def ring(target, name, dtype):
         return read(topology.lower(run, q, k, number, number, rows).compile())
 
 
-def dtypes(target):
-    """Return the types that are compiled: both for v5p, and for the others what a TPU trains in."""
-    return ("bfloat16", "float32") if target.startswith("v5p") else ("bfloat16",)
+LARGEST = {(attention, "long"), (experts, "many"), (ring, "long")}
+REMATERIALISED = ("dots", "full")
+
+
+def cases(target):
+    """Return (function, name, dtype) of what is compiled: all for v5p, and for others the largest in bfloat16."""
+    named = [(of, name) for of, names in ((attention, SEGMENTS), (experts, ROWS), (ring, RINGS)) for name in names]
+    if target.startswith("v5p"):
+        return [(*case, dtype) for case in named for dtype in ("bfloat16", "float32")]
+    return [(*case, "bfloat16") for case in named if case in LARGEST]
 
 
 def figures(target):
-    """Compile every kernel for one slice and return what was read of each."""
-    kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in ("dots", "full")}
-    return kept | {
-        f"{of.__name__}, {name}, {dtype}": of(target, name, dtype)
-        for of, names in ((attention, SEGMENTS), (experts, ROWS), (ring, RINGS))
-        for name in names
-        for dtype in dtypes(target)
-    }
+    """Compile the kernels for one slice and return what was read of each."""
+    remats = REMATERIALISED if target.startswith("v5p") else ()
+    kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in remats}
+    return kept | {f"{of.__name__}, {name}, {dtype}": of(target, name, dtype) for of, name, dtype in cases(target)}
 
 
 @pytest.mark.slow
@@ -133,22 +136,22 @@ def test_the_tpu_compiler_takes_every_kernel(target):
     """
     found = ahead.figures("tests.test_tpu_kernels", target)
     forward, both, dq = (f"splash_mqa_{phase}_segmented" for phase in ("fwd", "dkv", "dq"))
-    for name, (prompt, responses, length) in SEGMENTS.items():
-        for dtype in dtypes(target):
-            result = found[f"attention, {name}, {dtype}"]
+    for of, name, dtype in cases(target):
+        result = found[f"{of.__name__}, {name}, {dtype}"]
+        if of is attention:
+            prompt, responses, length = SEGMENTS[name]
             apart = {f"{dq}_no_residuals": 1} if name == "long" else {}
             assert result["kernels"] == {f"{forward}_residuals": 1, f"{both}_no_residuals": 1} | apart
             queries = (prompt + responses * length) * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries
-    for remat, forwards in (("dots", 1), ("full", 2)):  # "dots" saves what the backward kernels need of the output
-        assert found[f"attention, {remat}"]["kernels"][f"{forward}_residuals"] == forwards
-    for name in ROWS:
-        for dtype in dtypes(target):
+        elif of is experts:
             kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}
-            assert found[f"experts, {name}, {dtype}"]["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
-    for name in RINGS:
-        for dtype in dtypes(target):
-            assert found[f"ring, {name}, {dtype}"]["kernels"] == {"ring_softmax": 1}
+            assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
+        else:
+            assert result["kernels"] == {"ring_softmax": 1}
+    if target.startswith("v5p"):
+        counts = [found[f"attention, {remat}"]["kernels"][f"{forward}_residuals"] for remat in REMATERIALISED]
+        assert counts == [1, 2], "dots saves what the backward kernels need of the output"
 
 
 if __name__ == "__main__":

@@ -260,9 +260,9 @@ def test_every_objective_is_its_definition_on_eight_devices_and_in_micro_batches
     grads, metrics = gradient_and_loss(whole, trainer=trainer)
     assert distance(expected, grads) < 1e-6
     for metric, value in expected_metrics.items():
-        # A correlation divides by float32 variances, which lose digits as differences of sums of squares.
-        tolerances = {"atol": 3e-4} if metric == "mismatch/pearson" else {"rtol": 2e-5, "atol": 1e-6}
-        np.testing.assert_allclose(metrics[metric], value, **tolerances, err_msg=metric)
+        # Float32 variances lose digits as differences of sums of squares.
+        atol = {"mismatch/pearson": 3e-4, "critic/explained_variance": 1e-5}.get(metric, 1e-6)
+        np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
 
 
 @pytest.mark.slow
