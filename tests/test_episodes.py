@@ -49,7 +49,7 @@ def sampler() -> Sampler:
         group_size=G,
         sampling=SamplingParams(),
         stop=StopRule(max_length=T, eos_ids=(5, *GOES_ON)),
-        slots=8,  # fewer than responses, so that resumed ones are refilled too
+        slots=4,  # fewer than responses, so that resumed ones are refilled too
         router_logprobs=True,
     )
 
