@@ -73,6 +73,7 @@ def test_routes_equal_the_trainers_where_known(rollout):
     np.testing.assert_array_equal(own.experts[known], experts[known])
     np.testing.assert_allclose(own.logprobs[known], logprobs[known], atol=1e-5)
     assert own.experts.dtype == np.int8
+    assert (own.experts[~known] == -1).all()
     assert not own.logprobs[~known].any()
     fed = rollout.prompt_lengths + rollout.mask.sum(axis=1) - 1
     np.testing.assert_array_equal(known.sum(axis=1), fed, "every token but the last was fed")

@@ -17,8 +17,6 @@ from gspo_jax.kernels.attention import segment_attention
 from gspo_jax.models import transformer
 from gspo_jax.models.attention import rms_norm
 from gspo_jax.models.moe import Routing, route
-from gspo_jax.parallel import hosts
-from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import generate, response_keys
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing import drift
@@ -29,7 +27,7 @@ from gspo_jax.training.state import new_state
 from gspo_jax.training.update import Penalties, make_update
 from gspo_jax.types import Experience, OldPolicy, RouterRecord, Weights
 from tests import tiny
-from tests.tiny import leaf_errors, place, prompts
+from tests.tiny import leaf_errors, prompts
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
 """300 experts: ids that do not fit into a byte."""
@@ -38,7 +36,6 @@ weights = partial(tiny.weights, CONFIG)
 P, G, S, T, E = 4, 4, 5, 6, CONFIG.num_experts
 SCORING = Scoring(logprob_chunk=64, group_size=G)
 NO_PENALTIES = Penalties()
-MESH = {"data": 2, "fsdp": 2, "expert": 2}
 
 
 def reference():
@@ -119,17 +116,6 @@ def test_replaying_the_own_routes_changes_no_bit(rollout, native):
 @pytest.mark.slow
 def test_a_program_without_replay_gives_the_same_bits(rollout, native):
     assert_same(native, jax.device_get(learn(weights(), rollout, None)))
-
-
-@pytest.mark.slow
-def test_nor_do_own_routes_on_eight_devices(rollout, native):
-    mesh = mesh_lib.make_mesh(MESH)
-    with jax.set_mesh(mesh):
-        policy, rows = Weights.full(place(weights().trainable, mesh, CONFIG)), hosts.shard_rows(mesh, rollout)
-        expected = jax.device_get(learn(policy, rows, None))
-        assert_same(expected, learn(policy, rows, expected[1].routes.experts))
-    there = real(rollout)
-    np.testing.assert_array_equal(expected[1].routes.experts[:, there], native[1].routes.experts[:, there])
 
 
 def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, foreign, followed):
