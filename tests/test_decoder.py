@@ -19,7 +19,7 @@ from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_ke
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
-from tests.tiny import CONFIG, MESHES, mesh_id, mostly_slow, params, place, prompts, weights
+from tests.tiny import CONFIG, mesh_id, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
@@ -200,12 +200,18 @@ def test_nor_does_the_order_of_the_queue(one_by_one):
     same(found.rollout, jax.tree.map(lambda x: x[rows], one_by_one))
 
 
-LAYOUTS = [(sizes, (None, 16)[i % 2]) for i, sizes in enumerate(MESHES) if i]
+EIGHT = {"data": 2, "fsdp": 2, "expert": 2}
+LAYOUTS = [
+    ({"fsdp": 8}, 16),
+    (EIGHT, 16),
+    ({"data": 2, "expert": 2, "tensor": 2}, None),
+    ({"expert": 4, "tensor": 2}, None),
+]
 
 
 @pytest.mark.parametrize(
     ("sizes", "slots"),
-    mostly_slow(LAYOUTS, always=[({"data": 2, "fsdp": 2, "expert": 2}, 16)]),
+    mostly_slow(LAYOUTS, always=[(EIGHT, 16)]),
     ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
 )
 def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
@@ -255,7 +261,7 @@ def test_the_loop_copies_no_cache():
 
 
 def test_the_samplers_copy_is_cast_but_for_router_and_norms():
-    mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    mesh = mesh_lib.make_mesh(EIGHT)
     with jax.set_mesh(mesh):
         copy = make_reshard(SHAPES, mesh, jnp.bfloat16)(Weights.full(place(params(), mesh)))
     copied = copy.trainable
@@ -269,7 +275,7 @@ def test_the_samplers_copy_is_cast_but_for_router_and_norms():
 
 def test_no_second_copy_of_the_weights_is_made_on_the_way_to_the_sampler():
     """Resharding goes layer by layer, so temporaries stay below half of the output of this eight-layer model."""
-    mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    mesh = mesh_lib.make_mesh(EIGHT)
     config = dataclasses.replace(CONFIG, hidden_size=128, moe_intermediate_size=64, num_layers=8)
     shapes = Weights.full(transformer.abstract(config)[1])
     shardings = mesh_lib.param_shardings(shapes, mesh)

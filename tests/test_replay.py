@@ -191,18 +191,17 @@ def olds(rollout):
 
 
 @functools.cache
-def make(replay: str, microbatches: int, group_size: int, penalties: Penalties):
+def make(replay: str, microbatches: int, penalties: Penalties):
     """Return an update on the whole experience whose new optimizer state is the gradient."""
     settings = {"minibatches": 1, "microbatches": microbatches, "group_size": G, "replay": replay}
-    scoring = dataclasses.replace(SCORING, group_size=group_size)
     record = optax.trace(decay=0.0), optax.constant_schedule(1.0)
-    return partial(make_update(GRAPH, scoring, *record, penalties=penalties, **settings), objectives.gspo())
+    return partial(make_update(GRAPH, SCORING, *record, penalties=penalties, **settings), objectives.gspo())
 
 
-def update(experience, policy, *, replay="none", microbatches=1, group_size=G, penalties=NO_PENALTIES):
+def update(experience, policy, *, replay="none", microbatches=1, penalties=NO_PENALTIES):
     """Return gradient and metrics of one update."""
     state = new_state(jax.tree.map(jnp.array, policy), optax.trace(decay=0.0))
-    after, metrics = make(replay, microbatches, group_size, penalties)(state, policy.frozen, experience, 0)
+    after, metrics = make(replay, microbatches, penalties)(state, policy.frozen, experience, 0)
     return jax.device_get((after.policy.opt_state.trace, metrics))
 
 
@@ -327,14 +326,6 @@ def expected_losses(rollout, olds):
 
 
 LOSSES = Penalties(balance=0.3, router_z=0.01)
-
-
-@pytest.mark.slow
-def test_the_routers_losses_are_those_of_all_probabilities(rollout, olds, expected_losses):
-    """With zero advantages only the router losses have a gradient; four micro-batches, no prompt sharing."""
-    experience = experience_of(rollout, olds["r2"], scale=0)
-    found = update(experience, weights(), microbatches=4, group_size=1, penalties=LOSSES)
-    assert_losses(expected_losses, *found)
 
 
 def assert_losses(expected_losses, gradient, metrics):
