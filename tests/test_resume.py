@@ -31,5 +31,5 @@ def test_kill_9_and_resume_of_unfinished_episodes_is_bitwise_equal(tmp_path):
     assert max(row.get("actor/grad_norm", 0) for row in rows_of(whole)) > 0.1, "some update has a gradient"
     older = [row["response/older"] for row in rows_of(whole) if row.get("iteration", 0) > 2]
     assert max(older) > 0, "some responses resume from the checkpoint's buffer"
-    last = rows_of(whole)[-1]
-    assert last["partial/left"] > 0 and last["partial/calls"] > 0
+    assert rows_of(whole)[-1]["partial/left"] > 0
+    assert max(row.get("partial/calls", 0) for row in rows_of(whole)) > 0
