@@ -19,7 +19,7 @@ from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_ke
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
-from tests.tiny import CONFIG, mesh_id, mostly_slow, params, place, prompts, weights
+from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
@@ -200,7 +200,6 @@ def test_nor_does_the_order_of_the_queue(one_by_one):
     same(found.rollout, jax.tree.map(lambda x: x[rows], one_by_one))
 
 
-EIGHT = {"data": 2, "fsdp": 2, "expert": 2}
 LAYOUTS = [
     ({"fsdp": 8}, 16),
     (EIGHT, 16),

@@ -90,8 +90,8 @@ def test_every_objective_is_made_from_its_config_line(name, data):
 
 
 OTHERWISE = ["dr_grpo", "rspo"]
-"""Objectives with other advantages and weights, and with the router's shift; gspo, dapo, ppo and gspo_token have tests
-of their own, and the rest is wired as one of these."""
+"""Objectives with other advantages and weights, and with the router's shift. Other tests run gspo, dapo, ppo and
+gspo_token (test_pod.py), and the rest is wired as one of these."""
 
 
 @pytest.mark.slow

@@ -216,7 +216,7 @@ def run(name: str, hyper: Hyper, batch: oracles.Batch):
 # --- 1: the oracle --------------------------------------------------------------------------------
 
 
-SEEDS = [range(12), range(12, 60)]
+SEEDS = [range(12), range(12, 66)]
 
 
 @pytest.mark.parametrize("seeds", mostly_slow(SEEDS, always=SEEDS[:1]), ids=str)
@@ -230,7 +230,7 @@ def test_value_and_gradient_equal_the_oracle(name, hyper, seeds):
         if np.all((want.margin == 0) | (want.margin > 1e-5)):
             assert_equals_the_oracle(name, hyper, batch, want)
             counted += 1
-    assert counted >= len(seeds) / 4
+    assert counted > len(seeds) / 3
 
 
 def assert_equals_the_oracle(name: str, hyper: Hyper, batch: oracles.Batch, want: oracles.Verdict) -> None:

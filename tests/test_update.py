@@ -31,7 +31,7 @@ from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, 
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
-from tests.tiny import CONFIG, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, prompts, weights
+from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, prompts, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
@@ -40,7 +40,6 @@ G, P, T = 4, 16, 10
 SCORING = Scoring(logprob_chunk=64, group_size=4)
 SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 CRITIC_GRAPH, CRITIC_SHAPES = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
-EIGHT = {"data": 2, "fsdp": 2, "expert": 2}
 
 
 def optimizer(**changes):
@@ -286,7 +285,11 @@ def test_objectives_are_their_definition_on_eight_devices_and_in_micro_batches(n
         atol = {"mismatch/pearson": 3e-4, "critic/explained_variance": 1e-5}.get(metric, 1e-6)
         np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
     for metric, value in metrics_by_hand(scores, batch).items():
-        np.testing.assert_allclose(metrics[metric], value, rtol=0.02, err_msg=metric)
+        # Without replay the sampler agrees with the trainer, and the mismatch is rounding.
+        atol = 1e-5 if metric.startswith("mismatch/") else 1e-8
+        np.testing.assert_allclose(metrics[metric], value, rtol=2e-4, atol=atol, err_msg=metric)
+    if replay_of(name) == "none":
+        assert metrics["mismatch/max"] < 1e-4
 
 
 @pytest.mark.slow

@@ -53,11 +53,12 @@ def mixed_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.FAMILIES, "mixed", types.SimpleNamespace(**vars(qwen3) | own))
 
 
+EIGHT = {"data": 2, "fsdp": 2, "expert": 2}
 MESHES = [
     {"data": 8},
     {"fsdp": 8},
     {"expert": 8},
-    {"data": 2, "fsdp": 2, "expert": 2},
+    EIGHT,
     {"data": 2, "expert": 2, "tensor": 2},
     {"fsdp": 2, "expert": 2, "tensor": 2},
     {"expert": 4, "tensor": 2},
