@@ -39,16 +39,26 @@ extra="test"
 case " $* " in *" -m slow "* | *" -m faults "*) extra="slow" ;; esac
 ensure_venv "$extra"
 bin=.venv/bin
+# Checking types takes longer than all other checks together, so it runs beside the tests.
+$bin/pyright --pythonpath $bin/python >.venv/types.log 2>&1 &
+types=$!
+trap 'kill $types 2>/dev/null || true' EXIT
 check "ruff check" $bin/ruff check .
 check "ruff format" $bin/ruff format --check .
 check "layers" $bin/lint-imports
 check "shellcheck" $bin/shellcheck -x launch/*.sh .ci/run
-check "types" $bin/pyright --pythonpath $bin/python
 
 coverage=(--cov=gspo_jax/objectives --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100)
 if selects "$@"; then coverage=(); fi
 code=0
 $bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder ${coverage[@]+"${coverage[@]}"} "$@" || code=$?
+if wait $types; then
+  echo "ok      types"
+else
+  cat .venv/types.log
+  echo "FAILED  types: $bin/pyright --pythonpath $bin/python"
+  failed+=("types")
+fi
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed checks: ${failed[*]}" >&2
   if [ "$code" = 0 ]; then code=1; fi

@@ -32,14 +32,14 @@ TOTAL = np.array([1.0, 0.0, 0.5, 0.5], np.float32)
 
 
 def rollout(tag: int = 0) -> Rollout:
-    """Return a rollout whose tokens identify the row and the round."""
+    """Return a rollout whose tokens identify the row and the round; what the mask holds beyond MASK is no action."""
     tokens = np.where(MASK, tag + np.arange(B)[:, None], -1).astype(np.int32)
     none = np.full((B, T, 1, 1), -1, np.int8)
     return Rollout(
         np.zeros((B, 2), np.int32),
         np.full(B, 2),
         tokens,
-        MASK,
+        np.ones((B, T), bool),
         MASK,
         np.array([True, False, False, True]),
         SAMPLER,

@@ -89,15 +89,10 @@ def test_every_objective_is_made_from_its_config_line(name, data):
         assert getattr(found, field) == getattr(expected, field), field
 
 
-OTHERWISE = ["dr_grpo", "rspo"]
-"""Objectives with other advantages and weights, and with the router's shift. Other tests run gspo, dapo, ppo and
-gspo_token (test_pod.py), and the rest is wired as one of these."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_objectives_train_by_their_config_line(name, data, tmp_path, written):
-    config = settings(data, model__folder=str(ADDER), objective__name=name, iterations=2)
+def test_rspo_trains_by_its_config_line(data, tmp_path, written):
+    """The objective with the router's shift. Other tests run gspo, dapo, ppo, gspo_token; the rest is wired alike."""
+    config = settings(data, model__folder=str(ADDER), objective__name="rspo", iterations=2)
     rows = run(config, tmp_path / "run", written)
     assert rows[0]["reward/mean"] > 0
     assert rows[0]["routing/router_shift"] == pytest.approx(1.0, abs=1e-5), "policy and router have not moved yet"
@@ -136,6 +131,7 @@ def test_ppo_with_either_critic_and_its_kl_in_the_reward(trunk, data, tmp_path, 
             assert [row[name] for name in same] == [other[name] for name in same], "the critic is in the checkpoint"
 
 
+@pytest.mark.slow
 def test_the_whole_loop_of_dapo(data, tmp_path, written):
     """DAPO with a reference KL in the loss, a mismatch correction, R2, and router losses."""
     config = settings(
@@ -165,24 +161,36 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
     )
 
 
-def test_two_turns_with_a_reward_per_valid_step(data, tmp_path, written):
-    """Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity."""
+def test_everything_at_once(data, tmp_path, written):
+    """PPO in two turns with step rewards, dynamic sampling, overlong filtering, a mismatch correction, and R2.
+
+    Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity.
+    """
     config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
     assert config.objective.name == "gspo_token"
     config.environment.name = "countdown_feedback"
-    config.sampling.max_response_length = 64
+    config.sampling.update({"max_response_length": 64, "rounds": 2})
+    config.overlong.update({"penalty": 1.0, "cache": 6, "filter": True})
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     use_ppo(config, "own")
+    config.training.old_logprobs = "recompute"
+    config.mismatch.correction = "tis"
+    config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
     rows = run(config, tmp_path / "run", written)
     responses = config.data.prompts_per_batch * config.sampling.group_size / config.training.minibatches
     for row in rows:
         assert row["response/turns"] > 1 and row["response/drawn"] < 1
-        drawn = row["response_length/mean"] * row["response/drawn"] * responses
-        assert row["update/tokens"] == pytest.approx(drawn)
+        assert row["update/tokens"] < row["response_length/mean"] * row["response/drawn"] * responses
+        assert row["response/learned"] <= 1 - row["response/truncated"] + 1e-6
+        assert -1 <= row["reward/overlong"] < 0 and 0 <= row["reward/countdown_steps"] <= 1
         assert 0 < row["routing/dropped"] < 0.5
-        assert 0 <= row["reward/countdown_steps"] <= 1
+        assert row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5
         assert np.isfinite(row["critic/loss"]) and row["reference/kl"] > 0
     assert max(row["reward/countdown_steps"] for row in rows) > 0
+    assert rows[0]["routing/flip_rate"] == 0, "the old policy's routes are the trainer's own"
+    assert rows[1]["routing/flip_rate"] > 0, "the router's own choice drifts although replay overrules it"
+    assert rows[1]["dynamic/rounds"] == 2 and 0 < rows[1]["dynamic/dropped"] < 1
+    assert rows[1]["reward/zero_std"] == rows[1]["dynamic/filled"], "only what fills the batch has no contrast"
 
 
 @pytest.mark.slow

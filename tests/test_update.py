@@ -22,8 +22,6 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.objectives.regularizers import value_loss
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout.decoder import generate, response_keys
-from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import REPLAYS, experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
@@ -38,7 +36,7 @@ NONE = nnx.State({})
 """Empty frozen weights, as in full training."""
 G, P, T = 4, 16, 10
 SCORING = Scoring(logprob_chunk=64, group_size=4)
-SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
+RECOMPUTE = make_old_policy(GRAPH, SCORING, recompute=True)
 CRITIC_GRAPH, CRITIC_SHAPES = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
 
 
@@ -55,13 +53,26 @@ def recorder():
 @pytest.fixture(scope="module")
 def experience() -> Experience:
     """Return ragged responses whose old log-probs are slightly off the policy's, so that ratios are not 1."""
-    keys = response_keys(jax.random.key(1), jnp.arange(P * G))
-    stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
-    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True, "slots": 4}
-    rollout = jax.device_get(generate(GRAPH, weights(), prompts(P=P), keys, **settings).rollout)
-    rng = np.random.default_rng(0)
-    old = rollout.logprobs + 1e-3 * rng.standard_normal(rollout.logprobs.shape).astype(np.float32)
-    return Experience(rollout, rollout.mask, OldPolicy(old), rng.standard_normal(P * G).astype(np.float32))
+    rng, asked, B = np.random.default_rng(0), prompts(P=P), P * G
+    lengths = rng.permutation(np.arange(B) % T + 1)[:, None]
+    mask = np.arange(T) < lengths
+    said = {
+        "prompts": np.repeat(asked.tokens, G, axis=0),
+        "prompt_lengths": np.repeat(asked.lengths, G),
+        "tokens": np.where(mask, rng.integers(1, CONFIG.vocab_size, (B, T)), 0).astype(np.int32),
+        "mask": mask,
+        "action_mask": mask,
+        "truncated": lengths[:, 0] == T,
+    }
+    nothing = np.zeros((B, T), np.float32)
+    silent = Rollout(**said, behaviour_logprobs=nothing, logprobs=nothing, routes=RouterRecord(nothing, None))
+    scored = jax.device_get(RECOMPUTE(weights(), None, None, silent))
+    logprobs = np.where(mask, scored.logprobs, 0)
+    fed = np.arange(-asked.tokens.shape[1], T) != lengths - 1  # a sampler never feeds a response's last token
+    routes = dataclasses.replace(scored.routes, experts=np.where(fed[..., None, None], scored.routes.experts, -1))
+    rollout = Rollout(**said, behaviour_logprobs=logprobs, logprobs=logprobs, routes=routes)
+    old = logprobs + 1e-3 * rng.standard_normal((B, T)).astype(np.float32)
+    return Experience(rollout, mask, OldPolicy(old), rng.standard_normal(B).astype(np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,7 @@ def whole(experience) -> Experience:
     Old policy and sampler recorded different experts, and neither those that the policy itself would choose.
     """
     rng, r = np.random.default_rng(1), experience.rollout
-    routes = make_old_policy(GRAPH, SCORING, recompute=True)(weights(), None, None, r).routes
+    routes = RECOMPUTE(weights(), None, None, r).routes
     noise = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32)
     old = dataclasses.replace(
         experience.old,
@@ -344,8 +355,8 @@ def test_updates_make_good_responses_likelier(whole, gspo):
     old = dataclasses.replace(whole.old, logprobs=rollout.logprobs, reference_logprobs=rollout.logprobs)
     for minibatch in range(2):
         state, _ = gspo.update(state, dataclasses.replace(whole, old=old), minibatch)
-    scores = SCORE(Weights.full(jax.device_get(state.params)), rollout)
-    gain = np.where(rollout.mask, np.asarray(scores.logprobs) - rollout.logprobs, 0)
+    after = RECOMPUTE(Weights.full(jax.device_get(state.params)), None, None, rollout).logprobs
+    gain = np.where(rollout.mask, np.asarray(after) - rollout.logprobs, 0)
     gain = gain.sum(axis=1) / rollout.mask.sum(axis=1)
     assert gain[whole.advantages > 0.5].mean() > gain[whole.advantages < -0.5].mean()
 
