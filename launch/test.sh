@@ -55,8 +55,7 @@ $bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-re
 if wait $types; then
   echo "ok      types"
 else
-  cat .venv/types.log
-  echo "FAILED  types: $bin/pyright --pythonpath $bin/python"
+  printf '%s\nFAILED  types: %s\n' "$(<.venv/types.log)" "$bin/pyright --pythonpath $bin/python"
   failed+=("types")
 fi
 if [ ${#failed[@]} -gt 0 ]; then

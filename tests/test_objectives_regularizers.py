@@ -25,6 +25,12 @@ def test_kl_by_hand():
     np.testing.assert_allclose(got, [np.log(2), np.log(2) ** 2 / 2, 0.5 + np.log(2) - 1], rtol=1e-6)
 
 
+@partial(jax.jit, static_argnames="estimator")
+def kl_with_gradient(new, reference, estimator):
+    got, back = jax.vjp(lambda y: kl(y, reference, jnp.array(MASK), estimator=estimator), new)
+    return got, back(jnp.ones_like(new))[0]
+
+
 @ESTIMATORS
 @settings(deadline=None, max_examples=25, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1e-3, 0.1, 2.0]))
@@ -37,9 +43,9 @@ def test_kl_and_its_gradient_equal_the_formula(estimator, seed, scale):
     value = {"k1": -x, "k2": x**2 / 2, "k3": np.exp(x) - x - 1}[estimator]
     slope = {"k1": np.ones_like(x), "k2": -x, "k3": 1 - np.exp(x)}[estimator]
     with jax.enable_x64(True):
-        got, back = jax.vjp(lambda y: kl(y, jnp.array(reference), jnp.array(MASK), estimator=estimator), new)
+        got, gradient = kl_with_gradient(new, reference, estimator)
         np.testing.assert_allclose(got, np.where(MASK, value, 0), rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(back(jnp.ones(MASK.shape))[0], np.where(MASK, slope, 0), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(gradient, np.where(MASK, slope, 0), rtol=1e-9, atol=1e-12)
 
 
 @ESTIMATORS
@@ -73,12 +79,10 @@ def test_padding_changes_nothing_in_kl(estimator, poison):
     rng = np.random.default_rng(0)
     new, reference = (jnp.asarray(-rng.exponential(size=MASK.shape), jnp.float32) for _ in range(2))
     spoilt = [jnp.where(MASK, x, poison) for x in (new, reference)]
+    want = kl_with_gradient(new, reference, estimator)
+    np.testing.assert_array_equal(want[0][~MASK], 0)
     for ours, theirs in ((spoilt[0], reference), (new, spoilt[1]), spoilt):
-        got, back = jax.vjp(lambda x, theirs=theirs: kl(x, theirs, jnp.array(MASK), estimator=estimator), ours)
-        want, want_back = jax.vjp(lambda x: kl(x, reference, jnp.array(MASK), estimator=estimator), new)
-        np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(back(jnp.ones(MASK.shape))[0], want_back(jnp.ones(MASK.shape))[0])
-        np.testing.assert_array_equal(got[~MASK], 0)
+        jax.tree.map(np.testing.assert_array_equal, kl_with_gradient(ours, theirs, estimator), want)
 
 
 def test_kl_subtracts_in_float32():
@@ -110,6 +114,12 @@ def test_value_loss_by_hand():
     np.testing.assert_allclose(gradient, [[1, 0, 0, -0.75]], rtol=1e-6)
 
 
+@partial(jax.jit, static_argnames="clip")
+def value_loss_with_gradient(values, old, returns, mask, clip):
+    loss, back, cut = jax.vjp(lambda v: value_loss(v, old, returns, mask, clip=clip), values, has_aux=True)
+    return loss, cut, back(jnp.ones_like(values))[0]
+
+
 @settings(deadline=None, max_examples=40, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32 - 1), clip=st.sampled_from([0.1, 0.5, 100.0, float("1e30")]))
 def test_value_loss_and_its_gradient_equal_the_loops(seed, clip):
@@ -120,12 +130,11 @@ def test_value_loss_and_its_gradient_equal_the_loops(seed, clip):
         want[:, i, t] = oracles.value_loss(values[i, t], old[i, t], returns[i, t], clip)
     for dtype, tolerance in ((np.float64, 1e-9), (np.float32, 1e-5)):
         with jax.enable_x64(dtype is np.float64):
-            v, *rest = (jnp.asarray(x, dtype) for x in (values, old, returns))
-            of = partial(value_loss, old_values=rest[0], returns=rest[1], mask=jnp.array(MASK), clip=clip)
-            loss, back, cut = jax.vjp(of, v, has_aux=True)
+            of = (jnp.asarray(x, dtype) for x in (values, old, returns))
+            loss, cut, gradient = value_loss_with_gradient(*of, MASK, clip)
             assert loss.dtype == dtype
             np.testing.assert_allclose(loss, want[0], rtol=tolerance, atol=tolerance)
-            np.testing.assert_allclose(back(jnp.ones(MASK.shape, dtype))[0], want[2], rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(gradient, want[2], rtol=tolerance, atol=tolerance)
         np.testing.assert_array_equal(cut, want[1])
 
 
@@ -152,16 +161,11 @@ def test_old_values_and_returns_are_constants():
 def test_padding_changes_nothing_in_the_value_loss(poison):
     rng = np.random.default_rng(0)
     clean = [jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, *MASK.shape))]
-    mask = jnp.array(MASK)
-
-    def outcome(values, old, returns):
-        loss, back, cut = jax.vjp(lambda v: value_loss(v, old, returns, mask, clip=0.3), values, has_aux=True)
-        return loss, cut, back(jnp.ones(MASK.shape))[0]
-
-    want = outcome(*clean)
+    want = value_loss_with_gradient(*clean, MASK, 0.5)
     assert not np.any(want[0][~MASK]) and not np.any(want[1][~MASK]) and np.any(want[1]) and np.any(want[2])
     for which in ([0], [1], [2], [0, 1, 2]):
-        got = outcome(*(jnp.where(mask, x, poison) if i in which else x for i, x in enumerate(clean)))
+        spoilt = (jnp.where(MASK, x, poison) if i in which else x for i, x in enumerate(clean))
+        got = value_loss_with_gradient(*spoilt, MASK, 0.5)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a, b)
 
