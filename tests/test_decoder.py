@@ -23,20 +23,30 @@ from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, params, place, promp
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
 SHAPES = Weights.full(_SHAPES)
-G, T = 2, 12
-EOS = (3, 5, 7, 9)
-SETTINGS = {"sampling": SamplingParams(), "stop": StopRule(max_length=T, eos_ids=EOS), "router_logprobs": True}
+SETTINGS = {
+    "sampling": SamplingParams(),
+    "stop": StopRule(max_length=70, eos_ids=(3,)),  # the ring of the cache has two segments
+    "router_logprobs": True,
+}
+LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
 
 
-def decode(*args, **settings):
-    """Return only the rollout, without the statistics."""
-    return generate(GRAPH, *args, **SETTINGS | settings)[0]
+def decode(slots=None, *, seed=0, **changes):
+    """Return 32 responses of mixed lengths, each with its own limit, and the decode loop's statistics."""
+    keys = response_keys(jax.random.key(seed + 1), jnp.arange(32))
+    given = SETTINGS | {"slots": slots, "limits": LIMITS} | changes
+    return jax.device_get(generate(GRAPH, weights(), prompts(seed=seed), keys, **given))
 
 
 @pytest.fixture(scope="module")
-def rollout():
-    batch = prompts()
-    return jax.device_get(decode(weights(), batch, response_keys(jax.random.key(1), jnp.arange(8 * G)), slots=4))
+def decoded():
+    """Return the responses decoded in 8 slots, then in 4, with the statistics."""
+    return decode(8)
+
+
+@pytest.fixture(scope="module")
+def rollout(decoded):
+    return decoded.rollout
 
 
 def scored(rollout, *, temperature):
@@ -58,11 +68,10 @@ def test_log_probs_equal_the_trainers(rollout):
 @pytest.mark.slow
 def test_temperature_is_scored_too():
     sampling = SamplingParams(temperature=0.6, top_k=20)
-    out = decode(weights(), prompts(), response_keys(jax.random.key(2), jnp.arange(8 * G)), sampling=sampling)
+    out = decode(8, sampling=sampling).rollout
     scores = scored(out, temperature=0.6)
-    mask = np.asarray(out.mask)
-    np.testing.assert_allclose(np.asarray(out.logprobs)[mask], np.asarray(scores.logprobs)[mask], atol=1e-4)
-    assert (np.asarray(out.behaviour_logprobs)[mask] >= np.asarray(out.logprobs)[mask] - 1e-6).all()
+    np.testing.assert_allclose(out.logprobs[out.mask], np.asarray(scores.logprobs)[out.mask], atol=1e-4)
+    assert (out.behaviour_logprobs[out.mask] >= out.logprobs[out.mask] - 1e-6).all()
 
 
 def test_routes_equal_the_trainers_where_known(rollout):
@@ -83,7 +92,7 @@ def test_a_response_ends_with_its_first_eos(rollout):
     for tokens, mask, truncated in zip(rollout.tokens, rollout.mask, rollout.truncated, strict=True):
         n = mask.sum()
         assert mask[:n].all(), "the mask is a prefix"
-        stops = np.isin(tokens[:n], EOS)
+        stops = tokens[:n] == 3
         assert not stops[:-1].any()
         assert stops[-1] == (not truncated)
         assert not tokens[n:].any(), "tokens after the end are padding"
@@ -104,16 +113,6 @@ def same(found, expected):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-LONG = {"stop": StopRule(max_length=70, eos_ids=(3,))}  # the ring has two segments
-LIMITS = jnp.asarray(np.random.default_rng(0).integers(1, 71, 32), jnp.int32)
-
-
-def long(slots=None, **changes):
-    """Return 32 responses of mixed lengths, each with its own limit, and the decode loop's statistics."""
-    keys = response_keys(jax.random.key(1), jnp.arange(32))
-    return generate(GRAPH, weights(), prompts(), keys, **SETTINGS | LONG | {"slots": slots, "limits": LIMITS} | changes)
-
-
 @pytest.fixture(scope="module")
 def one_by_one():
     """Return every response decoded by itself, with no group: the reference for all batched and resumed decoding."""
@@ -122,9 +121,7 @@ def one_by_one():
     for i in range(32):
         prompt = Prompts(batch.tokens[i // 4][None], batch.lengths[i // 4][None])
         settings = {"limits": LIMITS[i : i + 1]}
-        each.append(
-            jax.device_get(generate(GRAPH, weights(), prompt, keys[i : i + 1], **SETTINGS | LONG | settings)[0])
-        )
+        each.append(jax.device_get(generate(GRAPH, weights(), prompt, keys[i : i + 1], **SETTINGS | settings)[0]))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
 
 
@@ -135,7 +132,7 @@ EXITS = EarlyExit(max_tokens=300), EarlyExit(min_ended=0.4)
 @pytest.mark.parametrize(("early_exit", "slots"), zip(EXITS, (None, 7), strict=True), ids=str)
 def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     """Responses cut off by an early exit, prefilled again as prefixes and resumed, equal those that never stopped."""
-    cut = long(slots, early_exit=early_exit)
+    cut = decode(slots, early_exit=early_exit)
     assert 0 < cut.unfinished.sum() < 32
     if early_exit.max_tokens is not None:
         assert early_exit.max_tokens <= cut.stats.decode_tokens[0] < early_exit.max_tokens + 32
@@ -156,7 +153,7 @@ def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
         weights(),
         Prompts(batch.tokens[groups], batch.lengths[groups]),
         keys,
-        **SETTINGS | LONG,
+        **SETTINGS,
         slots=slots,
         limits=jnp.where(left, LIMITS[rows], 0),
         prefix=Prefix(jnp.where(left[:, None], kept[rows], 0)[:, : int(lengths.max())], lengths),
@@ -177,8 +174,8 @@ def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
 
 
 @pytest.mark.parametrize("slots", mostly_slow([None, 1, 7, 8], always=[8]))
-def test_slots_change_nothing(slots, one_by_one):
-    found, _, stats = jax.device_get(long(slots))
+def test_slots_change_nothing(slots, one_by_one, decoded):
+    found, _, stats = decoded if slots == 8 else decode(slots)
     same(found, one_by_one)
     assert 0 < one_by_one.truncated.sum() < 32 and (one_by_one.mask.sum(axis=1) == 1).any(), (
         "the case has truncated responses, finished ones, and some of one token"
@@ -195,7 +192,7 @@ def test_nor_does_the_order_of_the_queue(one_by_one):
     batch, groups = prompts(), np.random.default_rng(2).permutation(8)
     rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
     keys = response_keys(jax.random.key(1), jnp.asarray(rows))
-    settings = SETTINGS | LONG | {"slots": 5, "limits": LIMITS[rows]}
+    settings = SETTINGS | {"slots": 5, "limits": LIMITS[rows]}
     found = generate(GRAPH, weights(), Prompts(batch.tokens[groups], batch.lengths[groups]), keys, **settings)
     same(found.rollout, jax.tree.map(lambda x: x[rows], one_by_one))
 
@@ -219,7 +216,7 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
         copy = make_reshard(SHAPES, mesh, jnp.float32)(Weights.full(place(params(), mesh)))
         batch, numbers, limits = hosts.shard_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
         keys = response_keys(jax.random.key(1), numbers)
-        out, _, stats = generate(GRAPH, copy, batch, keys, **SETTINGS | LONG, slots=slots, limits=limits)
+        out, _, stats = generate(GRAPH, copy, batch, keys, **SETTINGS, slots=slots, limits=limits)
         same(out, one_by_one)
         assert out.tokens.sharding.is_equivalent_to(mesh_lib.rows_sharding(mesh), 2)
     steps = np.asarray(stats.steps).reshape(-1, mesh.shape["expert"])
@@ -242,7 +239,7 @@ def test_slots_are_refilled_and_left_when_idle():
 @pytest.mark.parametrize(("slots", "says"), [(0, "0 slots for 32"), (33, "33 slots for 32 responses; use 1 to 32")])
 def test_slots_that_do_not_fit(slots, says):
     with pytest.raises(UserError, match=says):
-        long(slots)
+        decode(slots)
 
 
 @pytest.mark.slow
@@ -287,7 +284,7 @@ def test_no_second_copy_of_the_weights_is_made_on_the_way_to_the_sampler():
 def test_one_program_per_shape():
     before = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
     for seed in (3, 4):
-        decode(weights(), prompts(seed=seed), response_keys(jax.random.key(seed), jnp.arange(8 * G)), slots=4)
+        decode(8, seed=seed)
     after = [program._cache_size() for program in (decoder.prefill, decoder.decode)]
     assert all(b <= a + 1 for a, b in zip(before, after, strict=True))
 

@@ -172,7 +172,7 @@ def test_everything_at_once(data, tmp_path, written):
     config.sampling.update({"max_response_length": 64, "rounds": 2})
     config.overlong.update({"penalty": 1.0, "cache": 6, "filter": True})
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
-    use_ppo(config, "own")
+    use_ppo(config, "policy")
     config.training.old_logprobs = "recompute"
     config.mismatch.correction = "tis"
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})

@@ -13,11 +13,9 @@ from flax import nnx
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.moe import Routing
-from gspo_jax.rollout.decoder import generate, response_keys
-from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
-from tests.tiny import CONFIG, leaf_errors, mostly_slow, prompts, weights
+from tests.tiny import CONFIG, leaf_errors, mostly_slow, responses, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
@@ -27,10 +25,7 @@ SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
 
 @pytest.fixture(scope="module")
 def rollout():
-    keys = response_keys(jax.random.key(1), jnp.arange(4 * G))
-    stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
-    settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True, "slots": 4}
-    return jax.device_get(generate(GRAPH, weights(), prompts(P=4), keys, **settings).rollout)
+    return responses(P=4, G=G, T=T)
 
 
 @pytest.mark.slow

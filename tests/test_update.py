@@ -29,7 +29,7 @@ from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, 
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
-from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, prompts, weights
+from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, responses, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
@@ -53,26 +53,15 @@ def recorder():
 @pytest.fixture(scope="module")
 def experience() -> Experience:
     """Return ragged responses whose old log-probs are slightly off the policy's, so that ratios are not 1."""
-    rng, asked, B = np.random.default_rng(0), prompts(P=P), P * G
-    lengths = rng.permutation(np.arange(B) % T + 1)[:, None]
-    mask = np.arange(T) < lengths
-    said = {
-        "prompts": np.repeat(asked.tokens, G, axis=0),
-        "prompt_lengths": np.repeat(asked.lengths, G),
-        "tokens": np.where(mask, rng.integers(1, CONFIG.vocab_size, (B, T)), 0).astype(np.int32),
-        "mask": mask,
-        "action_mask": mask,
-        "truncated": lengths[:, 0] == T,
-    }
-    nothing = np.zeros((B, T), np.float32)
-    silent = Rollout(**said, behaviour_logprobs=nothing, logprobs=nothing, routes=RouterRecord(nothing, None))
-    scored = jax.device_get(RECOMPUTE(weights(), None, None, silent))
+    rng, silent = np.random.default_rng(0), responses(P, G, T)
+    scored, mask = jax.device_get(RECOMPUTE(weights(), None, None, silent)), silent.mask
     logprobs = np.where(mask, scored.logprobs, 0)
-    fed = np.arange(-asked.tokens.shape[1], T) != lengths - 1  # a sampler never feeds a response's last token
+    # A sampler never feeds a response's last token.
+    fed = np.arange(-silent.prompts.shape[1], T)[None] != mask.sum(axis=1, keepdims=True) - 1
     routes = dataclasses.replace(scored.routes, experts=np.where(fed[..., None, None], scored.routes.experts, -1))
-    rollout = Rollout(**said, behaviour_logprobs=logprobs, logprobs=logprobs, routes=routes)
-    old = logprobs + 1e-3 * rng.standard_normal((B, T)).astype(np.float32)
-    return Experience(rollout, mask, OldPolicy(old), rng.standard_normal(B).astype(np.float32))
+    rollout = dataclasses.replace(silent, behaviour_logprobs=logprobs, logprobs=logprobs, routes=routes)
+    old = logprobs + 1e-3 * rng.standard_normal(mask.shape).astype(np.float32)
+    return Experience(rollout, mask, OldPolicy(old), rng.standard_normal(len(mask)).astype(np.float32))
 
 
 @pytest.fixture(scope="module")

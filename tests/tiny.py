@@ -17,7 +17,7 @@ from gspo_jax.models import families, tensors, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.families import qwen3
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import Prompts, Weights
+from gspo_jax.types import Prompts, Rollout, RouterRecord, Weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -117,6 +117,25 @@ def prompts(P: int = 8, S: int = 10, seed: int = 0, vocab: int = 64) -> Prompts:
     lengths[0] = S
     tokens = rng.integers(1, vocab, (P, S)).astype(np.int32)
     return Prompts(np.where(np.arange(S)[None] < lengths[:, None], tokens, 0), lengths)
+
+
+def responses(P: int, G: int, T: int) -> Rollout:
+    """Return G responses of random tokens to each of P prompts, 1 to T long, which no sampler has scored or routed."""
+    asked, rng, B = prompts(P=P), np.random.default_rng(1), P * G
+    lengths = rng.permutation(np.arange(B) % T + 1)
+    mask = np.arange(T)[None] < lengths[:, None]
+    nothing = np.zeros((B, T), np.float32)
+    return Rollout(
+        prompts=np.repeat(asked.tokens, G, axis=0),
+        prompt_lengths=np.repeat(asked.lengths, G),
+        tokens=np.where(mask, rng.integers(1, CONFIG.vocab_size, (B, T)), 0).astype(np.int32),
+        mask=mask,
+        action_mask=mask,
+        truncated=lengths == T,
+        behaviour_logprobs=nothing,
+        logprobs=nothing,
+        routes=RouterRecord(np.full((B, asked.tokens.shape[1] + T, *CONFIG.route_shape), -1, np.int8), None),
+    )
 
 
 def leaf_errors(a, b) -> float:
