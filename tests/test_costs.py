@@ -45,6 +45,14 @@ def test_loops_count_as_often_as_they_turn():
     assert jaxpr.product_flops(jax.make_jaxpr(nested)(*arguments)) == expected
 
 
+def test_a_counter_turns_from_where_it_starts():
+    def f(x, w):
+        return jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 3, s[1] @ w), (2, x))[1]
+
+    costs = compiled(f, ones(4, 16), ones(16, 16)).costs()
+    assert (costs.flops, costs.unknown) == (3 * 2 * 4 * 16 * 16, ())  # at 2, 5 and 8
+
+
 def until(x, w, n):
     return jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] @ w), (0, x))[1]
 
@@ -132,6 +140,15 @@ def test_a_slice_moves_what_it_slices_and_on_chip_memory_is_free():
   %n = f32[50,8]{1,0:T(8,128)S(1)} negate(%v)
   ROOT %u = f32[100,8]{1,0} dynamic-update-slice(%p, %s, %i, %i)"""
     assert module(text).costs().bytes == 4 * 8 * 2 * 2
+
+
+def test_a_scatter_moves_its_updates():
+    text = """
+  %p = f32[100,8]{1,0} parameter(0)
+  %i = s32[3,1]{1,0} parameter(1)
+  %u = f32[3,8]{1,0} parameter(2)
+  ROOT %s = f32[100,8]{1,0} scatter(%p, %i, %u), update_window_dims={1}, index_vector_dim=1, to_apply=%add"""
+    assert module(text).costs().bytes == 2 * 4 * 3 * 8
 
 
 def test_a_part_that_is_copied_between_memories_counts_in_both():

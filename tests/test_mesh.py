@@ -101,6 +101,14 @@ def test_only_the_data_axis_spans_slices():
         mesh_lib.make_mesh({"data": 4}, chips)
 
 
+def test_a_reshaped_mesh_has_the_same_devices_in_the_same_order():
+    mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 4})
+    other = mesh_lib.reshaped(mesh, {"expert": 4, "tensor": -1})
+    assert dict(other.shape) == {"data": 1, "fsdp": 1, "expert": 4, "tensor": 2}
+    assert other.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+    assert set(other.axis_types) == {jax.sharding.AxisType.Auto}
+
+
 def test_constrain_needs_no_mesh():
     x = jnp.ones((4, 2))
     assert mesh_lib.constrain(x, "batch", None) is x

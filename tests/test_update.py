@@ -350,6 +350,19 @@ def test_updates_make_good_responses_likelier(whole, gspo):
     assert gain[whole.advantages > 0.5].mean() > gain[whole.advantages < -0.5].mean()
 
 
+def test_explained_variance_by_hand():
+    """Errors 0, 0 and 3 have a variance of 2, returns 1, 2 and 6 one of 14/3; without variance none is explained."""
+    mask = jnp.array([[True, True, True, False]])
+    returns, values = jnp.array([[1.0, 2.0, 6.0, 9.0]]), jnp.array([[1.0, 2.0, 3.0, 0.0]])
+
+    def explained(values, returns):
+        sums = metrics_lib.of_critic(values, returns, returns, mask, mask)
+        return metrics_lib._critic_metrics(sums, mask.sum())["critic/explained_variance"]
+
+    np.testing.assert_allclose(explained(values, returns), 1 - 2 / (14 / 3), rtol=1e-6)
+    assert explained(values, jnp.full((1, 4), 2.0)) == 0
+
+
 def test_learning_rate_warms_up_from_above_zero_and_ends_as_told():
     _, constant = optimizer(warmup_updates=4)
     np.testing.assert_allclose([constant(i) for i in (0, 2, 4, 100)], [2e-4, 6e-4, 1e-3, 1e-3], rtol=1e-6)
