@@ -210,7 +210,7 @@ def test_turns(sampler):
         return answer(prompt, response, record)
 
     player = Player(sampler, reply=reply, max_turns=3)
-    played = player.play(*some(0, 6), jax.random.key(48))  # whose responses end in all four ways
+    played = player.play(*some(0, 6), jax.random.key(57))  # whose responses end in all four ways
     rollout = jax.device_get(played.rollout)
     assert set(played.turns) == {1, 2, 3}
     kinds = set()
