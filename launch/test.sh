@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs all checks, as CI does: bash launch/test.sh [pytest arguments …]
-# Checks style, import layers, shell scripts and types, then runs the tests and requires that they cover every line and branch of
-# gspo_jax/objectives; with a selection of tests (a path, -k, -m, --lf …) coverage is not checked. Creates .venv if it is missing.
+# Runs all checks and the default tests: bash launch/test.sh [pytest arguments …]
+# Checks style, import layers, shell scripts and types, runs the tests, and requires that they cover every line and branch of
+# gspo_jax/objectives. A selection of tests (a path, -k, -m, --lf …) runs alone, without the checks. Creates .venv if it is missing.
 # Two groups of tests are skipped by default: -m slow runs more cases, and those that need the TPU's compiler; -m faults runs those
 # that kill or interrupt a run.
 set -euo pipefail
@@ -39,6 +39,9 @@ extra="test"
 case " $* " in *" -m slow "* | *" -m faults "*) extra="slow" ;; esac
 ensure_venv "$extra"
 bin=.venv/bin
+tests=("$bin/python" -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder)
+if selects "$@"; then exec "${tests[@]}" "$@"; fi
+
 # Checking types takes longer than all other checks together, so it runs beside the tests.
 $bin/pyright --pythonpath $bin/python >.venv/types.log 2>&1 &
 types=$!
@@ -48,10 +51,8 @@ check "ruff format" $bin/ruff format --check .
 check "layers" $bin/lint-imports
 check "shellcheck" $bin/shellcheck -x launch/*.sh .ci/run
 
-coverage=(--cov=gspo_jax/objectives --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100)
-if selects "$@"; then coverage=(); fi
 code=0
-$bin/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder ${coverage[@]+"${coverage[@]}"} "$@" || code=$?
+"${tests[@]}" --cov=gspo_jax/objectives --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100 "$@" || code=$?
 if wait $types; then
   echo "ok      types"
 else

@@ -187,10 +187,8 @@ def test_test_script_runs_everything_and_tells_the_truth(copy, broken):
 
 
 @pytest.mark.parametrize("arguments", [["-k", "gspo"], ["launch/test.sh::one"], ["-x", "--lf"]])
-def test_a_selection_of_tests_is_not_held_to_coverage(copy, arguments):
-    _install(copy)
-    for tool in ("ruff", "lint-imports", "shellcheck", "pyright"):
-        _script(copy / ".venv" / "bin" / tool, "")
+def test_a_selection_of_tests_runs_alone(copy, arguments):
+    _install(copy)  # without ruff and the others
     assert _bash(copy, 'bash launch/test.sh "$@"', *arguments).returncode == 0
     assert _calls(copy) == [
         f"-m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder {' '.join(arguments)}"
