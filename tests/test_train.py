@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,14 +12,14 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, evaluate
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.models import huggingface, transformer
+from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.run.log import response_metrics
 from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.pods import assert_same_bits, assert_same_metrics
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, params
 
 ROOT = Path(__file__).parent.parent
 PROBLEMS = [(f"Ann has {a} pens and buys {b} more. How many has she now?", a + b) for a in range(4) for b in range(6)]
@@ -108,7 +107,7 @@ def test_another_architecture_in_the_same_folder_is_refused(tiny_run, tmp_path):
     other = config.copy_and_resolve_references()
     policy = huggingface.read_config(workdir / "coldstart")
     narrow = dataclasses.replace(policy, moe_intermediate_size=16)
-    huggingface.save(transformer.init_params(narrow, jax.random.key(0)), narrow, tmp_path / "other")
+    huggingface.save(params(narrow, scale=1.0), narrow, tmp_path / "other")
     Tokenizer.load(workdir / "coldstart").save(tmp_path / "other")
     other.model.folder = str(tmp_path / "other")
     with pytest.raises(UserError, match=r"does not fit this config: .*mlp.*\(4, 16, 32, 64\).*\(4, 16, 16, 64\)"):
@@ -131,7 +130,7 @@ def hf_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf") / "model"
     tokenizer = Tokenizer.train([q for q, _ in PROBLEMS] * 4, 320)
     config = dataclasses.replace(CONFIG, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
-    huggingface.save(transformer.init_params(config, jax.random.key(0)), config, folder)
+    huggingface.save(params(config, scale=1.0), config, folder)
     tokenizer.save(folder)
     return folder
 
@@ -158,7 +157,7 @@ def test_a_dense_model_trains_and_has_no_routes(jsonl_folder, hf_folder, tmp_pat
     dense = dataclasses.replace(
         huggingface.read_config(hf_folder), num_experts=0, experts_per_token=0, moe_intermediate_size=0
     )
-    huggingface.save(transformer.init_params(dense, jax.random.key(0)), dense, tmp_path / "dense")
+    huggingface.save(params(dense, scale=1.0), dense, tmp_path / "dense")
     Tokenizer.load(hf_folder).save(tmp_path / "dense")
     config = gsm8k(tmp_path / "dense", jsonl_folder)
     config.iterations = 1
@@ -178,7 +177,7 @@ def test_an_olmoe_trains_with_the_sampler_s_routes(jsonl_folder, hf_folder, tmp_
     """A second model family trains from its own folder, with R3 and routing drift metrics."""
     tokenizer, chosen = Tokenizer.load(hf_folder), {"family": "olmoe", "intermediate_size": 16, "norm_topk_prob": False}
     shape = dataclasses.replace(CONFIG, **chosen, vocab_size=320, eos_token_ids=tokenizer.eos_ids)
-    weights = transformer.init_params(shape, jax.random.key(0))
+    weights = params(shape, scale=1.0)
     weights["head"][...] = weights["head"][...].at[:, jnp.asarray(tokenizer.eos_ids)].multiply(24)  # some end early
     huggingface.save(weights, shape, tmp_path / "olmoe")
     tokenizer.save(tmp_path / "olmoe")

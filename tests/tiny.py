@@ -90,14 +90,24 @@ def mesh_id(sizes: dict[str, int]) -> str:
 
 
 @functools.cache
-def _host_params(config: ModelConfig) -> nnx.State:
-    state = transformer.init_params(config, jax.random.key(0))
-    return jax.device_get(jax.tree.map(lambda x: x * 4.0 if x.ndim > 2 else x, state))
+def _host_params(config: ModelConfig, scale: float) -> nnx.State:
+    rng = np.random.default_rng(0)
+
+    def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path)
+        if "norm" in name:
+            return np.ones(shape.shape, np.float32)
+        return rng.normal(0, 0.02 * scale if "layers" in name else 0.02, shape.shape).astype(np.float32)
+
+    return jax.tree.map_with_path(leaf, transformer.abstract(config)[1])
 
 
-def params(config: ModelConfig = CONFIG) -> nnx.State:
-    """Return random parameters in fresh buffers, scaled up so that logits and router probabilities vary."""
-    return jax.tree.map(jnp.array, _host_params(config))
+def params(config: ModelConfig = CONFIG, scale: float = 4.0) -> nnx.State:
+    """Return random parameters in fresh buffers, without compiling `init_params`.
+
+    The layers' are `scale` times as large as `init_params`'s, so that logits and router probabilities vary.
+    """
+    return jax.tree.map(jnp.array, _host_params(config, scale))
 
 
 def weights(config: ModelConfig = CONFIG) -> Weights:
