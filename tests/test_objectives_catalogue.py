@@ -88,6 +88,10 @@ ROWS = {
     ),
 }
 NAMES = pytest.mark.parametrize("name", ROWS)
+KINDS = pytest.mark.parametrize(
+    "name", mostly_slow(ROWS, always=("rloo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "rspo"))
+)
+"""One objective of each kind of weights and ratio; the others differ in their surrogate alone, and are slow."""
 
 
 def settings_of(rows: Sequence[tuple[str, Hyper]], *, slow: Sequence[tuple[str, Hyper]] = ()) -> Any:
@@ -278,7 +282,7 @@ BOUNDED = [(name, key) for name, row in ROWS.items() for key in ("low", "high", 
 BOUNDED += [(name, key) for name in ("gmpo", "rspo") for key in ("log_clip below", "log_clip above")]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", mostly_slow([np.float32, np.float64], always=[np.float32]))
 @pytest.mark.parametrize("name, bound", BOUNDED)
 def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, bound, dtype):
     d = {"low": -0.25, "high": 0.25, "dual_clip": 0.75, "log_clip below": -0.25, "log_clip above": 0.25}[bound]
@@ -303,7 +307,7 @@ def test_a_ratio_on_the_bound_is_not_gated_and_one_step_further_it_is(name, boun
 # --- 2: any split ---------------------------------------------------------------------------------
 
 
-@NAMES
+@KINDS
 def test_devices_and_micro_batches_add_up(name):
     """A sharded mini-batch adds up to the whole; each micro-batch takes rows from every device."""
     hyper = ROWS[name].wide
@@ -336,10 +340,8 @@ def test_devices_and_micro_batches_add_up(name):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got_fractions, whole)
 
 
-CUTS = [[3, 5], [1] * B]
-
-
-@pytest.mark.parametrize("cuts", mostly_slow(CUTS, always=CUTS[1:]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", [[3, 5], [1] * B], ids=str)
 @NAMES
 def test_uneven_micro_batches_add_up(name, cuts):
     hyper = ROWS[name].wide
@@ -584,7 +586,7 @@ def test_logprobs_are_float32_before_they_are_subtracted():
         np.testing.assert_allclose([loss, info.ratio[0, 0]], [-np.exp(-7.99609375), np.exp(-7.99609375)], rtol=1e-6)
 
 
-@NAMES
+@KINDS
 def test_bf16_in_is_the_same_as_its_numbers_in_float32(name):
     arrays = cast(arguments(name, draw_batch(6, name, ROWS[name].wide)), jnp.bfloat16)
     wide = {key: x if x.dtype == bool else x.astype(jnp.float32) for key, x in arrays.items()}

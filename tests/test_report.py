@@ -18,6 +18,7 @@ from gspo_jax.objectives import catalogue
 from gspo_jax.reporting import drawing, pages, panels, runs
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, write_config
 from gspo_jax.types import UserError
+from tests.tiny import mostly_slow
 
 
 def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 4, routing: bool = True) -> Path:
@@ -140,7 +141,7 @@ def test_many_runs_need_a_place_and_are_compared_there(tmp_path):
     assert "0.605 [0.600, 0.610]" in page
 
 
-@pytest.mark.parametrize("left", [1, 2, 3, 9])
+@pytest.mark.parametrize("left", mostly_slow([1, 2, 3, 9], always=[1, 9]))
 def test_a_run_that_goes_on_or_has_no_routing_can_be_drawn(tmp_path, left):
     run = _fake(tmp_path / "run", routing=left > 3)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
