@@ -6,6 +6,8 @@ import numpy as np
 
 from gspo_jax.routing import drift
 
+compare, metrics = jax.jit(drift.compare), jax.jit(drift.metrics)
+
 
 def test_flips_by_hand():
     """One row, three tokens, two layers, K = 2; the third token was never fed (-1), and the mask covers all three.
@@ -17,7 +19,7 @@ def test_flips_by_hand():
     """
     old = jnp.asarray([[[[0, 1], [2, 3], [-1, -1]]], [[[4, 5], [1, 2], [-1, -1]]]], jnp.int8)
     new = jnp.asarray([[[[1, 0], [2, 5], [3, 3]]], [[[6, 7], [1, 2], [3, 3]]]])
-    found = drift.metrics(drift.compare(old, new, jnp.ones((1, 3), bool)))
+    found = metrics(compare(old, new, jnp.ones((1, 3), bool)))
     np.testing.assert_allclose(found["routing/flip_rate_per_layer"], [0.25, 0.5])
     assert found["routing/flip_rate"] == 0.375
     assert found["routing/tokens_changed"] == 1.0
@@ -35,8 +37,8 @@ def test_router_kl_and_shift_by_hand():
     experts = jnp.asarray([[[[0, 1], [-1, -1]]]])
     old = jnp.log(jnp.asarray([[[[0.5, 0.25], [1, 1]]]]))
     new = jnp.log(jnp.asarray([[[[0.25, 0.25], [1, 1]]]]))
-    seen = drift.compare(experts, experts, jnp.ones((1, 2), bool), old_logprobs=old, new_logprobs=new)
-    found = drift.metrics(seen)
+    seen = compare(experts, experts, jnp.ones((1, 2), bool), old_logprobs=old, new_logprobs=new)
+    found = metrics(seen)
     np.testing.assert_allclose(found["routing/router_kl"], np.log(2) / 4, rtol=1e-6)
     np.testing.assert_allclose(found["routing/router_shift"], 2**-0.5, rtol=1e-6)
 
@@ -47,18 +49,19 @@ def test_router_kl_is_zero_between_equals_and_a_lower_bound_of_the_whole():
     whole = (np.exp(p) * (p - q)).sum(axis=-1)
     chosen = np.argsort(-p, axis=-1)[..., :4]
     old, new = (jnp.asarray(np.take_along_axis(x, chosen, -1), jnp.float32) for x in (p, q))
-    found = drift.router_kl(old, new)
+    router_kl = jax.jit(drift.router_kl)
+    found = router_kl(old, new)
     assert (found > 0).all()
     assert (found < whole).all()
-    assert not drift.router_kl(old, old).any()
+    assert not router_kl(old, old).any()
 
 
 def test_nothing_compared_is_zero_and_masked_tokens_do_not_count():
     old = jnp.zeros((1, 1, 2, 1), jnp.int8)
     new = jnp.ones((1, 1, 2, 1), jnp.int32)
-    none = drift.metrics(drift.compare(old, new, jnp.zeros((1, 2), bool)))
+    none = metrics(compare(old, new, jnp.zeros((1, 2), bool)))
     assert all((np.asarray(v) == 0).all() for v in none.values())
-    one = drift.compare(old, new, jnp.asarray([[True, False]]))
+    one = compare(old, new, jnp.asarray([[True, False]]))
     assert one.tokens == 1
     assert one.flips.tolist() == [1.0]
 
@@ -72,7 +75,7 @@ def test_sums_of_parts_are_the_sum_of_the_whole():
 
     def part(rows: slice) -> drift.Drift:
         own = {name: x[:, rows] for name, x in logprobs.items()}
-        return jax.jit(drift.compare)(old[:, rows], new[:, rows], mask[rows], **own)
+        return compare(old[:, rows], new[:, rows], mask[rows], **own)
 
     whole, a, b = part(slice(None)), part(slice(2)), part(slice(2, None))
     jax.tree.map(lambda w, x, y: np.testing.assert_allclose(w, x + y, rtol=1e-6), whole, a, b)

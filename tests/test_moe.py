@@ -1,9 +1,13 @@
 """The router against numbers worked by hand; the layers behind it are in tests/test_dispatch.py."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax.models.moe import Routing, route
+from gspo_jax.models import moe
+from gspo_jax.models.moe import Routing
+
+route = jax.jit(moe.route, static_argnames=("k", "renormalise"))
 
 
 def test_router_is_softmax_then_top_k_then_renormalise():

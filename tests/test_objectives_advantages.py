@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_jax.objectives.advantages import gae, group_centered, group_steps, group_zscore, leave_one_out
+from gspo_jax.objectives import advantages
 from gspo_jax.types import UserError
 from tests import oracles
 
+gae = jax.jit(advantages.gae, static_argnames=("gamma", "lam", "whiten"))
+group_zscore, group_centered, leave_one_out, group_steps = (
+    jax.jit(f, static_argnames="group_size")
+    for f in (advantages.group_zscore, advantages.group_centered, advantages.leave_one_out, advantages.group_steps)
+)
 ALL = pytest.mark.parametrize("advantage", [group_zscore, group_centered, leave_one_out])
 
 
@@ -140,9 +145,7 @@ def test_gae_equals_the_oracle_whatever_lies_in_padding(seed, shape, density, fa
     rewards, values = rng.normal(size=(2, *shape)).astype(np.float32)
     want = oracles.gae(rewards.astype(float), values.astype(float), mask, gamma, lam, whiten)
     rewards, values = (jnp.where(mask, x, padding) for x in (rewards, values))
-    got = jax.jit(gae, static_argnames=("gamma", "lam", "whiten"))(
-        rewards, values, mask, gamma=gamma, lam=lam, whiten=whiten
-    )
+    got = gae(rewards, values, mask, gamma=gamma, lam=lam, whiten=whiten)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 if whiten else 1e-5)
     np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
@@ -153,8 +156,8 @@ def test_padding_does_not_reach_the_gradient_of_gae(whiten):
     def total(rewards, values):
         return jnp.sum(gae(rewards, values, jnp.array(MASK), gamma=0.9, lam=0.8, whiten=whiten) ** 3)
 
-    clean = jax.grad(total, argnums=(0, 1))(jnp.array(REWARDS), jnp.array(VALUES))
-    spoilt = jax.grad(total, argnums=(0, 1))(jnp.where(MASK, REWARDS, jnp.nan), jnp.where(MASK, VALUES, jnp.nan))
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1)))
+    clean, spoilt = gradient(REWARDS, VALUES), gradient(*(np.where(MASK, x, np.nan) for x in (REWARDS, VALUES)))
     for got, want in zip(spoilt, clean, strict=True):
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(np.asarray(got)[~MASK], 0)
@@ -235,7 +238,7 @@ def test_group_steps_equal_the_oracle_whatever_lies_elsewhere(seed, shape, densi
     rewards = rng.choice([0.0, 1.0, 0.25], size=shape).astype(np.float32)
     want = oracles.group_steps(rewards.astype(float), steps, group_size)
     spoilt = np.where(steps, rewards, np.float32(padding))
-    got = jax.jit(group_steps, static_argnames="group_size")(spoilt, steps, group_size=group_size)
+    got = group_steps(spoilt, steps, group_size=group_size)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_jax.objectives.regularizers import kl, value_loss
+from gspo_jax.objectives import regularizers
 from gspo_jax.types import UserError
 from tests import oracles
 
+kl = jax.jit(regularizers.kl, static_argnames="estimator")
+value_loss = jax.jit(regularizers.value_loss, static_argnames="clip")
 MASK = np.array([[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]], bool)
 ESTIMATORS = pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 POISON = pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30, -1e30])

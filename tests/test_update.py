@@ -225,11 +225,11 @@ def by_the_definition(batch: Experience, name: str, replay: str):
         said = (scores.logprobs, scores.entropy, value)
         back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
         more, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, replayed=asked)
-        return back, sums | more, maxima
+        return back, metrics_lib.from_sums(sums | more, maxima)
 
-    back, sums, maxima = pull_back(scores, value)
+    back, metrics = pull_back(scores, value)
     policy, critic = pulled_back(trained, batch, native if asked is None else asked, back)
-    return [policy, critic] if objective.critic else [policy], metrics_lib.from_sums(sums, maxima), scores
+    return [policy, critic] if objective.critic else [policy], metrics, scores
 
 
 def metrics_by_hand(scores, batch: Experience) -> dict[str, float]:
@@ -355,6 +355,7 @@ def test_explained_variance_by_hand():
     mask = jnp.array([[True, True, True, False]])
     returns, values = jnp.array([[1.0, 2.0, 6.0, 9.0]]), jnp.array([[1.0, 2.0, 3.0, 0.0]])
 
+    @jax.jit
     def explained(values, returns):
         sums = metrics_lib.of_critic(values, returns, returns, mask, mask)
         return metrics_lib._critic_metrics(sums, mask.sum())["critic/explained_variance"]
