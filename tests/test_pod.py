@@ -143,6 +143,7 @@ with processes.guarded(count):
 """
 
 
+@faults
 def test_when_a_process_fails_the_others_do_not_wait_for_it():
     with Pod(2, "-c", FAILS) as pod:
         first, second = pod.finish()
@@ -165,6 +166,7 @@ def test_an_error_that_gloo_caused_is_found_behind_it():
 ALONE_S = 3
 
 
+@faults
 def test_who_is_left_alone_at_the_start_ends():
     """A process whose coordinator dies right after accepting the connection gives up after ALONE_S."""
     start = f"from gspo_jax.parallel import processes; processes.start(heartbeat_s=5, start_s={ALONE_S})"

@@ -129,6 +129,7 @@ def test_a_dense_stack_and_a_routed_one(mixed_family):  # noqa: F811
     assert leaf_errors(given, copy) == 0
 
 
+@pytest.mark.slow
 def test_one_stack_cut_in_two_is_the_same_model(monkeypatch):
     one = dataclasses.replace(CONFIG, num_layers=1)
     halves = types.SimpleNamespace(**vars(qwen3) | {"stacks": lambda config: qwen3.stacks(one) * 2})
