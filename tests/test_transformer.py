@@ -17,7 +17,7 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import make_reshard
 from gspo_jax.types import Weights
-from tests.tiny import CONFIG, MIXED, leaf_errors, mixed_family, mostly_slow, params, prompts, weights  # noqa: F401
+from tests.tiny import CONFIG, EIGHT, MIXED, leaf_errors, mixed_family, mostly_slow, params, prompts, weights  # noqa: F401
 
 
 def model(config=CONFIG, dtype=jnp.float32):
@@ -33,6 +33,17 @@ def forward(weights, tokens, more, config, dtype):
 def run(tokens, *, config=CONFIG, dtype=jnp.float32, **more):
     """Return the outputs of a forward pass, compiled once for all tests."""
     return forward(params(config), tokens, more, config, dtype)
+
+
+def test_first_parameters_are_made_in_their_shards():
+    mesh = mesh_lib.make_mesh(EIGHT)
+    found = transformer.init_params(CONFIG, jax.random.key(0), mesh=mesh)
+    expected = mesh_lib.param_shardings(transformer.abstract(CONFIG)[1], mesh)
+    assert jax.tree.map(lambda x: x.sharding, found) == expected
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params())
+    for path, x in jax.tree.leaves_with_path(found):
+        mean, deviation = (1, 0) if "norm" in jax.tree_util.keystr(path) else (0, 0.02)
+        np.testing.assert_allclose([x.mean(), x.std()], [mean, deviation], atol=2e-3)
 
 
 def test_what_stands_in_padding_changes_nothing():
