@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import jax
 import psutil
-import pytest
 
 from gspo_jax import doctor
 from gspo_jax.config import base
@@ -53,7 +52,6 @@ def test_command_on_one_that_cannot(tmp_path):
     assert "needs 12 devices but" in done.stdout
 
 
-@pytest.mark.slow
 def test_command_without_a_config_takes_none_of_its_fields():
     done = command("--config.mesh.data=3")
     assert done.returncode == 2 and "--config is missing" in done.stderr and done.stderr.count("\n") == 1

@@ -208,9 +208,6 @@ def forward(objective: objectives.Objective, logprobs: jax.Array, **rest: Any):
     return jax.value_and_grad(lambda x: objectives.loss(objective, x, **rest), has_aux=True)(logprobs)
 
 
-jitted = jax.jit(forward, static_argnums=0)
-
-
 @cache
 def compiled(name: str, **hyper: Any):
     """Return `forward` of one objective, traced once per dtype and shape."""
@@ -477,7 +474,7 @@ def test_a_clipped_gspo_row_has_no_gradient_and_the_others_keep_theirs():
     # Row means are +0.2 and -0.2, beyond the bounds; a row is cut only where Â pushes further out.
     new = old + jnp.array([[0.6, 0.0, 0.0], [0.6, 0.0, 0.0], [-0.6, 0.0, 0.0], [-0.6, 0.0, 0.0]])
     advantages = jnp.array([1.0, -1.0, 1.0, -1.0])
-    (_, info), gradient = jitted(objectives.gspo(), new, old_logprobs=old, mask=mask, advantages=advantages)
+    (_, info), gradient = compiled("gspo")(new, old_logprobs=old, mask=mask, advantages=advantages)
     np.testing.assert_array_equal(gradient[jnp.array([0, 3])], np.zeros((2, 3)))
     # Every token of the row gets 1/N_rows · 1/n · s = 1/12 · e^±0.2.
     np.testing.assert_allclose(gradient[1], np.full(3, np.exp(0.2) / 12), rtol=1e-6)
@@ -497,7 +494,7 @@ THREE = {
 
 def test_a_gated_token_of_gmpo_loses_only_its_own_term():
     # l = 0.4, 0.1, −0.7 with mean −1/15, mirrored +1/15; 1/(N_rows · n) = 1/6.
-    (loss, info), gradient = jitted(objectives.gmpo(), **THREE)
+    (loss, info), gradient = compiled("gmpo")(**THREE)
     up, down = 2 * np.exp(-1 / 15) / 6, 2 * np.exp(1 / 15) / 6
     np.testing.assert_allclose(gradient, [[0, -up, -up], [0, down, down]], rtol=1e-6)
     np.testing.assert_allclose(loss, 3 * (down - up), rtol=1e-5)
@@ -508,8 +505,8 @@ def test_a_gated_token_of_gmpo_loses_only_its_own_term():
 def test_rspo_damps_both_signs():
     # γ = 0.9, then 0.5 raised to γ_min = 0.8, then 1: gmpo's result times (0.9 · 0.8)^(1/3).
     shift = jnp.array([[0.9, 0.5, 1.0]] * 2)
-    (loss, info), gradient = jitted(objectives.rspo(), **THREE, router_shift=shift)
-    (undamped_loss, undamped_info), undamped = jitted(objectives.gmpo(), **THREE)
+    (loss, info), gradient = compiled("rspo")(**THREE, router_shift=shift)
+    (undamped_loss, undamped_info), undamped = compiled("gmpo")(**THREE)
     np.testing.assert_allclose(gradient, undamped * 0.72 ** (1 / 3), rtol=1e-6)
     np.testing.assert_allclose(loss, undamped_loss * 0.72 ** (1 / 3), rtol=1e-5)
     np.testing.assert_array_equal(info.ratio, undamped_info.ratio)
@@ -519,8 +516,8 @@ def test_rspo_before_the_clip_damps_no_token_that_is_cut():
     # Log-ratio 0.45 is above the bound of 0.4; γ = 0.9 or 0.8, applied before the clip, carries it below, γ = 1 does
     # not.
     batch = THREE | {"logprobs": jnp.full((2, 3), -0.55), "router_shift": jnp.array([[0.9, 0.8, 1.0]] * 2)}
-    (_, after), gradient_after = jitted(objectives.rspo(), **batch)
-    (loss, before), gradient = jitted(objectives.rspo(apply="before"), **batch)
+    (_, after), gradient_after = compiled("rspo")(**batch)
+    (loss, before), gradient = compiled("rspo", apply="before")(**batch)
     np.testing.assert_array_equal(after.gated_high, [[True] * 3, [False] * 3])
     np.testing.assert_array_equal(gradient_after[0], np.zeros(3))
     np.testing.assert_array_equal(before.gated_high, [[False, False, True], [False] * 3])
@@ -533,22 +530,22 @@ def test_rspo_before_the_clip_damps_no_token_that_is_cut():
 def test_cispo_caps_the_weight_and_passes_the_gradient():
     one = {"old_logprobs": jnp.zeros((1, 2)), "mask": jnp.ones((1, 2), bool), "advantages": jnp.ones(1)}
     new = jnp.log(jnp.array([[8.0, 0.125]]))
-    (_, info), gradient = jitted(objectives.cispo(), new, **one)
+    (_, info), gradient = compiled("cispo")(new, **one)
     np.testing.assert_allclose(gradient, [[-5 / 2, -0.125 / 2]], rtol=1e-6)  # capped at 1 + 4; a floor of 1 − 1 is none
     np.testing.assert_array_equal(info.gated, [[True, False]])
-    (_, info), gradient = jitted(objectives.cispo(mask="ppo"), new, **one)
+    (_, info), gradient = compiled("cispo", mask="ppo")(new, **one)
     np.testing.assert_allclose(gradient, [[0, -0.125 / 2]], rtol=1e-6)
     np.testing.assert_array_equal(info.gated, [[True, False]])
 
 
 def test_sapo_at_ratio_one_and_far_out():
     one = {"old_logprobs": jnp.zeros((2, 2)), "mask": jnp.ones((2, 2), bool), "advantages": jnp.array([1.0, -1.0])}
-    (loss, _), gradient = jitted(objectives.sapo(tau_pos=0.5, tau_neg=2.0), jnp.zeros((2, 2)), **one)
+    (loss, _), gradient = compiled("sapo", tau_pos=0.5, tau_neg=2.0)(jnp.zeros((2, 2)), **one)
     np.testing.assert_allclose(loss, -(2 / 0.5 - 2 / 2.0) / 2, rtol=1e-6)  # 2Â/τ, averaged over two rows
     np.testing.assert_allclose(gradient, [[-0.25] * 2, [0.25] * 2], rtol=1e-6)
     # Far above ratio 1 the sigmoid is 1 and the gain 4Â/τ; far below it is σ(−τ).
     far = jnp.array([[200.0, 200.0], [-200.0, -200.0]])
-    (loss, info), gradient = jitted(objectives.sapo(tau_pos=0.5, tau_neg=2.0), far, **one)
+    (loss, info), gradient = compiled("sapo", tau_pos=0.5, tau_neg=2.0)(far, **one)
     np.testing.assert_allclose(loss, -(4 / 0.5 - 4 / 2.0 / (1 + np.exp(2.0))) / 2, rtol=1e-6)
     np.testing.assert_array_equal(gradient, np.zeros((2, 2)))
     np.testing.assert_array_equal(info.gated_high, [[True] * 2, [False] * 2])
@@ -568,9 +565,9 @@ def test_rloo_adds_up_the_logprobs_of_a_response():
 def test_a_dual_clip_bounds_what_a_bad_token_can_cost():
     one = {"old_logprobs": jnp.zeros((2, 1)), "mask": jnp.ones((2, 1), bool), "advantages": jnp.array([-1.0, 1.0])}
     new = jnp.full((2, 1), np.log(8.0))
-    (loss, info), gradient = jitted(objectives.grpo(), new, **one)
+    (loss, info), gradient = compiled("grpo")(new, **one)
     np.testing.assert_allclose([loss, *gradient[:, 0]], [(8 - 1.2) / 2, 4, 0], rtol=1e-6)
-    (loss, info), gradient = jitted(objectives.grpo(dual_clip=3.0), new, **one)
+    (loss, info), gradient = compiled("grpo", dual_clip=3.0)(new, **one)
     np.testing.assert_allclose([loss, *gradient[:, 0]], [(3 - 1.2) / 2, 0, 0], rtol=1e-6)
     np.testing.assert_array_equal(info.gated_high, [[True], [True]])
 

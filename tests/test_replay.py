@@ -14,7 +14,7 @@ from flax import nnx
 
 from gspo_jax import objectives
 from gspo_jax.kernels.attention import segment_attention
-from gspo_jax.models import moe, transformer
+from gspo_jax.models import transformer
 from gspo_jax.models.attention import rms_norm
 from gspo_jax.models.moe import Routing
 from gspo_jax.rollout.decoder import generate, response_keys
@@ -35,7 +35,6 @@ GRAPH, _ = transformer.abstract(CONFIG)
 weights = partial(tiny.weights, CONFIG)
 P, G, S, T, E = 4, 4, 5, 6, CONFIG.num_experts
 SCORING = Scoring(logprob_chunk=64, group_size=G)
-route = jax.jit(moe.route, static_argnames=("k", "renormalise"))
 NO_PENALTIES = Penalties()
 
 
@@ -130,27 +129,6 @@ def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, f
     assert (drift.compare(at(foreign), at(scores.routes.native), mask).flips > 0).all()
     # Layer 0 sees the same input either way, so its own choice is the same.
     np.testing.assert_array_equal(scores.routes.native[0], native[1].routes.experts[0])
-
-
-def test_weights_are_those_of_the_current_router_at_the_replayed_experts():
-    """Probabilities 1/2, 1/4, 1/8, 1/8: replayed experts 1 and 2 weigh 2/3 and 1/3, as do the native 0 and 1."""
-    logits = jnp.log(jnp.broadcast_to(jnp.asarray([0.5, 0.25, 0.125, 0.125]), (1, 4, 4))) + 7.0
-    replay = jnp.asarray([[[1, 2], [2, 1], [-1, 3], [3, -1]]], jnp.int8)
-    routes, weights = route(logits, k=2, renormalise=True, asked=Routing(replay))
-    assert routes.experts.tolist() == [[[1, 2], [2, 1], [0, 1], [0, 1]]]
-    assert routes.native.tolist() == [[[0, 1]] * 4]
-    np.testing.assert_allclose(weights, [[[2 / 3, 1 / 3], [1 / 3, 2 / 3], [2 / 3, 1 / 3], [2 / 3, 1 / 3]]], rtol=1e-6)
-    np.testing.assert_allclose(jnp.exp(routes.logprobs[0, :2]), [[0.25, 0.125], [0.125, 0.25]], rtol=1e-6)
-    plain = route(logits, k=2, renormalise=False, asked=Routing(replay))[1]
-    np.testing.assert_allclose(plain[0, :2], [[0.25, 0.125], [0.125, 0.25]], rtol=1e-6)
-
-
-def test_the_gradient_of_replayed_weights_is_that_of_a_softmax_over_these_experts():
-    """w = softmax(z_1, z_2), so ∂w_1/∂z = w_1 w_2 (0, 1, −1, 0): zero for experts that are not replayed."""
-    z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.125, 0.125]]]))
-    asked = Routing(jnp.asarray([[[1, 2]]]))
-    found = jax.jit(jax.grad(lambda z: route(z, k=2, renormalise=True, asked=asked)[1][0, 0, 0]))(z)
-    np.testing.assert_allclose(found, [[[0, 2 / 9, -2 / 9, 0]]], atol=1e-6)
 
 
 def test_tokens_without_a_record_are_routed_natively_one_by_one(rollout, native, foreign):
