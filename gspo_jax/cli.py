@@ -18,8 +18,9 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from gspo_jax import exits
 from gspo_jax.parallel import processes
-from gspo_jax.types import UserError
+from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], None]
 
@@ -89,7 +90,10 @@ def _guarded(step: Callable[[], Any]) -> Any:
         return step()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exits.MISTAKE)
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(exits.DIVERGED)
 
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:

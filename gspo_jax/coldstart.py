@@ -39,10 +39,18 @@ from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Responses, UserError, Weights
 
 
-def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder: Path) -> None:
+def coldstart(
+    config: ConfigDict,
+    records: Sequence[Record],
+    mesh: Mesh,
+    folder: Path,
+    *,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
     """Train `config.model.architecture` for `config.coldstart.steps` steps and save it in `folder`.
 
-    A tokenizer is trained on the same records first. The folder is written whole or not at all.
+    A tokenizer is trained on the same records first. The folder is written whole or not at all. `on_step` is called
+    before every step.
     """
     cold = config.coldstart
     tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
@@ -65,6 +73,7 @@ def coldstart(config: ConfigDict, records: Sequence[Record], mesh: Mesh, folder:
         for report in range(reports):
             for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
+                on_step()
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
                 model, loss = step(model, Responses(*hosts.shard_rows(mesh, fields)))
             progress.advance(cross_entropy=float(loss))

@@ -15,6 +15,11 @@ def base() -> ConfigDict:
     config.processes = ConfigDict()  # runs of several processes
     config.processes.heartbeat_s = 30  # seconds of silence after which a process counts as lost and the others exit
     config.processes.start_s = 300  # seconds to wait at start-up for the other processes to connect
+    config.processes.grace_s = 30  # seconds from SIGTERM until a process exits, saved or not
+
+    config.watchdog = ConfigDict()  # ends a process whose phase (sample, reward, update, save …) outlasts its deadline
+    config.watchdog.factor = 10  # deadline of a phase, as a multiple of the longest that it has taken so far
+    config.watchdog.floor_s = 1200  # least deadline in seconds; the first time, a phase compiles its programs
 
     config.model = ConfigDict()
     config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE; empty: a cold start makes the model
@@ -134,6 +139,7 @@ def base() -> ConfigDict:
     config.eval.correct = ""  # reward function, one of `rewards`, that decides which responses are correct
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
+    config.checkpoint.keep_best = False  # also keep the checkpoint with the highest held-out accuracy
     return config
 
 

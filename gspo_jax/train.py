@@ -6,6 +6,7 @@ Starts a run, or resumes from the newest checkpoint in its folder. `train` is th
 are those of run/session.py, and the programs behind them those of engine.py.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,21 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.run.phases import StopRequested
 from gspo_jax.run.session import open_run
 
 
-def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
-    """Train until `config.iterations` are done, counting those before a resume; return first and last evaluation."""
-    with open_run(config, workdir) as (run, state):
+def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) -> dict[str, Any]:
+    """Train until `config.iterations` are done, counting those before a resume; return first and last evaluation.
+
+    With `start_over`, a run whose checkpoints are gone or damaged begins again instead of ending with an error.
+
+    Raises:
+      StopRequested: SIGTERM ended the run early; everything up to the newest iteration is saved.
+    """
+    with open_run(config, workdir, start_over=start_over) as (run, state):
         prompts, objective = run.prompts, run.objective
-        if run.iteration == 0:
-            run.evaluate(state)
+        run.evaluate_if_due()
 
         for iteration in range(run.iteration, config.iterations):
             clock = run.clock()
@@ -46,10 +53,13 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 
 def main(config: ConfigDict) -> None:
     """Run the command."""
-    cli.write_facts(flags.FLAGS.json, train(config, flags.FLAGS.workdir))
+    with suppress(StopRequested):
+        facts = train(config, flags.FLAGS.workdir, start_over=flags.FLAGS.start_over)
+        cli.write_facts(flags.FLAGS.json, facts)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN; a run in it is resumed.", required=True)
+    flags.DEFINE_bool("start_over", False, "Begin again if the run's checkpoints are gone or damaged.")
     flags.DEFINE_string("json", None, "Also write the first and the last evaluation to this file.")
     cli.run(main)

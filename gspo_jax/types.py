@@ -24,6 +24,10 @@ class UserError(ValueError):
     """
 
 
+class Diverged(RuntimeError):
+    """Training went bad: gradients or parameters that are not finite. Starting again would end the same way."""
+
+
 def choices(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown `name`: the closest of the `known` names, if any, then all."""
     names = list(known)

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import os
+import shutil
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,17 @@ import pytest
 
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.training.checkpoint import Checkpointer, load_newest, named_leaves
+from gspo_jax.training.checkpoint import (
+    AllDamaged,
+    Checkpointer,
+    load_newest,
+    named_leaves,
+    restore,
+    set_all_aside,
+    steps,
+)
 from gspo_jax.training.state import make_optimizer, new_state, state_shardings
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Diverged, UserError, Weights
 from tests.tiny import CONFIG, params, place
 
 OPTIMIZER, _ = make_optimizer(
@@ -28,6 +39,10 @@ OPTIMIZER, _ = make_optimizer(
     max_grad_norm=1.0,
 )
 RUN = {"iteration": 3, "prompts": '{"next": 7}', "key": [1, 2], "config": {"seed": 0, "data": {}}}
+
+
+def ANY(run):
+    """Accept every run."""
 
 
 def spec(sizes, config=CONFIG):
@@ -53,9 +68,8 @@ def saved(tmp_path):
 def test_restores_exactly_on_another_mesh(saved):
     folder, state = saved
     shapes, shardings = spec({"fsdp": 4, "tensor": 2})
-    checkpointer = Checkpointer(folder)
-    restored = checkpointer.restore(shapes, shardings)
-    checkpointer.close()
+    restored = restore(folder, shapes, shardings, check=ANY)
+    Checkpointer(folder).close()
     assert (restored.step, restored.run) == (3, RUN)
     for (name, a), b in zip(named_leaves(state).items(), jax.tree.leaves(restored.state), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
@@ -69,14 +83,16 @@ def params_alone():
     return ({"policy": {"params": state.params}} for state in spec({"data": 8}))
 
 
-def test_saving_small_arrays_compiles_nothing(tmp_path, caplog):
+def test_saving_small_arrays_compiles_only_the_digest(tmp_path, caplog):
     """Replicas share the writing of large arrays only, since each slice of a shape is a program."""
     with jax.set_mesh(mesh_lib.make_mesh({"data": 8})), jax.log_compiles():
         state = jax.device_put({"a": np.ones((8, 13)), "b": np.ones((16, 3))}, jax.sharding.PartitionSpec())
         caplog.clear()
         with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
             checkpointer.save(1, state, RUN)
-    assert not [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()]
+            checkpointer.save(2, state, RUN)
+    compiled = [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()]
+    assert len(compiled) == 1 and "jit(digest_all)" in compiled[0]
 
 
 def test_a_reader_takes_only_the_parameters(saved):
@@ -95,7 +111,8 @@ def test_arrays_of_any_shape_beside_the_state(tmp_path):
         for step, given in enumerate((arrays, {})):
             checkpointer.save(step, state, RUN, given)
             checkpointer.wait()
-            restored = checkpointer.restore(jax.eval_shape(lambda: state), {"x": mesh_lib.replicated(mesh)})
+            places = {"x": mesh_lib.replicated(mesh)}
+            restored = restore(tmp_path, jax.eval_shape(lambda: state), places, check=ANY)
             assert restored is not None and restored.arrays.keys() == given.keys()
             for name, array in restored.arrays.items():
                 assert array.dtype == arrays[name].dtype
@@ -103,9 +120,7 @@ def test_arrays_of_any_shape_beside_the_state(tmp_path):
 
 
 def test_nothing_to_restore(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    assert checkpointer.restore(*spec({"data": 8})) is None
-    checkpointer.close()
+    assert restore(tmp_path, *spec({"data": 8}), check=ANY) is None
     assert load_newest(tmp_path, {}, {}) is None
 
 
@@ -124,7 +139,112 @@ def test_what_a_killed_save_leaves_behind_is_no_checkpoint(saved):
 
 def test_another_architecture_is_refused_by_name(saved):
     folder, _ = saved
-    checkpointer = Checkpointer(folder)
     with pytest.raises(UserError, match=r"checkpoint 3 does not fit.*embed.*\(64, 32\).*\(128, 32\)"):
-        checkpointer.restore(*spec({"data": 8}, dataclasses.replace(CONFIG, vocab_size=128)))
-    checkpointer.close()
+        restore(folder, *spec({"data": 8}, dataclasses.replace(CONFIG, vocab_size=128)), check=ANY)
+
+
+def flip(path, place):
+    """Flip one bit of the byte at `place`."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+def files_of(step):
+    """Return the files of a checkpoint that are not empty, in order of their names."""
+    return sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Return a folder with steps 1 and 2, and all that was saved in each, by name."""
+    mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    state = jax.jit(partial(new_state, optimizer=OPTIMIZER))(Weights.full(place(params(), mesh)))
+    arrays = {"tokens": np.arange(60, dtype=np.int32).reshape(4, 15), "none": np.zeros((2, 0), np.int8)}
+    states = {step: dataclasses.replace(state, updates=jnp.asarray(step)) for step in (1, 2)}
+    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+        for step, state in states.items():
+            checkpointer.save(step, state, RUN | {"iteration": step}, arrays)
+    return tmp_path / "checkpoints", {step: named_leaves(state) | arrays for step, state in states.items()}
+
+
+def assert_whole(found, saved):
+    """Assert that all that was saved in a step came back, bit by bit."""
+    assert found.run == RUN | {"iteration": found.step}
+    for name, leaf in (named_leaves(found.state) | found.arrays).items():
+        np.testing.assert_array_equal(leaf, saved[found.step][name], err_msg=name)
+
+
+@pytest.mark.faults
+def test_no_flipped_byte_goes_unseen(two, tmp_path, caplog):
+    """Of flipped bytes all over a checkpoint, each is noticed, or changes nothing that is restored."""
+    whole, saved = two
+    shapes, shardings = spec({"data": 8})
+    rng, noticed = np.random.default_rng(0), 0
+    for number in range(60):
+        folder = tmp_path / f"flipped-{number}" / "checkpoints"
+        shutil.copytree(whole, folder)
+        files = files_of(folder / "2")  # every file once, and then in proportion to their sizes
+        sizes = np.array([path.stat().st_size for path in files])
+        path = files[number] if number < len(files) else rng.choice(files, p=sizes / sizes.sum())
+        flip(path, int(rng.integers(path.stat().st_size)))
+        caplog.clear()
+        found = restore(folder, shapes, shardings, check=ANY)
+        assert_whole(found, saved)
+        if found.step == 1:
+            noticed += 1
+            assert "checkpoint 2: " in caplog.text and "moved to" in caplog.text
+            assert [path.name.partition("-")[0] for path in (folder.parent / "damaged").iterdir()] == ["2"]
+    assert noticed > 30
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])
+def test_a_file_that_is_missing_or_cut_is_noticed(damage, two, caplog):
+    folder, saved = two
+    damage(max((folder / "2").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
+    found = load_newest(folder, *params_alone())
+    assert (
+        found.step == 1
+        and "using checkpoint 1" in caplog.text
+        and sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+    )
+    found = restore(folder, *spec({"data": 8}), check=ANY)
+    assert found.step == 1
+    assert_whole(found, saved)
+    with contextlib.closing(Checkpointer(folder, keep=2)) as checkpointer:
+        checkpointer.save(2, found.state, RUN)
+    assert restore(folder, *spec({"data": 8}), check=ANY).step == 2
+
+
+def test_if_nothing_can_be_restored_the_error_says_so_once(two):
+    folder, _ = two
+    for step in (1, 2):
+        for path in files_of(folder / str(step)):
+            flip(path, path.stat().st_size // 2)
+    with pytest.raises(
+        AllDamaged, match=r"no checkpoint in .* can be restored \(checkpoint 2: .*; checkpoint 1: .*--start_over"
+    ) as error:
+        restore(folder, *spec({"data": 8}), check=ANY)
+    assert "\n" not in str(error.value)
+    set_all_aside(folder)
+    assert restore(folder, *spec({"data": 8}), check=ANY) is None
+    assert len(list((folder.parent / "damaged").iterdir())) == 2
+
+
+def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
+    with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(3), "v": jnp.ones(2)}, RUN)
+        with pytest.raises(
+            Diverged, match=r"checkpoint 2 is not saved, because v \(and 1 more\) holds NaN or infinite"
+        ):
+            checkpointer.save(2, {"w": jnp.array([jnp.nan, 1, -jnp.inf]), "v": jnp.array([jnp.inf, 0])}, RUN)
+    assert steps(tmp_path) == [1]
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    """Beside the newest; a process that starts again knows which one it was."""
+    for accuracies in ({1: 0.1, 2: 0.9, 3: None, 4: 0.5}, {5: 0.4, 6: None, 7: 0.3}):
+        with contextlib.closing(Checkpointer(tmp_path, keep=1, keep_best=True)) as checkpointer:
+            for step, accuracy in accuracies.items():
+                checkpointer.save(step, {"w": jnp.ones(3)}, RUN, accuracy=accuracy)
+    assert steps(tmp_path) == [7, 2]

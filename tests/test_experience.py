@@ -170,7 +170,7 @@ def test_a_phase_that_comes_again_adds_up(monkeypatch):
     """Every round has its own data, sampling and reward phases; the clock sums them by name."""
     times = iter([0.0, 1.0, 2.0, 4.0, 7.0, 7.0])
     monkeypatch.setattr("gspo_jax.run.clock.time.perf_counter", lambda: next(times))
-    clock = Clock(type("Silent", (), {"phase": lambda self, name: None})())
+    clock = Clock(type("Silent", (), {"enter": lambda self, name: None})())
     for phase in ("data", "sample", "data"):
         clock.phase(phase)
     clock.stop()

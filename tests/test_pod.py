@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from gspo_jax import exits
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
 from gspo_jax.types import UserError
@@ -128,11 +129,12 @@ def test_when_a_process_is_killed_the_others_end(victim, data, tmp_path):
         killed = time.monotonic()
         said, _ = other.communicate(timeout=60)
         assert time.monotonic() - killed < HEARTBEAT_S + LATE_S
-    assert other.returncode == processes.LOST, said
+    assert other.returncode == exits.LOST, said
     assert re.search(r"error: .*lost.*start the run again with the same command: it resumes.*\n\Z", said), said
 
 
 FAILS = """
+from gspo_jax import exits
 from gspo_jax.parallel import processes
 count = processes.start(heartbeat_s=5, start_s=60)
 with processes.guarded(count):
@@ -147,7 +149,7 @@ with processes.guarded(count):
 def test_when_a_process_fails_the_others_do_not_wait_for_it():
     with Pod(2, "-c", FAILS) as pod:
         first, second = pod.finish()
-    assert [process.returncode for process in pod.processes] == [processes.LOST, 1]
+    assert [process.returncode for process in pod.processes] == [exits.LOST, 1]
     assert "RuntimeError: only here" in second and "error: one of several processes failed" in second
     assert "RuntimeError" not in first and "start the run again" in first
 
@@ -179,7 +181,7 @@ def test_who_is_left_alone_at_the_start_ends():
         connected = time.monotonic()
     _, said = process.communicate(timeout=60)
     assert ALONE_S - 1 < time.monotonic() - connected < ALONE_S + LATE_S
-    assert process.returncode == processes.LOST
+    assert process.returncode == exits.LOST
     assert f"error: the other processes of the run have not joined after {ALONE_S} s; start the run again" in said
 
 
@@ -332,9 +334,9 @@ def test_the_launcher_asks_for_a_number(words, says, repository):
 @pytest.mark.parametrize(
     ("codes", "says"),
     [
-        ((processes.LOST, 7), "error: process 1 of 2 exited with code 7"),
-        ((7, processes.LOST), "error: process 0 of 2 exited with code 7"),
-        ((processes.LOST, processes.LOST), "error: process [01] of 2 exited with code 3"),
+        ((exits.LOST, 7), "error: process 1 of 2 exited with code 7"),
+        ((7, exits.LOST), "error: process 0 of 2 exited with code 7"),
+        ((exits.LOST, exits.LOST), "error: process [01] of 2 exited with code 3"),
         ((0, 7), "error: process 1 of 2 exited with code 7"),
     ],
 )

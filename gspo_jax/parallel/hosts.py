@@ -17,6 +17,7 @@ from gspo_jax.parallel.mesh import AXES, BATCH_AXES, rows_sharding
 
 Tree = TypeVar("Tree")
 
+_TEXT_BYTES = 400
 _BLOCK = 2**28
 """Maximum bytes of an array that each device holds at a time while the array is all-gathered to the hosts."""
 
@@ -43,6 +44,17 @@ def _allgather(x: jax.Array) -> np.ndarray:
         block = jax.lax.dynamic_slice_in_dim(x, start, width, axis=1)
         found[:, start : start + width] = multihost_utils.process_allgather(block, tiled=True)
     return found
+
+
+def first_nonempty(text: str) -> str:
+    """The text of the first process that has any, cut to a few hundred bytes; "" if none has."""
+    if jax.process_count() == 1:
+        return text
+    mine = np.zeros(_TEXT_BYTES, np.uint8)
+    written = text.encode()[:_TEXT_BYTES]
+    mine[: len(written)] = list(written)
+    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(mine))
+    return next((found for found in texts if found), "")
 
 
 def own_rows(mesh: Mesh, count: int) -> Int[np.ndarray, " n"]:

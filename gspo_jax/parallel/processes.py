@@ -23,15 +23,13 @@ from jax._src import clusters, distributed  # cluster detection and the process 
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gspo_jax import exits
 from gspo_jax.types import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Environment variables that tell a process of the others."""
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 """jax's names of the clusters to detect. Detecting the TPU ones queries the network, on TPU machines only."""
-
-LOST = 3
-"""Exit code of a process that ends because another one is lost."""
 
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
 _callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
@@ -40,8 +38,8 @@ _callbacks: list[Any] = []  # keeps handlers alive that the C library may call a
 def start(*, heartbeat_s: int, start_s: int) -> int:
     """Connect the processes of the run and return their number; call it before any device is used.
 
-    From then on only process 0 prints to stdout. A process exits with code LOST and a one-line message if the others do
-    not join within `start_s` seconds, and later once another one has been silent for `heartbeat_s` seconds.
+    From then on only process 0 prints to stdout. A process exits with code `exits.LOST` and a one-line message if the
+    others do not join within `start_s` seconds, and later once another one has been silent for `heartbeat_s` seconds.
 
     Raises:
       UserError: the environment variables are incomplete or invalid.
@@ -56,12 +54,17 @@ def start(*, heartbeat_s: int, start_s: int) -> int:
     deadline.start()
     # jax calls abort() when another process is lost, and offers no Python callback instead.
     _on_abort(f"jax ended this process, as it does {heartbeat_s} s after another one is lost (see its message above)")
-    jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM, and nothing here uses it
+    jax.config.update("jax_enable_preemption_service", False)  # preemption.py starts it, for a run that can be saved
     jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_s, initialization_timeout=start_s, **found)
     deadline.cancel()
     if distributed.global_state.process_id > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open until exit
     return distributed.global_state.num_processes
+
+
+def number() -> int:
+    """Return the index of this process; unlike `jax.process_index`, without touching a device."""
+    return distributed.global_state.process_id
 
 
 def is_first() -> bool:
@@ -177,9 +180,9 @@ def _detect_cluster() -> dict[str, Any]:
 
 
 def _exit_lost(why: str) -> None:
-    """Exit the process with code LOST and a one-line message; safe in threads that Python did not create."""
+    """Exit the process with code `exits.LOST` and a one-line message; safe in threads that Python did not create."""
     os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
-    os._exit(LOST)
+    os._exit(exits.LOST)
 
 
 def _on_abort(why: str) -> None:

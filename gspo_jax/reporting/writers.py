@@ -23,6 +23,8 @@ from gspo_jax.types import UserError
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
+STOPPED_FILE = "stopped.json"
+SAVED_FILE = "saved.json"
 MAX_LIST = 1024
 """Maximum length of a list metric, which has one number per layer or expert, never one per token."""
 _TB_FLUSH_S = 5.0
@@ -224,6 +226,35 @@ def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, 
     _write_atomically(
         Path(workdir) / CONFIG_FILE, json.dumps({"command": command, **config}, indent=2, default=list) + "\n"
     )
+
+
+def write_stopped(workdir: str | os.PathLike[str], *, step: int | None, phase: str | None, seconds: float) -> None:
+    """Write `stopped.json`, which tells a stopped run from a finished one: both exit with code 0.
+
+    Args:
+      workdir: the run folder.
+      step: checkpoint step that the run resumes from; None for the beginning.
+      phase: phase in which the run was told to stop.
+      seconds: from then until everything was saved.
+    """
+    facts = {"step": step, "phase": phase, "seconds": round(seconds, 3)}
+    _write_atomically(Path(workdir) / STOPPED_FILE, json.dumps(facts) + "\n")
+
+
+def clear_stopped(workdir: str | os.PathLike[str]) -> None:
+    """Remove `stopped.json`: the run goes on."""
+    (Path(workdir) / STOPPED_FILE).unlink(missing_ok=True)
+
+
+def write_saved(workdir: str | os.PathLike[str], step: int) -> None:
+    """Write `saved.json`: the run has a checkpoint of this step, so that one without any has lost it."""
+    _write_atomically(Path(workdir) / SAVED_FILE, json.dumps({"step": step}) + "\n")
+
+
+def read_saved(workdir: str | os.PathLike[str]) -> int | None:
+    """Return the step in `saved.json`; None without that file."""
+    path = Path(workdir) / SAVED_FILE
+    return json.loads(path.read_text(encoding="utf-8"))["step"] if path.exists() else None
 
 
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:

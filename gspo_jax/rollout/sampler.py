@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,6 +58,8 @@ class Sampler:
         """Size of the sampler's newest copy of the weights in bytes, summed over devices."""
         self.stats = SamplerStats()
         """Time and work since the weights were last loaded."""
+        self.poll: Callable[[], None] = lambda: None
+        """Called before every sampling call; may raise to end it."""
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     @property
@@ -137,6 +140,7 @@ class Sampler:
         """
         if self._weights is None:
             raise ValueError("the sampler has no weights; call load first")
+        self.poll()
         width = prompts.tokens.shape[1]
         prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)], prompts.lengths)
         prefix_width = None if prefix is None else prefix.tokens.shape[1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gspo_jax.reporting.progress import Progress
+from gspo_jax.run.phases import Phases
 
 
 class CompileCounter:
@@ -27,10 +27,10 @@ class CompileCounter:
 
 
 class Clock:
-    """Times the phases of one iteration and shows the running one on the progress bar."""
+    """Times the phases of one iteration."""
 
-    def __init__(self, progress: Progress):
-        self._progress = progress
+    def __init__(self, phases: Phases):
+        self._phases = phases
         self._begun = self._phase_begun = time.perf_counter()
         self._phase = ""
         self.compiled = CompileCounter()
@@ -42,7 +42,7 @@ class Clock:
         """End the running phase and begin `name`; a phase that recurs adds up."""
         self._end()
         self._phase = name
-        self._progress.phase(name)
+        self._phases.enter(name)
 
     def stop(self) -> None:
         """End the running phase and the iteration."""

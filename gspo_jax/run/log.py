@@ -19,7 +19,7 @@ from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
-from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics, write_config
+from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, clear_stopped, read_metrics, write_config
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.rounds import Rounds
@@ -150,6 +150,7 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
         writer = samples = None
         if processes.is_first():
             command = shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
+            clear_stopped(workdir)
             write_config(workdir, config.to_dict(), command=command)
             writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step))
             samples = SamplesWriter(workdir, after_step=after_step)

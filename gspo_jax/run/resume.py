@@ -14,9 +14,11 @@ from ml_collections import ConfigDict
 from gspo_jax.config import base
 from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
+from gspo_jax.reporting.writers import read_saved
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.setup import keys
-from gspo_jax.training.checkpoint import Checkpointer
+from gspo_jax.storage import RunFolder
+from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
 from gspo_jax.training.state import TrainState
 from gspo_jax.types import UserError
 
@@ -29,6 +31,7 @@ MAY_CHANGE = (
     "data.data_dir",
     "cpu_devices",
     "processes.",
+    "watchdog.",
     "mesh.",
     "sampling.slots",
     "model.dispatch",
@@ -57,29 +60,32 @@ class Start:
     """Weights that no update changes; empty in full training."""
     unfinished: Episodes | None
     """Partial rollouts in flight; None if there are none."""
+    evaluated: bool
+    """False if an evaluation is due before the next iteration."""
 
 
 def start(
     config: ConfigDict,
     engine: Engine,
-    checkpointer: Checkpointer,
+    files: RunFolder,
     prompts: Batches[PromptBatch],
     *,
     folder: Path,
-    place: str | Path,
+    start_over: bool,
 ) -> Start:
     """Restore the newest checkpoint and move `prompts` to its position, or load initial weights from `folder`.
 
+    With `start_over`, checkpoints are set aside if they are gone or damaged.
+
     Raises:
-      UserError: the checkpoint does not fit the config; `place` names the run in the message.
+      UserError: the checkpoint does not fit the config, all are damaged, or the run had some and none is there.
     """
-    restored = checkpointer.restore(engine.state_shapes, engine.shardings)
+    restored = _restore(config, engine, files, start_over=start_over)
     if restored is None:
         weights = engine.load(folder)
-        first = {"iteration": 0, "step": None, "unfinished": None, "key": keys.run_key(config)}
+        first = {"iteration": 0, "step": None, "unfinished": None, "evaluated": False, "key": keys.run_key(config)}
         return Start(**first, state=engine.begin(weights), frozen=weights.frozen)
     run = restored.run
-    check_same_run(config.to_dict(), run["config"], place)
     prompts.set_state(run["prompts"])
     return Start(
         iteration=run["iteration"],
@@ -88,7 +94,28 @@ def start(
         state=restored.state,
         frozen=engine.policy.shapes.frozen,  # full training has none to load
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
+        evaluated=run.get("evaluated", True),
     )
+
+
+def _restore(config: ConfigDict, engine: Engine, files: RunFolder, *, start_over: bool) -> Restored | None:
+    def check(run: Mapping[str, Any]) -> None:
+        check_same_run(config.to_dict(), run["config"], files.name)
+
+    try:
+        restored = restore(files.checkpoints, engine.state_shapes, engine.shardings, check=check)
+    except AllDamaged:
+        if not start_over:
+            raise
+        set_all_aside(files.checkpoints)
+        return None
+    saved = read_saved(files.local)
+    if restored is None and saved is not None and not start_over:
+        raise UserError(
+            f"the run in {files.name} had saved checkpoint {saved}, but {files.checkpoints} holds none; put the folder "
+            "back, or begin the run again with --start_over"
+        )
+    return restored
 
 
 def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path) -> None:

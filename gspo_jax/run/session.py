@@ -17,14 +17,16 @@ from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
 from gspo_jax.objectives import Objective
-from gspo_jax.parallel import hosts
+from gspo_jax.parallel import hosts, processes
+from gspo_jax.reporting.writers import write_saved
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
-from gspo_jax.rollout.episodes import Buffer, Player
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.run import log as log_lib
 from gspo_jax.run import resume
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
+from gspo_jax.run.phases import Phases, StopRequested, open_phases
 from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Scored, score_episodes
 from gspo_jax.run.shaping import Shaping
@@ -39,6 +41,24 @@ from gspo_jax.training.state import TrainState
 from gspo_jax.types import EpisodeBatch, Experience, OldPolicy, Prompts, Weights
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """The newest end of an iteration, where a run can be saved at any time before the next update."""
+
+    done: int
+    """Iterations done."""
+    state: TrainState
+    """Train state, donated to the next update."""
+    prompts: str
+    """Position of the training prompts."""
+    unfinished: Episodes | None
+    """Partial rollouts in flight; None if there are none."""
+    evaluated: bool
+    """False if an evaluation of this state is due."""
+    accuracy: float | None = None
+    """Held-out accuracy of this state; None if it was not evaluated."""
+
+
 @dataclasses.dataclass
 class Run:
     """An open run: the methods train.py calls, and the parts they use."""
@@ -50,8 +70,8 @@ class Run:
     """Weights that no update changes; empty in full training."""
     reference: Weights | None
     """Weights of the reference policy; None without a KL to it."""
-    iteration: int
-    """Iterations done by earlier starts."""
+    boundary: Boundary
+    """What a stop saves: the iteration in hand is sampled again, with the same keys."""
     key: jax.Array
     """PRNG key of the run."""
     prompts: Batches[PromptBatch]
@@ -67,11 +87,17 @@ class Run:
     files: RunFolder
     checkpointer: Checkpointer
     log: RunLog
+    phases: Phases
 
     @property
     def objective(self) -> Objective:
         """The objective that the run optimises."""
         return self.engine.objective
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done."""
+        return self.boundary.done
 
     @property
     def minibatches(self) -> int:
@@ -85,7 +111,7 @@ class Run:
 
     def clock(self) -> Clock:
         """A new clock for one iteration."""
-        return Clock(self.log.progress)
+        return Clock(self.phases)
 
     def rounds(self) -> Rounds:
         """An empty collection of one iteration's sampling rounds."""
@@ -99,6 +125,7 @@ class Run:
     def sync_weights(self, state: TrainState, clock: Clock) -> None:
         """Load this state's weights into the sampler; they are the behaviour policy until the next sync."""
         clock.phase("reshard")
+        self.phases.poll()
         self.engine.sampler.load(self.weights(state))
         if self.buffer is not None:
             self.buffer.on_weight_sync()
@@ -121,6 +148,7 @@ class Run:
     def rewards(self, episodes: EpisodeBatch, clock: Clock) -> Scored:
         """Reward a batch of episodes."""
         clock.phase("reward")
+        self.phases.poll()
         if self.config.environment.name and episodes.turns.max() == 1:
             self.log.warn(
                 f"{self.config.environment.name} replied to no response of a whole batch; make turns end where it "
@@ -136,12 +164,14 @@ class Run:
     def score(self, state: TrainState, scored: Scored, clock: Clock) -> OldPolicy:
         """Log-probs, values and routes that stay fixed during the iteration's updates."""
         clock.phase("score")
+        self.phases.poll()
         critic = None if state.critic is None else state.critic.params
         return jax.block_until_ready(self.engine.score(self.weights(state), critic, self.reference, scored.rollout))
 
     def advantages(self, objective: Objective, scored: Scored, old: OldPolicy, clock: Clock) -> Experience:
         """The objective's advantages for a scored batch, after reward shaping and filters."""
         clock.phase("update")
+        self.phases.poll()  # for the last time before the updates, all of which are made
         columns = (self.shaping.rewards(scored), self.shaping.trainable_rows(scored), scored.step_rewards, scored.steps)
         fields: tuple[Any, ...] = hosts.shard_rows(self.engine.meshes.trainer, columns)
         made = self.engine.experience(objective, scored.rollout, old, Rewards(*fields))
@@ -179,16 +209,25 @@ class Run:
         self.log.advance(scored, metrics, tokens_per_s=line["throughput/tokens_per_s"])
         if last or done % config.log.samples_every == 0:
             self.log.keep_samples(step, scored, self.tokenizer, count=config.log.samples)
-        if last or done % config.eval.every == 0:
-            self.evaluate(state)
+        self.boundary = Boundary(
+            done=done,
+            state=state,
+            prompts=self.prompts.get_state(),
+            unfinished=None if self.buffer is None else self.buffer.episodes,
+            evaluated=not (last or done % config.eval.every == 0),
+        )
+        self.evaluate_if_due()
         if last or done % config.checkpoint.every == 0:
-            self.save(done, state)
+            self.save()
         self.files.publish(every_s=PUBLISH_S)
 
-    def evaluate(self, state: TrainState) -> None:
-        """Evaluate this state's policy on the held-out prompts."""
-        self.log.progress.phase("evaluate")
-        sampler = self.engine.sampler
+    def evaluate_if_due(self) -> None:
+        """Evaluate the policy on the held-out prompts, if that is due after the newest iteration."""
+        if self.boundary.evaluated:
+            return
+        state, sampler = self.boundary.state, self.engine.sampler
+        self.phases.enter("evaluate")
+        self.phases.poll()
         sampler.load(self.weights(state))
         result = evaluate.evaluate(
             self.player,
@@ -201,34 +240,58 @@ class Run:
         )
         sampler.release()
         self.log.evaluated(int(state.updates), result)
+        self.boundary = dataclasses.replace(self.boundary, evaluated=True, accuracy=result.accuracy)
 
-    def save(self, done: int, state: TrainState) -> None:
-        """Start saving a checkpoint in the background, after `done` iterations."""
-        self.log.progress.phase("save")
+    def save(self) -> None:
+        """Start saving a checkpoint of the newest boundary in the background."""
+        self.phases.enter("save")
         self.files.publish()  # metrics reach a bucket before the checkpoint of their step
-        run = {"iteration": done, "prompts": self.prompts.get_state(), "config": self.config.to_dict()}
+        at = self.boundary
+        run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
         run["key"] = jax.random.key_data(self.key).tolist()
-        left = None if self.buffer is None else self.buffer.episodes
+        left = at.unfinished
         if left is not None:
             run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
-        self.checkpointer.save(done, state, run, None if left is None else left.to_arrays())
+        arrays = None if left is None else left.to_arrays()
+        self.checkpointer.save(at.done, at.state, run, arrays, accuracy=at.accuracy)
+        self._note_saved()
+
+    def stop(self) -> None:
+        """Save the newest boundary, unless it is saved, and wait until the checkpoint is committed."""
+        self.phases.enter("save")
+        self.checkpointer.wait()
+        if self.checkpointer.latest != self.boundary.done:
+            self.save()
+            self.checkpointer.wait()
+        self._note_saved()
+        self.phases.saved = self.boundary.done
+
+    def _note_saved(self) -> None:
+        """Note in the run folder that there is a committed checkpoint."""
+        latest = self.checkpointer.latest
+        if latest is not None and processes.is_first():
+            write_saved(self.files.local, latest)
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Print and return the first and the last evaluation."""
+        """Wait for the last checkpoint; print and return the first and the last evaluation."""
+        self.checkpointer.wait()
+        self._note_saved()
         return self.log.summary(f"{self.objective.name}, {self.config.iterations} iterations")
 
 
 @contextmanager
-def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, TrainState]]:
+def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False) -> Iterator[tuple[Run, TrainState]]:
     """Open the run in `place`, a folder or a bucket, at its newest checkpoint or, without one, at its beginning.
 
     Errors in config, data, rewards and model folder are raised before any device is touched. A cold start, if the
-    config has one, is trained first.
+    config has one, is trained first. With `start_over`, a run whose checkpoints are gone or damaged begins again.
+    `StopRequested` passes through, after the state has been saved.
     """
     model = check(config)
     policy.check_weights(config)
     with ExitStack() as stack:
         files = stack.enter_context(open_folder(place))
+        phases = stack.enter_context(open_phases(config, files.local))
         folder = policy.initial_folder(config, files.local)
         tokenizer = None
         if config.model.folder or folder.exists():
@@ -238,16 +301,22 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
         meshes = make_meshes(config, model)
         stack.enter_context(jax.set_mesh(meshes.trainer))
         if tokenizer is None:
-            coldstart.coldstart(config, records["train"], meshes.trainer, folder)
+            coldstart.coldstart(config, records["train"], meshes.trainer, folder, on_step=phases.tick("cold start"))
+            phases.enter("start")
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
         made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
+        made.sampler.poll = phases.poll
         prompts = data.training_prompts(config, tokenizer, records["train"])
-        checkpointer = Checkpointer(files.checkpoints, keep=config.checkpoint.keep)
+        start = resume.start(config, made, files, prompts, folder=folder, start_over=start_over)
+        checkpointer = Checkpointer(
+            files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
         stack.callback(checkpointer.close)
-        start = resume.start(config, made, checkpointer, prompts, folder=folder, place=place)
         log = stack.enter_context(log_lib.open_log(config, files.local, after_step=start.step, done=start.iteration))
+        phases.show = log.progress.phase
         if start.step is not None:
+            phases.saved = start.iteration
             log.progress.say(f"resuming from iteration {start.iteration} in {place}")
         log.guard_config(made.objective, group_size=config.sampling.group_size)
         player = sampling.make_player(config, tokenizer, made.sampler)
@@ -257,7 +326,13 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
             tokenizer=tokenizer,
             frozen=start.frozen,
             reference=policy.reference_weights(config, folder, made.policy, meshes.trainer),
-            iteration=start.iteration,
+            boundary=Boundary(
+                done=start.iteration,
+                state=start.state,
+                prompts=prompts.get_state(),
+                unfinished=start.unfinished,
+                evaluated=start.evaluated,
+            ),
             key=start.key,
             prompts=prompts,
             held_out=data.held_out_prompts(config, tokenizer, records["test"]),
@@ -275,5 +350,10 @@ def open_run(config: ConfigDict, place: str | Path) -> Iterator[tuple[Run, Train
             files=files,
             checkpointer=checkpointer,
             log=log,
+            phases=phases,
         )
-        yield run, start.state
+        try:
+            yield run, start.state
+        except StopRequested:
+            run.stop()
+            raise

@@ -1,24 +1,38 @@
 """Checkpoints: every leaf of a pytree by name, with the run's JSON state. No other module uses Orbax.
 
 Leaves are stored under their path in the tree, so that a checkpoint does not depend on the mesh, on the number of
-processes, or on the Python classes that hold the leaves.
+processes, or on the Python classes that hold the leaves. Every checkpoint holds the digests of its own content, since
+Orbax does not notice most damage. A checkpoint that does not match them is set aside, and the one before it is used.
 """
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
 from orbax.checkpoint import utils as ocp_utils
 from orbax.checkpoint import v1 as ocp
 
 from gspo_jax import storage
+from gspo_jax.parallel import hosts
 from gspo_jax.storage import AnyPath
-from gspo_jax.types import UserError
+from gspo_jax.training.digest import Digest, digests
+from gspo_jax.types import Diverged, UserError
 
 Tree = TypeVar("Tree")
+Check = Callable[[Mapping[str, Any]], None]
+"""Raises a UserError if a checkpoint with this `run` does not belong to the config."""
+
+DAMAGED = "damaged"
+"""Folder, beside that of the checkpoints, to which damaged ones are moved."""
+_ACCURACY = "accuracy"
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -28,6 +42,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     if len(named) != len(leaves):
         raise ValueError("two leaves of the tree share a path")
     return named
+
+
+class AllDamaged(UserError):
+    """No checkpoint of a folder that has some can be restored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +63,27 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves and restores checkpoints under a folder, one subfolder per step, written in the background."""
+    """Saves checkpoints under a folder, one subfolder per step, written in the background."""
 
-    def __init__(self, folder: AnyPath, *, keep: int | None = None):
-        """Open the folder, creating it if needed; `keep` is the number of newest steps to retain (None: all)."""
+    def __init__(self, folder: AnyPath, *, keep: int | None = None, keep_best: bool = False):
+        """Open the folder, creating it if needed.
+
+        Args:
+          folder: where the checkpoints are.
+          keep: number of newest steps to retain; None: all.
+          keep_best: also retain the step saved with the highest accuracy.
+        """
         policies: Any = ocp.training.preservation_policies  # its protocol and its classes disagree on types
+        kept = [policies.PreserveAll() if keep is None else policies.LatestN(keep)]
+        if keep_best:
+            best = policies.BestN(
+                get_metric_fn=lambda metrics: metrics[_ACCURACY], n=1, keep_checkpoints_without_metrics=False
+            )
+            kept.append(best)
         # A killed save leaves a temporary folder behind, which is no checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
             str(storage.find(folder)),
-            preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
+            preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
         )
         self._options = ocp.Context()
@@ -67,7 +97,15 @@ class Checkpointer:
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
-    def save(self, step: int, state: Any, run: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        run: dict[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        *,
+        accuracy: float | None = None,
+    ) -> None:
         """Start a save in the background, after waiting for the previous one, whose error is raised here.
 
         Args:
@@ -75,71 +113,188 @@ class Checkpointer:
           state: a pytree of arrays whose shapes follow from the config.
           run: values that JSON can hold.
           arrays: host arrays whose shapes do not follow from the config, such as partial rollouts.
-        """
-        self.wait()
-        arrays = arrays or {}
-        some = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses to save empty arrays
-        none = {name: [list(x.shape), x.dtype.name] for name, x in arrays.items() if not x.size}
-        # Orbax warns of an item that has no array, so the step is stored as one.
-        beside = {"json": json.dumps(run), "empty": json.dumps(none), "step": np.array([step])}
-        saved = {"state": named_leaves(state), "run": beside}
-        if some:
-            saved["arrays"] = some
-        with self._options:
-            self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True)
-
-    def restore(self, shapes: Tree, shardings: Tree) -> Restored | None:
-        """The newest checkpoint, each leaf read straight into its sharding; None if there is none.
+          accuracy: by which `keep_best` compares; None if this step was not evaluated.
 
         Raises:
-          UserError: a leaf of the checkpoint is missing from `shapes` or has another shape, or the reverse.
+          Diverged: a leaf of `state` is not finite; nothing is saved.
         """
-        if self.latest is None:
-            return None
-        step = self.latest
-        saved: Any = self._checkpointer.checkpointables_metadata(step).metadata
-        wanted = _abstract(shapes, shardings)
-        _check_same(wanted, named_leaves(saved["state"]), step)
-        others = {name: None for name in ("run", "arrays") if name in saved}
-        return _restored(step, shapes, self._checkpointer.load_checkpointables(step, {"state": wanted} | others))
+        self.wait()
+        arrays, leaves = arrays or {}, named_leaves(state)
+        content = digests(leaves)
+        _check_finite(content, step)
+        text = json.dumps(
+            {
+                "run": run,
+                "state": {name: [list(x.shape), x.dtype.name, content[name].words] for name, x in leaves.items()},
+                "arrays": {name: [list(x.shape), x.dtype.name, _sha256(x.tobytes())] for name, x in arrays.items()},
+            }
+        )
+        # Orbax warns of an item that has no array, so the step is stored as one.
+        beside = {"json": text, "sha256": _sha256(text.encode()), "step": np.array([step])}
+        saved = {"state": leaves, "run": beside}
+        if some := {name: x for name, x in arrays.items() if x.size}:  # Orbax refuses to save empty arrays
+            saved["arrays"] = some
+        metrics: Any = None if accuracy is None else {_ACCURACY: accuracy}
+        with self._options:
+            self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True, metrics=metrics)
 
     def wait(self) -> None:
         """Block until the save in flight is committed; raise its error."""
         if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def close(self) -> None:
         """Finish the save in flight and close the folder."""
-        self.wait()
-        self._checkpointer.close()
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+
+def restore(folder: AnyPath, shapes: Tree, shardings: Tree, *, check: Check) -> Restored | None:
+    """The newest checkpoint that matches its digests, each leaf read straight into its sharding; None if there is none.
+
+    Newer ones that do not match are moved to the folder `damaged` beside `folder`, with a warning. Every process has to
+    call it, before one opens the folder with a `Checkpointer`.
+
+    Raises:
+      UserError: `check` raised it, or the state of a checkpoint does not have these `shapes`.
+      AllDamaged: none of the checkpoints matches its digests.
+    """
+    reasons = {}
+    for step in steps(folder):
+        found = _try(folder, step, shapes, shardings, check=check, whole=True)
+        if isinstance(found, Restored):
+            _set_aside(folder, reasons)
+            return found
+        reasons[step] = found
+    if reasons:
+        raise AllDamaged(
+            f"no checkpoint in {folder} can be restored ({_list(reasons)}); put back a copy of one, or begin the run "
+            "again with --start_over"
+        )
+    return None
 
 
 def load_newest(folder: AnyPath, shapes: Tree, shardings: Tree) -> Restored | None:
-    """The leaves in `shapes` of the newest committed checkpoint; the folder may belong to a run that is still writing.
+    """The leaves in `shapes` of the newest checkpoint that matches its digests; a run may still be writing others.
 
-    Read-only: creates and cleans up nothing. None if there is no checkpoint; errors as `Checkpointer.restore`.
+    Read-only: creates, moves and cleans up nothing. None if there is no checkpoint; errors as `restore`.
     """
+    reasons = {}
+    for step in steps(folder):
+        found = _try(folder, step, shapes, shardings, check=lambda run: None, whole=False)
+        if isinstance(found, Restored):
+            if reasons:
+                logging.warning("%s: damaged: %s; using checkpoint %d", folder, _list(reasons), step)
+            return found
+        reasons[step] = found
+    if reasons:
+        raise UserError(f"no checkpoint in {folder} can be read ({_list(reasons)}); put back a copy of one")
+    return None
+
+
+def steps(folder: AnyPath) -> list[int]:
+    """The steps that have a committed checkpoint, newest first."""
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     # In a bucket nothing is renamed, so an unfinished save already has its final name.
-    steps = [int(path.name) for path in found if ocp_utils.is_checkpoint_finalized(path)]
-    if not steps:
-        return None
-    path = str(storage.find(folder) / str(max(steps)))
-    saved: Any = ocp.checkpointables_metadata(path).metadata
-    names = named_leaves(saved["state"])
-    wanted = _abstract(shapes, shardings)
-    _check_same(wanted, {name: leaf for name, leaf in names.items() if name in wanted}, max(steps))
-    partial = {name: wanted.get(name, ...) for name in names}  # Orbax leaves `...` on disk
-    return _restored(max(steps), shapes, ocp.load_checkpointables(path, {"state": partial, "run": None}))
+    return sorted((int(path.name) for path in found if ocp_utils.is_checkpoint_finalized(path)), reverse=True)
 
 
-def _restored(step: int, shapes: Any, loaded: Any) -> Restored:
-    """The loaded checkpoint, with its state as a tree like `shapes`."""
-    state = jax.tree.unflatten(jax.tree.structure(shapes), [loaded["state"][name] for name in named_leaves(shapes)])
-    run, arrays = loaded["run"], loaded.get("arrays", {})
-    empty = {name: np.zeros(shape, dtype) for name, (shape, dtype) in json.loads(run.get("empty", "{}")).items()}
-    return Restored(step, state, json.loads(run["json"]), {name: np.array(x) for name, x in arrays.items()} | empty)
+def set_all_aside(folder: AnyPath) -> None:
+    """Move all checkpoints to the folder `damaged` beside `folder`, without looking at them."""
+    _set_aside(folder, dict.fromkeys(steps(folder), "the run starts over"))
+
+
+def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
+    """Move these checkpoints away, with a warning; done by process 0 while the others wait."""
+    if not reasons:
+        return
+    aside = folder.parent / DAMAGED
+    if jax.process_index() == 0:
+        aside.mkdir(parents=True, exist_ok=True)
+        for step in reasons:
+            (folder / str(step)).rename(aside / f"{step}-{time.strftime('%Y%m%d-%H%M%S')}")
+        logging.warning("%s: moved to %s: %s", folder, aside, _list(reasons))
+    multihost_utils.sync_global_devices("damaged checkpoints")
+
+
+def _list(reasons: Mapping[int, str]) -> str:
+    return "; ".join(f"checkpoint {step}: {why}" for step, why in reasons.items())
+
+
+def _try(folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Check, whole: bool) -> Restored | str:
+    """The checkpoint of a step, or why it is damaged; read once more if it seems to be, as storage may fail briefly."""
+    found = _load(folder, step, shapes, shardings, check=check, whole=whole)
+    if isinstance(found, str):
+        logging.warning("%s: checkpoint %d: %s; reading it once more", folder, step, found)
+        found = _load(folder, step, shapes, shardings, check=check, whole=whole)
+    return found
+
+
+def _load(folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Check, whole: bool) -> Restored | str:
+    """Read and verify one checkpoint, which with `whole` must have no other leaves than `shapes`; or why it is damaged.
+
+    All processes come to the same result, since each stage ends with a vote.
+    """
+    path = str(storage.find(folder) / str(step))
+    content, why = _attempt(lambda: _read_description(path))
+    if why:
+        return why
+    check(content["run"])
+    wanted, leaves = _abstract(shapes, shardings), content["state"]
+    there = {name: (tuple(x[0]), x[1]) for name, x in leaves.items() if whole or name in wanted}
+    _check_same({name: (x.shape, x.dtype.name) for name, x in wanted.items()}, there, step)
+    items: dict[str, Any] = {"state": {name: wanted.get(name, ...) for name in leaves}}  # Orbax leaves `...` on disk
+    extra = content["arrays"] if whole else {}
+    if any(math.prod(shape) for shape, _, _ in extra.values()):
+        items["arrays"] = None
+    loaded, why = _attempt(lambda: _verified(ocp.load_checkpointables(path, items), wanted, extra))
+    if why:
+        return why
+    state, arrays = loaded
+    if wrong := [name for name, found in digests(state).items() if found.words != leaves[name][2]]:
+        return f"{_some(wrong)} differs from its digest"
+    return Restored(step, jax.tree.unflatten(jax.tree.structure(shapes), state.values()), content["run"], arrays)
+
+
+def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of `read`, and "" or why it failed on one of the processes."""
+    value, why = None, ""
+    try:
+        value = read()
+    except Exception as error:  # on damage, Orbax raises errors of any type
+        why = f"it cannot be read ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return value, hosts.first_nonempty(why)
+
+
+def _read_description(path: str) -> dict[str, Any]:
+    """The JSON that describes a checkpoint: `run`, and shape, dtype and digest of every leaf and array."""
+    beside = ocp.load_checkpointables(path, {"run": None})["run"]
+    if _sha256(beside["json"].encode()) != beside["sha256"]:
+        raise ValueError("its description differs from its digest")
+    return json.loads(beside["json"])
+
+
+def _verified(
+    loaded: dict[str, Any], wanted: Mapping[str, Any], extra: Mapping[str, Any]
+) -> tuple[dict[str, jax.Array], dict[str, np.ndarray]]:
+    """The loaded leaves, still to be verified, and the arrays `extra`, verified."""
+    arrays = {}
+    for name, (shape, dtype, digest) in extra.items():
+        arrays[name] = np.array(loaded["arrays"][name]) if math.prod(shape) else np.zeros(shape, dtype)
+        if _sha256(arrays[name].tobytes()) != digest:
+            raise ValueError(f"{name} differs from its digest")
+    return {name: loaded["state"][name] for name in wanted}, arrays
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
 def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -147,11 +302,24 @@ def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for (name, leaf), sharding in leaves}
 
 
-def _check_same(wanted: dict[str, Any], saved: dict[str, Any], step: int) -> None:
+def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any], step: int) -> None:
+    """Raise a UserError if two tables of shape and dtype by leaf differ."""
+
+    def shown(table: Mapping[str, Any], name: str) -> str:
+        return "{} {}".format(*reversed(table[name])) if name in table else "missing"
+
     for name in sorted(wanted.keys() | saved.keys()):
-        here, there = (tuple(tree[name].shape) if name in tree else None for tree in (wanted, saved))
-        if here != there:
+        if wanted.get(name) != saved.get(name):
             raise UserError(
-                f"checkpoint {step} does not fit this config: {name} is {there or 'missing'} in the checkpoint and "
-                f"{here or 'absent'} here; use the config it was saved with, or another --workdir"
+                f"checkpoint {step} does not fit this config: {name} is {shown(saved, name)} in the checkpoint and "
+                f"{shown(wanted, name)} here; use the config it was saved with, or another --workdir"
             )
+
+
+def _check_finite(content: Mapping[str, Digest], step: int) -> None:
+    """Raise `Diverged` if a leaf is not finite."""
+    if bad := [name for name, found in content.items() if found.nonfinite]:
+        raise Diverged(
+            f"checkpoint {step} is not saved, because {_some(bad)} holds NaN or infinite elements; the checkpoint before "
+            "it stays the newest: go on from there with a lower learning rate"
+        )

@@ -1,0 +1,13 @@
+"""Exit codes of the commands, which tell a launcher whether to start a run again.
+
+0: finished, or stopped and saved (`stopped.json`). 1: an unexpected error; start again.
+"""
+
+MISTAKE = 2
+"""The input is wrong; starting again would end the same way."""
+LOST = 3
+"""Another process of the run is lost; start all of them again."""
+LATE = 4
+"""A deadline has passed: the process hung, or could not be saved in the time it had to stop. Start again."""
+DIVERGED = 5
+"""The numbers went bad: non-finite gradients or parameters. Starting again would end the same way."""

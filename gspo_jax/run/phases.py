@@ -1,0 +1,141 @@
+"""The phase a run is in: shown on the progress bar, bounded by deadlines, and named when the run is stopped."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from gspo_jax import exits
+from gspo_jax.parallel import processes
+from gspo_jax.parallel.preemption import Preemption
+from gspo_jax.reporting.writers import write_stopped
+
+STACKS = "stacks"
+"""Folder, inside the run folder, of the stacks of processes that missed a deadline."""
+_LOOK_S = 1.0
+
+
+class StopRequested(Exception):
+    """Raised in all processes at the same point, after one of them got SIGTERM."""
+
+
+class Phases:
+    """Knows the phase that this process is in, and ends the process if a phase outlasts its deadline.
+
+    The deadline of a phase is `factor` times the longest that it has taken so far in this process, and never less than
+    `floor_s` seconds. After SIGTERM, the process has `grace_s` seconds to save its state and exit.
+    """
+
+    def __init__(self, folder: Path, *, floor_s: float, factor: float, grace_s: float):
+        """Begin in the phase "start"; stacks are written to a subfolder of `folder`."""
+        self._folder, self._floor_s, self._factor, self._grace_s = folder, floor_s, factor, grace_s
+        self._preemption = Preemption(self._on_notice)
+        self._longest: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.show: Callable[[str], None] = lambda phase: None
+        """Shows a phase's name; the progress bar's, once there is one."""
+        self.name, self._begun = "start", time.monotonic()
+        self.noticed_in: str | None = None
+        """Phase in which SIGTERM arrived; None before."""
+        self._noticed_at = 0.0
+        self.saved: int | None = None
+        """Checkpoint step that a stop saved, or found saved; None while there is none."""
+
+    def enter(self, name: str) -> None:
+        """Begin a phase, or begin it again."""
+        now = time.monotonic()
+        with self._lock:
+            self._longest[self.name] = max(self._longest.get(self.name, 0.0), now - self._begun)
+            self.name, self._begun = name, now
+        self.show(name)
+
+    def poll(self) -> None:
+        """Raise `StopRequested` if all processes stop here; each has to call it at the same points of the program."""
+        if self._preemption.agreed():
+            raise StopRequested
+
+    def tick(self, name: str) -> Callable[[], None]:
+        """A function for the steps of a phase: each call begins the phase again, and is a poll."""
+
+        def step() -> None:
+            self.enter(name)
+            self.poll()
+
+        return step
+
+    @property
+    def stop_seconds(self) -> float:
+        """Seconds since SIGTERM was noticed."""
+        return time.monotonic() - self._noticed_at
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Listen for SIGTERM, and enforce the deadlines, inside the block."""
+        watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        with self._preemption.listening():
+            watchdog.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                watchdog.join()
+
+    def _on_notice(self) -> None:
+        self.noticed_in, self._noticed_at = self.name, time.monotonic()
+        _say(f"SIGTERM in phase {self.noticed_in}: saving at the next point where all processes can stop")
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            with self._lock:
+                name, taken = self.name, time.monotonic() - self._begun
+                deadline = max(self._floor_s, self._factor * self._longest.get(name, 0.0))
+            if self.noticed_in is not None and self.stop_seconds > self._grace_s:
+                self._end(
+                    f"nothing was saved within {self._grace_s:g} s of SIGTERM (processes.grace_s), which came in phase "
+                    f"{self.noticed_in}; the process is still in phase {name}"
+                )
+            if taken > deadline:
+                self._end(f"phase {name} has taken {taken:.0f} s, and its deadline is {deadline:.0f} s (watchdog)")
+
+    def _end(self, why: str) -> None:
+        """Write the stacks of all threads, and end the process at once."""
+        path = self._folder / STACKS / f"{time.strftime('%Y%m%d-%H%M%S')}-process-{processes.number()}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f"{why}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            _say(f"the stacks could not be written ({error})")
+            faulthandler.dump_traceback()
+        _say(f"error: {why}; its stacks are in {path}, and the run resumes from its newest checkpoint")
+        os._exit(exits.LATE)
+
+
+@contextmanager
+def open_phases(config: ConfigDict, folder: Path) -> Iterator[Phases]:
+    """Watch over a run in `folder`; a stop that reaches the end of the block is recorded in `stopped.json`."""
+    watchdog, grace_s = config.watchdog, config.processes.grace_s
+    phases = Phases(folder, floor_s=watchdog.floor_s, factor=watchdog.factor, grace_s=grace_s)
+    with phases.watched():
+        try:
+            yield phases
+        except StopRequested:
+            seconds, phase = phases.stop_seconds, phases.noticed_in
+            if processes.number() == 0:
+                write_stopped(folder, step=phases.saved, phase=phase, seconds=seconds)
+            what = "nothing to save yet" if phases.saved is None else f"iteration {phases.saved} is saved"
+            _say(f"stopped: {what}, {seconds:.1f} s after SIGTERM in phase {phase}")
+            raise
+
+
+def _say(text: str) -> None:
+    print(f"process {processes.number()}: {text}", file=sys.stderr, flush=True)
