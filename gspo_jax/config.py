@@ -127,6 +127,7 @@ def base() -> ConfigDict:
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per batch
     config.training.microbatches = 1  # gradient-accumulation steps per update, also of scoring; changes only memory
+    config.training.max_skipped = 10  # end the run after so many updates in a row whose gradient was not finite
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss; 0: off
     config.training.logprob_chunk = 4096  # tokens, over all devices, whose logits are in memory at once

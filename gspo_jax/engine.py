@@ -23,7 +23,7 @@ from gspo_jax.setup.policy import Policy
 from gspo_jax.training.experience import ExperienceFn, make_experience
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.state import CriticRule, TrainState, new_state, state_shardings
-from gspo_jax.training.update import UpdateFn, make_update
+from gspo_jax.training.update import BlameFn, UpdateFn, make_blame, make_gradient, make_update
 from gspo_jax.types import Weights
 
 
@@ -50,6 +50,8 @@ class Engine:
     """Advantages, returns and mismatch corrections of a scored batch."""
     update: UpdateFn
     """One optimizer step on a mini-batch."""
+    blame: BlameFn
+    """What is not finite in an update that was skipped."""
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -92,19 +94,18 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
     critic = learning.make_critic(config, model)
     training, reference = config.training, config.reference
     with jax.set_mesh(meshes.trainer):  # the compiler's options depend on the platform
-        update = make_update(
+        gradient = make_gradient(
             made.graph,
             learning.make_scoring(config),
-            optimizer,
-            schedule,
             critic=critic,
             penalties=learning.make_penalties(config),
             replay=config.routing.replay,
-            shardings=state_shardings(made.shapes.trainable, optimizer, meshes.trainer, critic=critic),
             minibatches=training.minibatches,
             microbatches=training.microbatches,
             group_size=config.sampling.group_size,
         )
+        shardings = state_shardings(made.shapes.trainable, optimizer, meshes.trainer, critic=critic)
+        update = make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings)
         score = make_score(config, made, critic, recompute=training.old_logprobs == "recompute")
     return Engine(
         config=config,
@@ -121,6 +122,7 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
             kl_in_reward=reference.kl_weight if reference.place == "reward" else 0.0,
         ),
         update=update,
+        blame=make_blame(gradient, shardings.updates),
     )
 
 

@@ -24,7 +24,7 @@ from gspo_jax.routing.replay import experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, make_old_policy, of_responses, score
 from gspo_jax.training.state import new_state
-from gspo_jax.training.update import Penalties, make_update
+from gspo_jax.training.update import Penalties, make_gradient, make_update
 from gspo_jax.types import Experience, OldPolicy, RouterRecord, Weights
 from tests import tiny
 from tests.tiny import leaf_errors, prompts
@@ -174,7 +174,8 @@ def make(replay: str, microbatches: int, penalties: Penalties):
     """Return an update on the whole experience whose new optimizer state is the gradient."""
     settings = {"minibatches": 1, "microbatches": microbatches, "group_size": G, "replay": replay}
     record = optax.trace(decay=0.0), optax.constant_schedule(1.0)
-    return partial(make_update(GRAPH, SCORING, *record, penalties=penalties, **settings), objectives.gspo())
+    gradient = make_gradient(GRAPH, SCORING, penalties=penalties, **settings)
+    return partial(make_update(gradient, *record), objectives.gspo())
 
 
 def update(experience, policy, *, replay="none", microbatches=1, penalties=NO_PENALTIES):

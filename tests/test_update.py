@@ -27,7 +27,7 @@ from gspo_jax.routing.replay import REPLAYS, experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
-from gspo_jax.training.update import Penalties, make_update, take_minibatch
+from gspo_jax.training.update import Penalties, make_gradient, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
 from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, responses, weights
 
@@ -104,16 +104,16 @@ def make_trainer(*, name="gspo", sizes=None, microbatches=1, replay="none", **pe
     record, schedule = recorder()
     objective = objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
-    settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "critic": critic}
-    settings |= {"penalties": Penalties(**penalties), "replay": replay}
+    settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "replay": replay}
+    gradient = make_gradient(GRAPH, SCORING, critic=critic, penalties=Penalties(**penalties), **settings)
     first = partial(new_state, optimizer=record, critic=critic)
     if sizes is None:
-        compiled = make_update(GRAPH, SCORING, record, schedule, **settings)
+        compiled = make_update(gradient, record, schedule, critic=critic)
         return Trainer(lambda: first(weights()), lambda state, batch, i: compiled(objective, state, NONE, batch, i))
     mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         shardings = state_shardings(SHAPES, record, mesh, critic=critic)
-        compiled = make_update(GRAPH, SCORING, record, schedule, shardings=shardings, **settings)
+        compiled = make_update(gradient, record, schedule, critic=critic, shardings=shardings)
 
     def update(state, batch, i):
         with jax.set_mesh(mesh):
@@ -378,7 +378,7 @@ def test_no_buffer_holds_the_whole_logits():
     config = dataclasses.replace(CONFIG, vocab_size=V, num_layers=1)
     graph, shapes = transformer.abstract(config)
     opt, schedule = optimizer()
-    update = make_update(graph, SCORING, opt, schedule, minibatches=1, microbatches=1, group_size=4)
+    update = make_update(make_gradient(graph, SCORING, minibatches=1, microbatches=1, group_size=4), opt, schedule)
 
     def of(shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "model.dispatch",
     "model.remat",
     "training.microbatches",
+    "training.max_skipped",
     "training.logprob_chunk",
 )
 """Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a

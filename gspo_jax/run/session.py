@@ -34,11 +34,11 @@ from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import PUBLISH_S, RunFolder, open_folder
-from gspo_jax.training.checkpoint import Checkpointer
+from gspo_jax.training.checkpoint import Checkpointer, named_leaves
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import EpisodeBatch, Experience, OldPolicy, Prompts, Weights
+from gspo_jax.types import Diverged, EpisodeBatch, Experience, OldPolicy, Prompts, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,8 @@ class Run:
     checkpointer: Checkpointer
     log: RunLog
     phases: Phases
+    skipped: int = 0
+    """Updates skipped in a row, up to the newest."""
 
     @property
     def objective(self) -> Objective:
@@ -185,9 +187,23 @@ class Run:
     def update(
         self, objective: Objective, state: TrainState, experience: Experience, minibatch: int
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer step on the objective's gradient over a mini-batch; the old state is donated."""
+        """One optimizer step on the objective's gradient over a mini-batch; the old state is donated.
+
+        Raises:
+          Diverged: `training.max_skipped` updates in a row were skipped.
+        """
         state, metrics = self.engine.update(objective, state, self.frozen, experience, minibatch)
-        return state, jax.device_get(metrics)  # one update in flight, since simulated devices share their threads
+        metrics = jax.device_get(metrics)  # one update in flight, since simulated devices share their threads
+        self.skipped = self.skipped + 1 if metrics["update/skipped"] else 0
+        if self.skipped == self.config.training.max_skipped:
+            loss, counts = jax.device_get(self.engine.blame(objective, state, self.frozen, experience, minibatch))
+            bad = [name for name, count in named_leaves(counts).items() if count]
+            what = f"the first leaf of the gradient that is not finite is {bad[0]}" if bad else f"the loss is {loss}"
+            raise Diverged(
+                f"{self.skipped} updates in a row were skipped ({what}); the run can go on from its newest checkpoint, "
+                "with a lower learning rate or other data"
+            )
+        return state, metrics
 
     def report(
         self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: Clock

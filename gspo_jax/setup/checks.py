@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
     "environment.turns",
     "training.minibatches",
     "training.microbatches",
+    "training.max_skipped",
     "training.logprob_chunk",
     "eval.every",
     "log.samples_every",

@@ -320,6 +320,6 @@ def _check_finite(content: Mapping[str, Digest], step: int) -> None:
     """Raise `Diverged` if a leaf is not finite."""
     if bad := [name for name, found in content.items() if found.nonfinite]:
         raise Diverged(
-            f"checkpoint {step} is not saved, because {_some(bad)} holds NaN or infinite elements; the checkpoint before "
+            f"checkpoint {step} is not saved, because {_some(bad)} holds NaN or infinite elements; the one before "
             "it stays the newest: go on from there with a lower learning rate"
         )

@@ -26,8 +26,14 @@ from gspo_jax.training.state import CriticRule, TrainState, step
 from gspo_jax.training.terms import Penalties, Seen
 from gspo_jax.types import Experience, Weights
 
+Gradients = tuple[nnx.State, nnx.State | None]
+"""Gradients of the policy's trainable parameters and of the critic's, None without a critic."""
+GradientFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[Gradients, Metrics]]
+"""(objective, state, frozen weights, experience, mini-batch) -> the gradients and the loss's metrics."""
 UpdateFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[TrainState, Metrics]]
 """(objective, state, frozen weights, experience, mini-batch) -> the new state and the update's metrics."""
+BlameFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[Array, dict[str, Any]]]
+"""(objective, state, frozen weights, experience, mini-batch) -> the loss, and non-finite elements by leaf."""
 
 
 def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
@@ -45,45 +51,36 @@ def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: in
     return jax.tree.map(cut, batch)
 
 
-def make_update(
+def make_gradient(
     graph: nnx.GraphDef[Transformer],
     scoring: Scoring,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
     *,
     critic: CriticRule | None = None,
     penalties: Penalties = Penalties(),
     replay: Replay = "none",
-    shardings: TrainState | None = None,
     minibatches: int,
     microbatches: int,
     group_size: int,
-) -> UpdateFn:
-    """A jitted `update(objective, state, frozen, experience, index)`: one optimizer step on mini-batch `index`.
+) -> GradientFn:
+    """A function `gradient(objective, state, frozen, experience, index)`: of policy and critic, on mini-batch `index`.
 
     Token weights come from the whole mini-batch's mask, so its gradient does not depend on how it is cut into
-    micro-batches. On a non-finite gradient or loss only the counts of updates and skipped updates change. The old
-    state's buffers are donated.
+    micro-batches.
 
     Args:
       graph: the policy without its parameters.
       scoring: temperature, chunking and remat of its forward pass.
-      optimizer: the policy's.
-      schedule: its learning rate by update, for the metrics.
       critic: trained beside the policy; None if the objective uses none.
       penalties: weights of the loss terms beside the objective.
       replay: whose routes the forward pass replays.
-      shardings: of the new state; None leaves them to the compiler.
       minibatches: number of mini-batches, one update each, that a batch of experience is divided into.
       microbatches: gradient-accumulation steps per update.
       group_size: adjacent rows of one group.
     """
-    places = None if shardings is None else (shardings, shardings.updates)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=1, out_shardings=places, compiler_options=compiler_options())
-    def update(
+    def gradient(
         objective: Objective, state: TrainState, frozen: nnx.State, experience: Experience, index: Array | int
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[Gradients, Metrics]:
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
         weights = objective.weights(batch.mask)
         load = None
@@ -104,11 +101,60 @@ def make_update(
             terms=terms_lib.chosen(penalties, objective, scoring, critic, reference=reference),
         )
         micro = cut_rows((batch, weights), microbatches, group_size=group_size)
-        grads, metrics = _accumulate(jax.value_and_grad(loss, has_aux=True), trained, micro)
+        return _accumulate(jax.value_and_grad(loss, has_aux=True), trained, micro)
+
+    return gradient
+
+
+def make_update(
+    gradient: GradientFn,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    critic: CriticRule | None = None,
+    shardings: TrainState | None = None,
+) -> UpdateFn:
+    """A jitted `update(objective, state, frozen, experience, index)`: one optimizer step on mini-batch `index`.
+
+    On a non-finite gradient or loss only the counts of updates and skipped updates change. The old state's buffers are
+    donated.
+
+    Args:
+      gradient: from `make_gradient`.
+      optimizer: the policy's.
+      schedule: its learning rate by update, for the metrics.
+      critic: trained beside the policy; None if the objective uses none.
+      shardings: of the new state; None leaves them to the compiler.
+    """
+    places = None if shardings is None else (shardings, shardings.updates)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1, out_shardings=places, compiler_options=compiler_options())
+    def update(
+        objective: Objective, state: TrainState, frozen: nnx.State, experience: Experience, index: Array | int
+    ) -> tuple[TrainState, Metrics]:
+        grads, metrics = gradient(objective, state, frozen, experience, index)
         new, seen = _apply(state, grads, metrics["actor/loss"], optimizer, critic)
         return new, metrics | seen | {"actor/lr": schedule(state.updates - state.skipped)}
 
     return update
+
+
+def make_blame(gradient: GradientFn, everywhere: Any = None) -> BlameFn:
+    """A jitted `blame(objective, state, frozen, experience, index)`: what is not finite in an update that is skipped.
+
+    Returns the loss, and under "policy" and "critic" the number of elements of each leaf's gradient that are NaN or
+    infinite. A program of its own: an update that counts them would be slower. `everywhere` is the result's sharding.
+    """
+
+    @partial(jax.jit, static_argnums=0, out_shardings=everywhere, compiler_options=compiler_options())
+    def blame(
+        objective: Objective, state: TrainState, frozen: nnx.State, experience: Experience, index: Array | int
+    ) -> tuple[Array, dict[str, Any]]:
+        grads, metrics = gradient(objective, state, frozen, experience, index)
+        policy, critics = jax.tree.map(lambda g: (~jnp.isfinite(g)).sum(), grads)
+        return metrics["actor/loss"], {"policy": policy, "critic": critics}
+
+    return blame
 
 
 def _accumulate(gradient: Callable[..., Any], trained: Any, micro: Any) -> tuple[Any, Metrics]:
@@ -126,7 +172,7 @@ def _accumulate(gradient: Callable[..., Any], trained: Any, micro: Any) -> tuple
 
 def _apply(
     state: TrainState,
-    grads: tuple[nnx.State, nnx.State | None],
+    grads: Gradients,
     loss: Array,
     optimizer: optax.GradientTransformation,
     critic: CriticRule | None,
