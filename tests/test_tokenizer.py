@@ -208,6 +208,46 @@ def test_what_is_wrong_with_a_folder_is_said(trained, tmp_path):
         Tokenizer.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer", "null", r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer", "[" * 100_000, r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer_config", "null", r"tokenizer_config\.json holds a JSON NoneType, not an object; download it again"),
+        ("tokenizer_config", "5", "holds a JSON int, not an object"),
+        ("tokenizer_config", '{"a": ' + "[" * 100_000, r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config", b'{"a": "\xff"}', r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config", '{"eos_token": 5}', "eos_token 5 in .* is not in the tokenizer's vocabulary"),
+        ("tokenizer_config", '{"eos_token": {}}', "eos_token {} in .* is not in the tokenizer's vocabulary"),
+        ("tokenizer_config", '{"eos_token": {"content": null}}', "is not in the tokenizer's vocabulary"),
+        ("tokenizer_config", '{"chat_template": 5}', "chat_template is 5; it must be a string, or a list of objects"),
+        ("tokenizer_config", '{"chat_template": []}', r"chat_template is \[\]; it must be a string"),
+        ("tokenizer_config", '{"chat_template": [5]}', r"chat_template is \[5\]; it must be a string"),
+        ("tokenizer_config", '{"chat_template": [{"name": "default"}]}', "it must be a string, or a list of objects"),
+        ("tokenizer_config", '{"chat_template": [{"name": [], "template": ""}]}', "it must be a string, or a list"),
+        ("generation_config", '{"eos_token_id": "x"}', r'config\.json: eos_token_id is "x"; it must be a token id'),
+        ("generation_config", '{"eos_token_id": [[0]]}', r"eos_token_id is \[0\]; it must be a token id"),
+        ("generation_config", '{"eos_token_id": -1}', r"eos_token_id is -1; it must be a token id, an integer from 0"),
+        ("generation_config", '{"pad_token_id": true}', "pad_token_id is true; it must be a token id"),
+        ("config", '{"pad_token_id": 1e9}', "pad_token_id is 1000000000.0; it must be a token id"),
+        ("config", "[]", r"/config\.json holds a JSON list, not an object"),
+    ],
+)
+def test_files_of_other_types_are_refused_in_one_sentence(trained, tmp_path, name, content, message):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"})
+    (folder / f"{name}.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as error:
+        Tokenizer.load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_template_file_that_is_no_text_is_refused(trained, tmp_path):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"})
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not valid UTF-8 .*; download it again"):
+        Tokenizer.load(folder)
+
+
 def test_the_vocabulary_must_fit_the_model(trained):
     check_vocabulary(trained, trained.vocab_size)
     check_vocabulary(trained, trained.vocab_size + 267)  # padded vocabulary, as in Qwen3
