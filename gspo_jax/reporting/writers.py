@@ -308,9 +308,10 @@ def _sample_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically: a crash leaves either the old or the new content."""
+    """Replace a file atomically: a crash leaves either the old or the new content. Links are replaced, not followed."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="utf-8") as file:  # fails rather than follow a link
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
