@@ -177,6 +177,36 @@ def test_bad_templates_say_so(trained, tmp_path, template, message):
         Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 / 0 }}", r"failed on the conversation \(ZeroDivisionError: division by zero\); correct it, or use"),
+        ("{% set x = messages[0].content + 1 %}", r"failed on the conversation \(TypeError: "),
+        ("{% for i in range(10**10) %}a{% endfor %}", r"failed on the conversation \(OverflowError: Range too big"),
+        ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", r"failed on the conversation \(RecursionError: "),
+        ("{{ '\\ud800' }}", r"failed on the conversation \(UnicodeEncodeError: "),
+        ("{{ raise_exception('a\n' * 1000) }}", "rejected the conversation: a a a"),
+        ("{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}", "cannot be compiled"),
+        ("{% for i in 'ab' %}" * 30 + "{% endfor %}" * 30, r"cannot be compiled \(too many statically nested blocks"),
+        ("{{ 'a' * 10**10 }}", "needs more than 512 MiB of memory; correct it, or use the model's own"),
+        ("{{ '%9999999999d' % 1 }}", "needs more than 512 MiB of memory"),
+        ("{{ messages + ['a' * 10**10] }}", "needs more than 512 MiB of memory"),
+        ("{{ messages[0].content.ljust(10**10) }}", "needs more than 512 MiB of memory"),
+        ("{{ eos_token | center(10**10) }}", "needs more than 512 MiB of memory"),
+        ("{{ messages[0].content * 10**4 }}", "turns a short conversation into more than 1048576 characters"),
+        ("{{ 9**(9**9) }}", "does not end within 2 s; correct it, or use the model's own"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+         "does not end within 2 s"),
+    ],
+    ids=lambda value: value[:30],
+)  # fmt: skip
+def test_templates_that_fail_or_explode_end_in_one_sentence(trained, tmp_path, template, message):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
+    with pytest.raises(UserError, match=f"^the chat template {message}") as error:
+        Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
 def test_truncation_and_padding_of_the_file_are_dropped(trained, tmp_path):
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"})
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
