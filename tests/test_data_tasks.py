@@ -1,5 +1,6 @@
 """The tasks: correct problems, disjoint splits, and files that are damaged, missing or half built."""
 
+import contextlib
 import json
 import os
 import re
@@ -217,6 +218,17 @@ def test_a_flipped_byte_costs_one_named_record(small):
             bad.append(i)
             assert str(error).startswith(f"record {i} of {shard} is corrupt: ")
     assert len(bad) == 1
+
+
+def test_no_flipped_byte_changes_a_record_silently(small):
+    options, shard = small
+    intact, content = list(tasks.load("arithmetic", split="train", **options)), shard.read_bytes()
+    for place in (*range(0, 7500, 250), *range(65_536, 65_600, 8), -1):  # the records, the index, the end
+        shard.write_bytes(bytes([*content[:place], content[place] ^ 1, *content[place:][1:]]))
+        records = tasks.load("arithmetic", split="train", **options)
+        for i, record in enumerate(intact):
+            with contextlib.suppress(CorruptRecord):
+                assert records[i] == record
 
 
 def test_a_damaged_data_set_says_so(small):
