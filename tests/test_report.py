@@ -409,6 +409,16 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, arguments, says):
     assert re.search(says, error) and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("content", ["null", "[]", "5", '{"a": ', '{"a": ' + "[" * 100_000, "\xff"])
+@pytest.mark.parametrize("name", ["config.json", "samples/step_000002.jsonl", "metrics.jsonl"])
+def test_a_damaged_file_of_a_run_is_one_sentence(tmp_path, capsys, name, content):
+    file = _fake(tmp_path / "run", iterations=1) / name
+    file.write_bytes(content.encode("latin-1") + b"\n")
+    assert report.main([str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file} ") and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["report", "report/report.png", "report/report.html"])
 def test_a_report_is_not_written_through_a_link(tmp_path, capsys, name):
     run, victim = _fake(tmp_path / "run", iterations=1), tmp_path / "victim"
