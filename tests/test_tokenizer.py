@@ -174,7 +174,7 @@ def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
 def test_bad_templates_say_so(trained, tmp_path, template, message):
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
     with pytest.raises(UserError, match=message):
-        Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
+        Tokenizer.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_bad_templates_say_so(trained, tmp_path, template, message):
 def test_templates_that_fail_or_explode_end_in_one_sentence(trained, tmp_path, template, message):
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
     with pytest.raises(UserError, match=f"^the chat template {message}") as error:
-        Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
+        Tokenizer.load(folder)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 

@@ -55,7 +55,7 @@ class Tokenizer:
 
         EOS ids are the union of `eos_token` in `tokenizer_config.json` and `eos_token_id` (one id or a list) in
         `generation_config.json` and `config.json`. Raises UserError if `tokenizer.json` or every EOS token is missing,
-        or if a file is malformed.
+        a file is malformed, or the chat template fails on a user's turn.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -76,7 +76,9 @@ class Tokenizer:
         if not eos_ids:
             raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its {_SETTINGS}")
         pads.append(eos_ids[0])
-        return cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
+        tokenizer = cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
+        tokenizer.chat([{"role": "user", "content": "?"}])  # as every prompt; fails now, not once a run has its devices
+        return tokenizer
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
