@@ -21,6 +21,7 @@ from gspo_jax.reporting.drawing import GREY, Parser, picture
 from gspo_jax.reporting.panels import MAX_BANDS, MAX_VALUE_LABELS, PANELS
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.reporting.runs import Group, facts, group_runs, load_run
+from gspo_jax.storage import check_links
 from gspo_jax.types import UserError
 
 WIDTH, HEAD, ROW = 11.6, 0.8, 3.2
@@ -87,16 +88,20 @@ def report(
     `panels` is the name of a page in PANELS.
 
     Raises:
-      UserError: several runs are given without `out`, or the report cannot be written there.
+      UserError: several runs are given without `out`, a link leads out of RUN, or the report cannot be written.
     """
     unique = list({Path(folder).resolve(): folder for folder in folders}.values())
     if out is None and len(unique) > 1:
         raise UserError(f"a report of {len(unique)} runs needs a folder of its own; add --out=DIR")
+    if out is None:
+        check_links(Path(unique[0]))
     groups = group_runs([load_run(folder) for folder in unique])
     found = facts(groups)
     target = Path(unique[0]) / "report" if out is None else Path(out)
     try:
         target.mkdir(parents=True, exist_ok=True)
+        for name in ("report.png", "report.html"):
+            (target / name).unlink(missing_ok=True)  # a link is replaced, not followed
         draw(groups, target / "report.png", panels=panels)
         text = pages.html_page(groups, found, (target / "report.png").read_bytes())
         (target / "report.html").write_text(text, encoding="utf-8")

@@ -47,15 +47,31 @@ def find(folder: str | os.PathLike[str]) -> AnyPath:
     return Path(name).absolute()
 
 
+def check_links(folder: Path) -> None:
+    """Raise UserError if a link in a run folder leads out of it, so that a run only ever writes inside.
+
+    The folder itself may be a link.
+    """
+    root = os.path.realpath(folder)
+    for place, folders, files in os.walk(root):
+        for path in (os.path.join(place, name) for name in (*folders, *files)):
+            if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise UserError(
+                    f"{path} is a link to {os.readlink(path)}, outside the run folder, where the run would write; "
+                    "remove it (only the run folder as a whole may be a link)"
+                )
+
+
 @contextmanager
 def open_folder(workdir: str | os.PathLike[str]) -> Iterator["RunFolder"]:
     """Open the run folder `--workdir`, fetching it from a bucket at the start and publishing it at the end.
 
     Raises:
-      UserError: as `find` and `RunFolder.fetch`.
+      UserError: as `find`, `check_links` and `RunFolder.fetch`.
     """
     place = find(workdir)
     if isinstance(place, Path):
+        check_links(place)
         yield RunFolder(name=os.fspath(workdir), local=place)
         return
     with tempfile.TemporaryDirectory(prefix="gspo_jax-run-", ignore_cleanup_errors=True) as local:

@@ -113,6 +113,15 @@ def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
     assert message == "3 of 30 records are left out: 2 empty prompt, 1 prompt longer than 8 tokens"
 
 
+def test_repeated_prompts_are_counted_and_kept(source, tokenizer, caplog):
+    source[7], source[8] = (make_record(i, source[2]["question"]) for i in (7, 8))
+    source[9] = make_record(9, "")
+    source[10] = make_record(10, "")  # left out, so no repetition
+    iterator = batches(source, tokenizer, prompts_per_batch=28)
+    assert sorted(ids(next(iterator))) == sorted(f"r{i}" for i in range(30) if i not in (9, 10))
+    assert "2 of 28 usable records repeat an earlier question; they are kept" in caplog.text
+
+
 def test_no_usable_prompt_is_an_error(source, tokenizer):
     # "0+0=?" has four tokens ("=?" is one) and "10+10=?" has six. The shortest record comes neither first nor last.
     remedy = r"the shortest has 4, so set data\.max_prompt_length to 4 or more$"
@@ -230,5 +239,9 @@ def test_worked_batches_hold_prompt_and_response(source, tokenizer):
     np.testing.assert_array_equal(next(iterator).tokens, following)
 
 
-def test_a_batch_may_be_larger_than_the_data(source, tokenizer):
+def test_a_batch_may_be_larger_than_the_data_which_is_said(source, tokenizer, caplog):
     assert sorted(ids(next(batches(source[:3], tokenizer, prompts_per_batch=9)))) == sorted(["r0", "r1", "r2"] * 3)
+    assert "a batch of 9 takes the 3 usable records more than once; give more records, or use a smaller" in caplog.text
+    caplog.clear()
+    batches(source[:3], tokenizer, prompts_per_batch=3)
+    assert not caplog.text

@@ -1,14 +1,17 @@
 """The tasks: correct problems, disjoint splits, and files that are damaged, missing or half built."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
@@ -217,6 +220,17 @@ def test_a_flipped_byte_costs_one_named_record(small):
     assert len(bad) == 1
 
 
+def test_no_flipped_byte_changes_a_record_silently(small):
+    options, shard = small
+    intact, content = list(tasks.load("arithmetic", split="train", **options)), shard.read_bytes()
+    for place in (*range(0, 7500, 250), *range(65_536, 65_600, 8), -1):  # the records, the index, the end
+        shard.write_bytes(bytes([*content[:place], content[place] ^ 1, *content[place:][1:]]))
+        records = tasks.load("arithmetic", split="train", **options)
+        for i, record in enumerate(intact):
+            with contextlib.suppress(CorruptRecord):
+                assert records[i] == record
+
+
 def test_a_damaged_data_set_says_so(small):
     options, shard = small
     shard.write_bytes(shard.read_bytes()[:1000])
@@ -269,6 +283,7 @@ def test_gsm8k_from_jsonl(tmp_path):
         (b'{"question": "a"', r"train\.jsonl, line 2 is not a JSON object"),
         (b'["question"]', r"train\.jsonl, line 2 is not a JSON object"),
         (b'{"question": "a"}', r"line 2 is not a JSON object with the text fields question and answer: KeyError"),
+        (b"[" * 100_000, r"train\.jsonl, line 2 is not a JSON object"),
         (b'{"question": 5, "answer": "#### 1"}', r"train\.jsonl, line 2 is not a JSON object"),
         (b'{"question": "a", "answer": "one"}', r"train\.jsonl, line 2: the answer has no number after ####"),
     ],
@@ -312,10 +327,15 @@ class Gsm8k(tfds.core.GeneratorBasedBuilder):
             yield i, row | {"short_answer": ""}
 
 
-def test_gsm8k_from_a_prepared_tfds_directory(tmp_path):
-    builder = Gsm8k(data_dir=str(tmp_path), file_format="array_record")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    builder = Gsm8k(data_dir=str(tmp_path_factory.mktemp("gsm8k")), file_format="array_record")
     builder.download_and_prepare()
-    records = tasks.load("gsm8k", split="test", folder=str(builder.data_dir))
+    return Path(builder.data_dir)
+
+
+def test_gsm8k_from_a_prepared_tfds_directory(built):
+    records = tasks.load("gsm8k", split="test", folder=str(built))
     assert len(records) == 3
     good, broken = [], []
     for i in range(3):
@@ -325,4 +345,132 @@ def test_gsm8k_from_a_prepared_tfds_directory(tmp_path):
             broken.append(str(error))
     assert {r["answer"] for r in good} == {"1024", "-2"} and "no number after ####" in broken[0]
     with pytest.raises(UserError, match="no split 'dev'"):
-        tasks.load("gsm8k", split="dev", folder=str(builder.data_dir))
+        tasks.load("gsm8k", split="dev", folder=str(built))
+
+
+PLANTED = "planted_module"
+TEXT = "tensorflow_datasets.core.features.text_feature.Text"
+DICT = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+OLD = {"type": f"{PLANTED}.Evil", "content": {}}
+FEATURE = {"pythonClassName": f"{PLANTED}.Evil", "text": {}}
+
+
+def edit(name, change):
+    """Return a function that changes the metadata file `name` of a folder."""
+
+    def apply(folder):
+        content = json.loads((folder / name).read_text())
+        changed = change(content)
+        (folder / name).write_text(json.dumps(content if changed is None else changed))
+
+    return apply
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def feature(value):
+    return edit("features.json", lambda content: content["featuresDict"]["features"].update(extra=value))
+
+
+def info(**fields):
+    return edit("dataset_info.json", lambda content: content.update(fields))
+
+
+def split(**fields):
+    return edit("dataset_info.json", lambda content: content["splits"][0].update(fields))
+
+
+METADATA = {
+    "class": (feature(FEATURE), f"names the class '{PLANTED}.Evil', whose code would be run; build .* Text, Scalar"),
+    "class, other spelling": (feature({"python_class_name": f"{PLANTED}.Evil", "text": {}}), "whose code would be run"),
+    "class at the top": (edit("features.json", lambda _: FEATURE), "whose code would be run"),
+    "class inside": (
+        feature({"pythonClassName": DICT, "featuresDict": {"features": {"deep": FEATURE}}}),
+        "whose code would be run",
+    ),
+    "class in a sequence": (
+        feature(
+            {
+                "pythonClassName": "tensorflow_datasets.core.features.sequence_feature.Sequence",
+                "sequence": {"feature": FEATURE},
+            }
+        ),
+        "whose code would be run",
+    ),
+    "class in JSON text": (
+        feature({"pythonClassName": DICT, "jsonFeature": {"json": json.dumps({"x": OLD})}}),
+        "FeaturesDict by 'json_feature' instead of 'features_dict'; build it again",
+    ),
+    "class of an old version": (feature(OLD), r"features\.json is damaged, or not written by a current TFDS"),
+    "only a class of an old version": (edit("features.json", lambda _: OLD), "not written by a current TFDS"),
+    "class in dataset_info.json": (info(features=FEATURE), r"dataset_info\.json names the class"),
+    "no dictionary": (
+        edit("features.json", lambda _: {"pythonClassName": TEXT, "text": {}}),
+        "describes one feature, not records with several; build it again",
+    ),
+    "feature name": (
+        edit(
+            "features.json",
+            lambda content: content["featuresDict"]["features"].update({"../x": {"pythonClassName": TEXT, "text": {}}}),
+        ),
+        r"features\.json has a feature '\.\./x'; name features by letters, digits",
+    ),
+    "shards above the folder": (
+        split(filepathTemplate="../../{SPLIT}"),
+        r"filepathTemplate is '\.\./\.\./\{SPLIT\}', but shards are plain files of that folder",
+    ),
+    "shards elsewhere": (split(filepathTemplate="/etc/{SPLIT}"), "shards are plain files"),
+    "shard names of gigabytes": (split(filepathTemplate="{SPLIT:>9999999999}"), "shards are plain files"),
+    "name": (info(name="../../x"), r"name is '\.\./\.\./x', but shards are plain files"),
+    "format": (info(fileFormat="../x"), "is no data set that TFDS can open"),
+    "version": (info(version="new"), "is no data set that TFDS can open"),
+    **{
+        f"{name} is {value!r}": (write(name, json.dumps(value)), f"{re.escape(name)} is damaged")
+        for name in ("dataset_info.json", "features.json")
+        for value in (None, 5, [], "x", {"splits": 5})
+    },
+    "too deep": (
+        write("features.json", "[" * 100_000 + "]" * 100_000),
+        r"features\.json is damaged",
+    ),
+    "no features": (lambda folder: (folder / "features.json").unlink(), r"features\.json cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", METADATA)
+def test_a_prepared_folder_runs_no_code_and_opens_no_other_file(case, built, tmp_path, monkeypatch):
+    (tmp_path / f"{PLANTED}.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "gsm8k"
+    shutil.copytree(built, folder)
+    change, message = METADATA[case]
+    change(folder)
+    with pytest.raises(UserError, match=message) as error:
+        tasks.load("gsm8k", split="train", folder=str(folder))
+    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
+
+
+def test_other_features_of_text_and_numbers_are_read(tmp_path):
+    class Richer(Gsm8k):
+        def _info(self):
+            text = tfds.features.Text()
+            features = {"question": text, "answer": text, "short_answer": text, "step": np.int32}
+            more = {"tags": tfds.features.Sequence(text), "level": tfds.features.ClassLabel(names=["easy", "hard"])}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features | more))
+
+        def _generate_examples(self):
+            for i, row in enumerate(QUESTIONS):
+                yield i, row | {"short_answer": "", "step": i, "tags": ["a", "b"], "level": "hard"}
+
+    builder = Richer(data_dir=str(tmp_path), file_format="array_record")
+    builder.download_and_prepare()
+    assert {r["answer"] for r in tasks.load("gsm8k", split="test", folder=str(builder.data_dir))} == {"1024", "-2"}
+
+
+def test_a_generated_data_set_reads_its_own_shards_only(small):
+    options, shard = small
+    split(filepathTemplate="../{SPLIT}")(shard.parent)
+    with pytest.raises(UserError, match=r"dataset_info\.json: filepathTemplate is '\.\./\{SPLIT\}', but shards are"):
+        tasks.load("arithmetic", split="train", **options)

@@ -358,6 +358,10 @@ def cut(folder: pathlib.Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
+def index(content: Any) -> Callable[[pathlib.Path], Any]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
 def drop(name: str) -> Callable[[pathlib.Path], None]:
     return lambda folder: retensor(folder, lambda t: t.pop(name))
 
@@ -397,13 +401,51 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
     "no folder": ("qwen3", shutil.rmtree, "is not a folder; download the Hugging Face checkpoint"),
     "no config": ("qwen3", lambda f: (f / "config.json").unlink(), "config.json does not exist"),
     "bad JSON": ("qwen3", lambda f: (f / "config.json").write_text('{"a": '), "config.json is not valid JSON"),
-    "no object": ("qwen3", lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON object"),
+    "no object": ("qwen3", lambda f: (f / "config.json").write_text("[]"), "config.json holds a JSON list, not an"),
+    "null": ("qwen3", lambda f: (f / "config.json").write_text("null"), "config.json holds a JSON NoneType"),
+    "too deep": ("qwen3", lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "config.json is not"),
+    "no UTF-8": ("qwen3", lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), "config.json is not valid JSON"),
+    "layer types, a number": ("qwen3", config_edit(layer_types=5), "config.json: layer_types is 5; supported: only"),
+    "layer types, lists": ("qwen3", config_edit(layer_types=[[]]), "config.json: layer_types is [[]]; supported: only"),
+    "rope, a list": ("qwen3", config_edit(rope_parameters=[1]), "config.json: rope_parameters is [1]; supported: only"),
+    "theta, null": ("qwen3", config_edit(rope_parameters=DEFAULT | {"rope_theta": None}),
+                    "rope_theta is null; it must be a positive number"),
+    "theta, text": ("qwen3", config_edit(rope_parameters=..., rope_theta="1e6"), 'config.json: rope_theta is "1e6";'),
+    "eps, null": ("qwen3", config_edit(rms_norm_eps=None), "rms_norm_eps is null; it must be a positive number"),
+    "eps, NaN": ("qwen3", config_edit(rms_norm_eps=float("nan")), "rms_norm_eps is NaN; it must be a positive number"),
+    "tied, text": ("qwen3", config_edit(tie_word_embeddings="no"), "is \"no\"; it must be true or false"),
+    "normed, list": ("qwen3_moe", config_edit(norm_topk_prob=[]), "norm_topk_prob is []; it must be true or false"),
+    "end, text": ("qwen3", config_edit(eos_token_id=["<eos>"]), 'eos_token_id is "<eos>"; it must be a token id'),
+    "end, object": ("qwen3", config_edit(eos_token_id={}), "eos_token_id is {}; it must be a token id, an integer"),
+    "padding, list": ("qwen3", config_edit(pad_token_id=[0]), "pad_token_id is [0]; it must be a token id"),
+    "model_type, list": ("qwen3", config_edit(model_type=["qwen3"]), 'model_type is ["qwen3"]; supported: only'),
+    "huge size": ("qwen3", config_edit(hidden_size=10**30), "it must be a positive integer below 2^31"),
+    "long value": ("qwen3", config_edit(vocab_size="x" * 200), '"' + "x" * 96 + "...; it must be"),
     "no weights": ("qwen3", lambda f: (f / "model.safetensors").unlink(),
                    "has neither model.safetensors nor model.safetensors.index.json; save the model as safetensors"),
     "no shard": ("qwen3_moe_fused", lambda f: (f / "model-00002-of-00003.safetensors").unlink(),
                  "model-00002-of-00003.safetensors does not exist though model.safetensors.index.json names it"),
     "empty index": ("qwen3_moe_fused", lambda f: edit(f / "model.safetensors.index.json", weight_map=...),
                     "model.safetensors.index.json has no weight_map"),
+    **{
+        f"index {value!r:.20}": ("qwen3_moe_fused", index(value), message)
+        for value, message in (
+            (None, "index.json holds a JSON NoneType, not an object"),
+            (5, "index.json holds a JSON int, not an object"),
+            ([], "index.json holds a JSON list, not an object"),
+            ({"weight_map": None}, "index.json has no weight_map"),
+            ({"weight_map": [5]}, "index.json has no weight_map"),
+        )
+    },
+    **{
+        f"shard {name!r}": (
+            "qwen3_moe_fused",
+            index({"weight_map": {"lm_head.weight": name}}),
+            f"says that lm_head.weight is in {name!r}; only .safetensors files in the same folder are opened, so",
+        )
+        for name in ("../x.safetensors", "a/../../x.safetensors", "/etc/x.safetensors", "..", "", "a\0.safetensors",
+                     "config.json", None, 5, [], {})
+    },
     "truncated": ("qwen3", cut, "model.safetensors is not a complete safetensors file"),
     "not safetensors": ("qwen3", lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),
                         "model.safetensors is not a complete safetensors file"),
@@ -419,6 +461,15 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                     "holds 1 tensors that a model of its config.json does not have, such as model.layers.0.self_attn"),
     "fewer layers": ("qwen3", config_edit(num_hidden_layers=2), "such as model.layers.2."),
 }  # fmt: skip
+
+
+def test_shards_may_be_links_as_in_the_cache_of_hugging_face(copy: Callable[[str], pathlib.Path]) -> None:
+    snapshot = copy("qwen3_moe_fused")
+    (snapshot.parent / "blobs").mkdir()
+    for i, file in enumerate(sorted(snapshot.glob("*.safetensors"))):
+        file.rename(snapshot.parent / "blobs" / str(i))
+        file.symlink_to(pathlib.Path("..", "blobs", str(i)))
+    assert_same(huggingface.load(snapshot)[0], loaded("qwen3_moe_fused")[0])
 
 
 @pytest.mark.parametrize("case", REFUSALS)

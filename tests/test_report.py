@@ -409,6 +409,36 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, arguments, says):
     assert re.search(says, error) and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("content", ["null", "[]", "5", '{"a": ', '{"a": ' + "[" * 100_000, "\xff"])
+@pytest.mark.parametrize("name", ["config.json", "samples/step_000002.jsonl", "metrics.jsonl"])
+def test_a_damaged_file_of_a_run_is_one_sentence(tmp_path, capsys, name, content):
+    file = _fake(tmp_path / "run", iterations=1) / name
+    file.write_bytes(content.encode("latin-1") + b"\n")
+    assert report.main([str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file} ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["report", "report/report.png", "report/report.html"])
+def test_a_report_is_not_written_through_a_link(tmp_path, capsys, name):
+    run, victim = _fake(tmp_path / "run", iterations=1), tmp_path / "victim"
+    victim.mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(victim / "file" if "/" in name else victim)
+    assert report.main([str(run)]) == 2
+    assert re.fullmatch(rf"error: {run / name} is a link to .*outside the run folder.*\n", capsys.readouterr().err)
+    assert not list(victim.iterdir())
+
+
+@pytest.mark.parametrize("name", ["report.png", "report.html"])
+def test_a_report_elsewhere_replaces_links(tmp_path, name):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "victim")
+    assert report.main([str(_fake(tmp_path / "run", iterations=1)), f"--out={tmp_path / 'out'}"]) == 0
+    assert (tmp_path / "victim").read_text() == "precious" and not (tmp_path / "out" / name).is_symlink()
+
+
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(_fake(tmp_path / "run", iterations=1))]) == 2

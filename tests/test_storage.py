@@ -46,6 +46,33 @@ def test_a_folder_of_this_machine_stays_what_it_is(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+LINKS = ("config.json", "config.json.tmp", "metrics.jsonl", "metrics.jsonl.old", "samples", "samples/step_000001.jsonl")
+
+
+@pytest.mark.parametrize("name", [*LINKS, "tb", "report", "checkpoints", "checkpoints/1"])
+@pytest.mark.parametrize("target", ["{}/victim", "{}/nothing", "../victim"])
+def test_a_run_folder_with_a_link_out_of_it_is_refused(tmp_path, name, target):
+    (tmp_path / "victim").mkdir()
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target.format(tmp_path) if "{" in target else "../" * name.count("/") + target)
+    with (
+        pytest.raises(UserError, match=rf"^{link} is a link to .*, outside the run folder, .*; remove it") as error,
+        open_folder(tmp_path / "run"),
+    ):
+        raise AssertionError("opened")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_folder_may_be_a_link_and_have_links_inside(tmp_path):
+    (tmp_path / "disk" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "disk" / "newest").symlink_to("checkpoints")
+    (tmp_path / "run").symlink_to("disk")
+    with open_folder(tmp_path / "run") as folder, MetricsWriter(folder.local) as writer:
+        writer.write(1, {"loss": 0.5})
+    assert (tmp_path / "disk" / "metrics.jsonl").is_file()
+
+
 def test_places():
     assert find("gs://bucket/a/run") == epath.Path("gs://bucket/a/run")
     assert str(find("gs://bucket/a/run") / "checkpoints") == "gs://bucket/a/run/checkpoints"

@@ -174,7 +174,37 @@ def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
 def test_bad_templates_say_so(trained, tmp_path, template, message):
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
     with pytest.raises(UserError, match=message):
-        Tokenizer.load(folder).chat([{"role": "user", "content": "x"}])
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 / 0 }}", r"failed on the conversation \(ZeroDivisionError: division by zero\); correct it, or use"),
+        ("{% set x = messages[0].content + 1 %}", r"failed on the conversation \(TypeError: "),
+        ("{% for i in range(10**10) %}a{% endfor %}", r"failed on the conversation \(OverflowError: Range too big"),
+        ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", r"failed on the conversation \(RecursionError: "),
+        ("{{ '\\ud800' }}", r"failed on the conversation \(UnicodeEncodeError: "),
+        ("{{ raise_exception('a\n' * 1000) }}", "rejected the conversation: a a a"),
+        ("{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}", "cannot be compiled"),
+        ("{% for i in 'ab' %}" * 30 + "{% endfor %}" * 30, r"cannot be compiled \(too many statically nested blocks"),
+        ("{{ 'a' * 10**10 }}", "needs more than 512 MiB of memory; correct it, or use the model's own"),
+        ("{{ '%9999999999d' % 1 }}", "needs more than 512 MiB of memory"),
+        ("{{ messages + ['a' * 10**10] }}", "needs more than 512 MiB of memory"),
+        ("{{ messages[0].content.ljust(10**10) }}", "needs more than 512 MiB of memory"),
+        ("{{ eos_token | center(10**10) }}", "needs more than 512 MiB of memory"),
+        ("{{ messages[0].content * 10**4 }}", "turns a short conversation into more than 1048576 characters"),
+        ("{{ 9**(9**9) }}", "does not end within 2 s; correct it, or use the model's own"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+         "does not end within 2 s"),
+    ],
+    ids=lambda value: value[:30],
+)  # fmt: skip
+def test_templates_that_fail_or_explode_end_in_one_sentence(trained, tmp_path, template, message):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
+    with pytest.raises(UserError, match=f"^the chat template {message}") as error:
+        Tokenizer.load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
 def test_truncation_and_padding_of_the_file_are_dropped(trained, tmp_path):
@@ -205,6 +235,46 @@ def test_what_is_wrong_with_a_folder_is_said(trained, tmp_path):
         Tokenizer.load(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"cannot be read as a tokenizer .*; download or save it again$"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer", "null", r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer", "[" * 100_000, r"tokenizer\.json cannot be read as a tokenizer"),
+        ("tokenizer_config", "null", r"tokenizer_config\.json holds a JSON NoneType, not an object; download it again"),
+        ("tokenizer_config", "5", "holds a JSON int, not an object"),
+        ("tokenizer_config", '{"a": ' + "[" * 100_000, r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config", b'{"a": "\xff"}', r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config", '{"eos_token": 5}', "eos_token 5 in .* is not in the tokenizer's vocabulary"),
+        ("tokenizer_config", '{"eos_token": {}}', "eos_token {} in .* is not in the tokenizer's vocabulary"),
+        ("tokenizer_config", '{"eos_token": {"content": null}}', "is not in the tokenizer's vocabulary"),
+        ("tokenizer_config", '{"chat_template": 5}', "chat_template is 5; it must be a string, or a list of objects"),
+        ("tokenizer_config", '{"chat_template": []}', r"chat_template is \[\]; it must be a string"),
+        ("tokenizer_config", '{"chat_template": [5]}', r"chat_template is \[5\]; it must be a string"),
+        ("tokenizer_config", '{"chat_template": [{"name": "default"}]}', "it must be a string, or a list of objects"),
+        ("tokenizer_config", '{"chat_template": [{"name": [], "template": ""}]}', "it must be a string, or a list"),
+        ("generation_config", '{"eos_token_id": "x"}', r'config\.json: eos_token_id is "x"; it must be a token id'),
+        ("generation_config", '{"eos_token_id": [[0]]}', r"eos_token_id is \[0\]; it must be a token id"),
+        ("generation_config", '{"eos_token_id": -1}', r"eos_token_id is -1; it must be a token id, an integer from 0"),
+        ("generation_config", '{"pad_token_id": true}', "pad_token_id is true; it must be a token id"),
+        ("config", '{"pad_token_id": 1e9}', "pad_token_id is 1000000000.0; it must be a token id"),
+        ("config", "[]", r"/config\.json holds a JSON list, not an object"),
+    ],
+)
+def test_files_of_other_types_are_refused_in_one_sentence(trained, tmp_path, name, content, message):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"})
+    (folder / f"{name}.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as error:
+        Tokenizer.load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_template_file_that_is_no_text_is_refused(trained, tmp_path):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"})
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not valid UTF-8 .*; download it again"):
         Tokenizer.load(folder)
 
 

@@ -211,3 +211,18 @@ def test_samples_and_config(tmp_path):
     assert read_config(tmp_path) is None
     writers.write_config(tmp_path, {"seed": 1, "model": {"layers": 4}}, command="python -m gspo_jax.train")
     assert read_config(tmp_path) == {"command": "python -m gspo_jax.train", "seed": 1, "model": {"layers": 4}}
+
+
+@pytest.mark.parametrize("name", ["config.json", "samples/step_000001.jsonl", "metrics.jsonl"])
+def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path, name):
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    _write(run, range(1, 3))
+    (run / "samples").mkdir()
+    (run / f"{name}.tmp").symlink_to(victim)
+    writers.write_config(run, {"seed": 1}, command="train")
+    _write(run, range(2, 3), after_step=1)
+    SamplesWriter(run, after_step=1).write(1, prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"])
+    assert victim.read_text() == "precious"
+    assert read_config(run) == {"command": "train", "seed": 1} and len(read_samples(run)[1]) == 1
+    assert [row["step"] for row in read_metrics(run)] == [1, 2]

@@ -212,19 +212,13 @@ def prepare(
     return _open(task, config, data_dir)
 
 
-@contextlib.contextmanager
-def report_damage(folder: str | None) -> Iterator[None]:
-    """Turn TFDS's error about a damaged dataset_info.json into a UserError that names the folder."""
-    try:
-        yield
-    except json_format.ParseError as error:
-        where = "TFDS's default folder" if folder is None else folder
-        raise UserError(f"the data set in {where} is damaged: {error}; delete it, and it is built again") from error
-
-
 def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.DatasetBuilder:
-    with report_damage(data_dir):
+    """Return the builder of a data set; raises UserError if its dataset_info.json is damaged."""
+    try:
         return BUILDERS[task](data_dir=data_dir, config=config, file_format="array_record")
+    except (json_format.ParseError, RecursionError) as error:
+        where = "TFDS's default folder" if data_dir is None else data_dir
+        raise UserError(f"the data set in {where} is damaged: {error}; delete it, and it is built again") from error
 
 
 def _config(

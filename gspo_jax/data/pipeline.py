@@ -7,6 +7,7 @@ of responses may move to other processes later.
 
 import collections
 import dataclasses
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +133,7 @@ def prompt_batches(
     """Return endless batches of training prompts, reshuffled every epoch.
 
     Prompts that are empty, too long, or contain a token outside the vocabulary are left out, counted, and reported in
-    one warning.
+    one warning. Repeated questions, and a batch larger than the data, are used as they are after a warning.
 
     Args:
       source: records, as returned by `tasks.load`.
@@ -225,6 +226,12 @@ class _UsableRecords:
 
 def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
     """Return an endless stream of batches of `rows` record indices, reshuffled every epoch if `shuffle`."""
+    if len(usable.indices) < rows:
+        logging.warning(
+            "a batch of %d takes the %d usable records more than once; give more records, or use a smaller batch",
+            rows,
+            len(usable.indices),
+        )
     dataset = grain.MapDataset.source(usable.indices.tolist())
     endless = (dataset.shuffle(seed=seed) if shuffle else dataset).repeat(None)
     # An endless stream has no remainder to drop, but without drop_remainder Grain rounds its length up and overflows.
@@ -275,8 +282,12 @@ _Check = Callable[[list[Record]], list[_Problem | None]]
 
 
 def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:
-    """Read every record once; keep those for which `check` finds no problem, count and report the others."""
+    """Read every record once; keep those for which `check` finds no problem, count and report the others.
+
+    Repeated questions are kept, since a data set may weight its questions so, and reported.
+    """
     indices: list[int] = []
+    questions: set[bytes] = set()  # as digests
     checksum = 0
     skipped: collections.Counter[str] = collections.Counter()
     shortest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: its remedy asks for least
@@ -296,8 +307,10 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
             # An empty question counts as empty even if a chat template wraps it in tokens.
             problem = _EMPTY if not record["question"].strip() else problem
             if problem is None:
+                question = record["question"].encode()
                 indices.append(i)
-                checksum = zlib.crc32(record["question"].encode(), checksum)
+                checksum = zlib.crc32(question, checksum)
+                questions.add(hashlib.blake2b(question, digest_size=16).digest())
             else:
                 skipped[problem.reason] += 1
                 shortest[problem.reason] = min(shortest.get(problem.reason, problem), problem, key=lambda p: p.length)
@@ -309,6 +322,8 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
         raise UserError(f"none of the {len(source)} records of {source!r} is usable ({reasons}); {remedy}")
     if skipped:
         logging.warning("%d of %d records are left out: %s", sum(skipped.values()), len(source), reasons)
+    if repeated := len(indices) - len(questions):
+        logging.warning("%d of %d usable records repeat an earlier question; they are kept", repeated, len(indices))
     return _UsableRecords(np.asarray(indices, np.int64), dict(skipped), checksum)
 
 

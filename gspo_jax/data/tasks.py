@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from gspo_jax.data import generated
+from gspo_jax.data import generated, prepared
 from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
 
@@ -99,9 +99,8 @@ def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: st
         raise UserError(
             "task gsm8k needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS directory"
         )
-    if (Path(folder) / "dataset_info.json").is_file():
-        with generated.report_damage(folder):
-            builder = tfds.builder_from_directory(folder)
+    if (Path(folder) / prepared.INFO_FILE).is_file():
+        builder = prepared.open_prepared(folder)
         features: Any = builder.info.features
         missing = {"question", "answer"} - set(features)
         if missing:
@@ -155,7 +154,7 @@ def _read_jsonl(path: Path, fields: tuple[str, ...], limit: int | None) -> list[
                 "".join(row.values()).encode("utf-8")  # "\ud800" is valid JSON but invalid text; numbers fail too
             except UnicodeError as error:
                 raise UserError(f"{where} is not valid UTF-8: {error}") from error
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(
                     f"{where} is not a JSON object with the text fields {' and '.join(fields)}: {error!r}"
                 ) from error
@@ -172,6 +171,7 @@ def _from_tfds(
     splits = builder.info.splits
     if split not in splits:
         raise UserError(f"{builder.info.full_name} has no split {split!r}; {choices(split, list(splits))}")
+    prepared.check_shard_names(builder, split)
     try:
         source: Any = builder.as_data_source(split)  # type: ignore[call-arg]  # a decorator hides the signature
     except (NotImplementedError, FileNotFoundError, ValueError) as error:

@@ -14,10 +14,13 @@ from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gspo_jax.data import chat
+from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
 from gspo_jax.types import UserError
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
+
+_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
 
 _SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,7 +55,7 @@ class Tokenizer:
 
         EOS ids are the union of `eos_token` in `tokenizer_config.json` and `eos_token_id` (one id or a list) in
         `generation_config.json` and `config.json`. Raises UserError if `tokenizer.json` or every EOS token is missing,
-        or if a file is malformed.
+        a file is malformed, or the chat template fails on a user's turn.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -62,18 +65,20 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path} cannot be read as a tokenizer ({error}); download or save it again") from error
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = _read_json(folder / _SETTINGS)
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
-        generation, model = _read_json(folder / "generation_config.json"), _read_json(folder / "config.json")
-
-        eos = [_token_id(backend, settings, "eos_token", folder)]
-        eos += _to_list(generation.get("eos_token_id")) + _to_list(model.get("eos_token_id"))
+        eos, pads = ([_token_id(backend, settings, f"{key}_token", folder)] for key in ("eos", "pad"))
+        for file in (folder / _GENERATION, folder / CONFIG):
+            content = _read_json(file)
+            eos += token_ids(file, "eos_token_id", content.get("eos_token_id"))
+            pads.append(token_id(file, "pad_token_id", content.get("pad_token_id")))
         eos_ids = list(dict.fromkeys(i for i in eos if i is not None))
         if not eos_ids:
-            raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its tokenizer_config.json")
-        pads = [_token_id(backend, settings, "pad_token", folder)]
-        pads += [generation.get("pad_token_id"), model.get("pad_token_id"), eos_ids[0]]
-        return cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
+            raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its {_SETTINGS}")
+        pads.append(eos_ids[0])
+        tokenizer = cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
+        tokenizer.chat([{"role": "user", "content": "?"}])  # as every prompt; fails now, not once a run has its devices
+        return tokenizer
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -145,12 +150,12 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
         settings = {key: value for key, value in self._settings.items() if key != "chat_template"}
-        _write_json(folder / "tokenizer_config.json", settings)
+        _write_json(folder / _SETTINGS, settings)
         template = self._settings.get("chat_template")
         if template is not None:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
-        _write_json(folder / "generation_config.json", _read_json(folder / "generation_config.json") | ids)
+        _write_json(folder / _GENERATION, _read_json(folder / _GENERATION) | ids)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
@@ -163,15 +168,7 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download it again or correct it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object; download it again")
-    return content
+    return read_json(path, f"{path} does not exist; download it again") if path.is_file() else {}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -182,34 +179,43 @@ def _template_source(folder: Path, setting: Any) -> str | None:
     """Return `chat_template.jinja` if it exists, else the setting, which is a string or a list of named templates."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(setting, list):
-        named = {entry["name"]: entry["template"] for entry in setting}
-        if "default" not in named:
-            given = ", ".join(named)
-            raise UserError(f"{folder} has the chat templates {given} but no 'default'; add chat_template.jinja")
-        return named["default"]
-    return setting
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeError as error:
+            raise UserError(f"{path} is not valid UTF-8 ({error}); download it again") from error
+    if setting is None or isinstance(setting, str):
+        return setting
+    entries = setting if isinstance(setting, list) else []
+    pairs: list[tuple[Any, Any]] = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
+    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise UserError(
+            f"{folder / _SETTINGS}: chat_template is {setting!r:.100}; it must be a string, or a list of objects with "
+            "name and template"
+        )
+    named = dict(pairs)
+    if "default" not in named:
+        raise UserError(f"{folder} has the chat templates {', '.join(named)} but no 'default'; add chat_template.jinja")
+    return named["default"]
 
 
 def _text(token: Any) -> str | None:
     """Return a special token's text; older folders store an object with the text as `content`."""
-    return token["content"] if isinstance(token, dict) else token if isinstance(token, str) else None
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, folder: Path) -> int | None:
-    text = _text(settings.get(key))
-    if text is None:
+    """Return the id of a special token of `tokenizer_config.json`, None if it is not set."""
+    token = settings.get(key)
+    if token is None:
         return None
-    index = backend.token_to_id(text)
+    text = _text(token)
+    index = None if text is None else backend.token_to_id(text)
     if index is None:
-        where = folder / "tokenizer_config.json"
-        raise UserError(f"{key} {text!r} in {where} is not in the tokenizer's vocabulary; set it to a token that is")
+        shown = token if text is None else text
+        where = f"{key} {shown!r:.100} in {folder / _SETTINGS}"
+        raise UserError(f"{where} is not in the tokenizer's vocabulary; set it to a token that is")
     return index
-
-
-def _to_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def decode_responses(tokenizer: Tokenizer, tokens: Int[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -46,11 +47,13 @@ class ConfigJson:
         """Raise a UserError for the first field whose value is not listed; an absent field has the first value."""
         facts = dict(self.fields)
         facts["sliding_window"] = facts.get("sliding_window") if facts.get("use_sliding_window") else None
-        facts["layer_types"] = sorted(set(facts.get("layer_types") or ()))
+        types = facts.get("layer_types") or []
+        named = isinstance(types, list) and all(isinstance(name, str) for name in types)
+        facts["layer_types"] = sorted(set(types)) if named else types
         for field, values in supported.items():
             if facts.get(field, values[0]) not in values:
                 listed = " and ".join(json.dumps(value) for value in values)
-                raise UserError(f"{self.file}: {field} is {json.dumps(facts[field])}; supported: only {listed}")
+                raise UserError(f"{self.file}: {field} is {_shown(facts[field])}; supported: only {listed}")
 
     def size(self, *names: str, default: int | None = None) -> int:
         """Return the positive integer under the first of `names` that is present, or `default`.
@@ -62,9 +65,22 @@ class ConfigJson:
         if value is None:
             needed = f"every {self.fields['model_type']} model has it"
             raise UserError(f"{self.file}: {' or '.join(names)} is missing; {needed}, so download the file again")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.file}: {names[0]} is {json.dumps(value)}; it must be a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise UserError(f"{self.file}: {names[0]} is {_shown(value)}; it must be a positive integer below 2^31")
         return value
+
+    def number(self, name: str, value: Any) -> float:
+        """Return the value of the field `name`; raise a UserError unless it is a positive number."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """Return a field that is true or false; absent and null are false; raise a UserError for anything else."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise UserError(f"{self.file}: {name} is {_shown(value)}; it must be true or false")
+        return bool(value)
 
     def experts_per_token(self, experts: int) -> int:
         """Return `num_experts_per_tok`; raise a UserError if it exceeds the number of experts."""
@@ -91,10 +107,10 @@ class ConfigJson:
             "num_kv_heads": self.size("num_key_value_heads", default=self.size("num_attention_heads")),
             "max_position_embeddings": self.size("max_position_embeddings", default=positions),
             "rope_theta": self._rope_theta(),
-            "rms_norm_eps": float(self.fields.get("rms_norm_eps", eps)),
-            "tie_word_embeddings": bool(self.fields.get("tie_word_embeddings", False)),
-            "eos_token_ids": () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
-            "pad_token_id": self.fields.get("pad_token_id", pad),
+            "rms_norm_eps": self.number("rms_norm_eps", self.fields.get("rms_norm_eps", eps)),
+            "tie_word_embeddings": self.flag("tie_word_embeddings"),
+            "eos_token_ids": token_ids(self.file, "eos_token_id", ends),
+            "pad_token_id": token_id(self.file, "pad_token_id", self.fields.get("pad_token_id", pad)),
         }
 
     def _rope_theta(self) -> float:
@@ -102,13 +118,30 @@ class ConfigJson:
         theta = self.fields.get("rope_theta", 10000.0)
         for field in ("rope_parameters", "rope_scaling"):
             rope = self.fields.get(field) or {}
-            plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-            per_layer = any(isinstance(value, dict) for value in rope.values())
-            if not plain or per_layer or rope.get("partial_rotary_factor", 1) != 1:
+            if not isinstance(rope, dict) or not _is_plain_rope(rope):
                 supported = 'only rope_type "default", one for all layers, on the whole head'
-                raise UserError(f"{self.file}: {field} is {json.dumps(rope)}; supported: {supported}")
+                raise UserError(f"{self.file}: {field} is {_shown(rope)}; supported: {supported}")
             theta = rope.get("rope_theta", theta)
-        return float(theta)
+        return self.number("rope_theta", theta)
+
+
+def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    per_layer = any(isinstance(value, dict) for value in rope.values())
+    return plain and not per_layer and rope.get("partial_rotary_factor", 1) == 1
+
+
+def token_id(file: pathlib.Path, field: str, value: Any) -> int | None:
+    """Return the token id, or None for null, that a field of a Hugging Face file has; raise a UserError otherwise."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31):
+        raise UserError(f"{file}: {field} is {_shown(value)}; it must be a token id, an integer from 0 on")
+    return value
+
+
+def token_ids(file: pathlib.Path, field: str, value: Any) -> tuple[int, ...]:
+    """Return the token ids of a field that is a token id, a list of them, or null; as `token_id`."""
+    ids = [token_id(file, field, item) for item in (value if isinstance(value, list) else [value])]
+    return tuple(i for i in ids if i is not None)
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:
@@ -142,8 +175,14 @@ def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
         raise UserError(missing)
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error}); download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON ({error}); download it again or correct it") from error
     if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object; download it again")
+        raise UserError(f"{file} holds a JSON {type(value).__name__}, not an object; download it again")
     return value
+
+
+def _shown(value: Any) -> str:
+    """Return a JSON value for a message, cut after a line's length."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

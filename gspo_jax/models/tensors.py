@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
+import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from gspo_jax.models.config_json import CONFIG, read_json
 from gspo_jax.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILE = re.compile(r"[\w .+-]+\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +175,13 @@ class Checkpoint:
         weight_map = read_json(self.folder / INDEX, missing).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{self.folder / INDEX} has no weight_map; download it again")
+        for tensor, name in weight_map.items():
+            # Links are followed: the files of Hugging Face's own cache are links to its blobs.
+            if not isinstance(name, str) or not _FILE.fullmatch(name):
+                raise UserError(
+                    f"{self.folder / INDEX} says that {tensor} is in {name!r:.100}; only .safetensors files in the "
+                    "same folder are opened, so download it again"
+                )
         return sorted(set(weight_map.values()))
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:

@@ -212,10 +212,24 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_samples(workdir: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
-    """Return the sampled completions by step; an empty dict without any."""
+    """Return the sampled completions by step; an empty dict without any. Raises UserError for a malformed file."""
     folder = Path(workdir) / "samples"
-    files = _sample_files(folder) if folder.is_dir() else []
-    return {step: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for step, path in files}
+    samples = {}
+    for step, path in _sample_files(folder) if folder.is_dir() else ():
+        try:
+            samples[step] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not valid JSON line by line ({error}); delete it") from error
+        if not all(_is_sample(row) for row in samples[step]):
+            raise UserError(f"{path} has a line without prompt, completion, answer and reward; delete it")
+    return samples
+
+
+def _is_sample(row: Any) -> bool:
+    """Return whether a row is as SamplesWriter writes it."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "completion", "answer")):
+        return False
+    return "reward" in row and isinstance(row["reward"], (int, float, type(None)))
 
 
 def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:
@@ -263,9 +277,12 @@ def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); restore it or delete it") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object; restore it or delete it")
+    return content
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
@@ -288,7 +305,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
@@ -339,9 +356,10 @@ def _sample_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically: a crash leaves either the old or the new content."""
+    """Replace a file atomically: a crash leaves either the old or the new content. Links are replaced, not followed."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="utf-8") as file:  # fails rather than follow a link
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -37,7 +37,7 @@ def read(source: ConfigJson) -> ModelConfig:
         num_experts=experts,
         experts_per_token=source.experts_per_token(experts),
         moe_intermediate_size=common["intermediate_size"],
-        norm_topk_prob=bool(source.fields.get("norm_topk_prob", False)),
+        norm_topk_prob=source.flag("norm_topk_prob"),
     )
 
 

@@ -35,7 +35,7 @@ def read(source: ConfigJson) -> ModelConfig:
         num_experts=experts,
         experts_per_token=source.experts_per_token(experts),
         moe_intermediate_size=source.size("moe_intermediate_size"),
-        norm_topk_prob=bool(source.fields.get("norm_topk_prob", False)),
+        norm_topk_prob=source.flag("norm_topk_prob"),
     )
 
 

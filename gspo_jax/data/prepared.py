@@ -1,0 +1,103 @@
+"""Open prepared TFDS folders that may come from strangers: text and number features, files inside the folder.
+
+TFDS imports the module of whatever feature class a folder's metadata names, and opens whatever file it describes. So
+the metadata is read here first, as data, and everything that this package does not read is refused.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from tensorflow_datasets.core.proto.dataset_info_generated_pb2 import DatasetInfo  # pyright: ignore[reportAttributeAccessIssue]
+from tensorflow_datasets.core.proto.feature_generated_pb2 import Feature  # pyright: ignore[reportAttributeAccessIssue]
+
+from gspo_jax.types import UserError
+
+INFO_FILE, FEATURES_FILE = "dataset_info.json", "features.json"
+
+_CONTENTS = {
+    f"{cls.__module__}.{cls.__name__}": content
+    for cls, content in {
+        tfds.features.FeaturesDict: "features_dict",
+        tfds.features.Sequence: "sequence",
+        tfds.features.Text: "text",
+        tfds.features.Scalar: "tensor",
+        tfds.features.Tensor: "tensor",
+        tfds.features.ClassLabel: "class_label",
+    }.items()
+}
+"""Feature classes that may be opened, and the field of TFDS's Feature message that describes each."""
+
+_PLAIN = re.compile(r"[\w .+-]+")
+"""Names of features and data sets, of which TFDS makes file names."""
+_PLAIN_TEMPLATE = re.compile(r"([\w.+-]|\{[A-Z_]+\})+")
+"""Templates of shard names; a field without a format, since `{SPLIT:>9999999999}` would fill the memory."""
+
+
+def open_prepared(folder: str) -> tfds.core.DatasetBuilder:
+    """Return the builder of a prepared TFDS folder without importing anything that its metadata names.
+
+    Raises:
+      UserError: the metadata is missing or damaged, or names a class other than a text or number feature of TFDS.
+    """
+    info_file, features_file = Path(folder) / INFO_FILE, Path(folder) / FEATURES_FILE
+    info = DatasetInfo()
+    _parse(info_file, info)
+    if info.HasField("features"):  # TFDS would build these too
+        _check_feature(info_file, info.features)
+    features = Feature()
+    _parse(features_file, features)
+    _check_feature(features_file, features)
+    if features.WhichOneof("content") != "features_dict":
+        raise UserError(f"{features_file} describes one feature, not records with several; build it again")
+    try:
+        return tfds.builder_from_directory(folder)
+    except Exception as error:  # TFDS raises whatever its parsers do: ValueError, AssertionError, ImportError
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder} is no data set that TFDS can open ({reason}); build it again") from error
+
+
+def check_shard_names(builder: tfds.core.DatasetBuilder, split: str) -> None:
+    """Raise UserError unless the shards of a split are files of the data set's own folder, by their names."""
+    info: Any = builder.info.splits[split]
+    name, template = info.filename_template.dataset_name, info.filename_template.template
+    for field, value, pattern in (("name", name, _PLAIN), ("filepathTemplate", template, _PLAIN_TEMPLATE)):
+        if not pattern.fullmatch(value):
+            file = Path(builder.data_dir) / INFO_FILE
+            raise UserError(f"{file}: {field} is {value!r}, but shards are plain files of that folder; build it again")
+
+
+def _parse(file: Path, message: Message) -> None:
+    """Fill a message from a JSON file, or raise UserError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds {content!r:.40}, not an object")
+        json_format.ParseDict(content, message)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}; build the data set again") from error
+    except (ValueError, TypeError, RecursionError, json_format.Error) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file} is damaged, or not written by a current TFDS ({reason}); build it again") from error
+
+
+def _check_feature(file: Path, feature: Any) -> None:
+    """Raise UserError unless a feature and those inside it are of the classes in _CONTENTS, with plain names."""
+    name, content = feature.python_class_name, feature.WhichOneof("content")
+    if name not in _CONTENTS:
+        known = ", ".join(cls.rpartition(".")[2] for cls in _CONTENTS)
+        raise UserError(
+            f"{file} names the class {name!r}, whose code would be run; build the data set with TFDS's own {known} only"
+        )
+    if content != _CONTENTS[name]:  # such as JSON text, in which more classes can hide
+        raise UserError(f"{file} describes a {name} by {content!r} instead of {_CONTENTS[name]!r}; build it again")
+    for key, inner in feature.features_dict.features.items():
+        if not _PLAIN.fullmatch(key):
+            raise UserError(f"{file} has a feature {key!r}; name features by letters, digits, spaces and _.+-")
+        _check_feature(file, inner)
+    if content == "sequence":
+        _check_feature(file, feature.sequence.feature)
