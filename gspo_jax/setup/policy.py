@@ -90,10 +90,13 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
       UserError: model.architecture lacks a field or has an unknown one.
     """
     try:
-        return ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
+        model = ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
     except TypeError as error:
         what = str(error).partition(" ")[2]
         raise UserError(f"model.architecture is not a model's: {what}; see the fields of ModelConfig") from None
+    if model.num_experts and not model.moe_intermediate_size:
+        raise UserError("model.architecture.moe_intermediate_size is 0 and there are experts; give the width of one")
+    return model
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
