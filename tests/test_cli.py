@@ -1,10 +1,13 @@
 """Errors for mistyped flags and configs that cannot run: one sentence with value, limit and remedy."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from gspo_jax import cli
 from gspo_jax.run.resume import check_same_run
@@ -24,6 +27,9 @@ TINY = str(ROOT / "configs/tiny.py")
         ("--config.mesh.pipeline=2", ["section 'mesh' has data, expert, fsdp, tensor"]),
         ("--config.learning_rate=1", ["did you mean 'coldstart.optimizer.learning_rate'"]),
         ("--config.seed.x=1", ["'seed.x'", "'seed' is a single value"]),
+        ("-config.iteratons=3", ["did you mean 'iterations'"]),
+        ("--noconfig.overlong.filtr", ["did you mean 'overlong.filter'"]),
+        ("--config.a=b=c", ["no field 'a'"]),
     ],
 )
 def test_a_field_that_does_not_exist(word, says):
@@ -35,6 +41,74 @@ def test_a_field_that_does_not_exist(word, says):
 def test_a_config_file_that_does_not_exist():
     with pytest.raises(UserError, match=r"config .*tinny.py.*did you mean .*tiny.py"):
         cli.load_config(str(ROOT / "configs/tinny.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def get_config():\n    return (1\n", r"config.py:2 raises SyntaxError: '\(' was never closed$"),
+        ("\0", r"config.py raises SyntaxError: source code string cannot contain null bytes$"),
+        ("import no_such\n", r"config.py:1 raises ModuleNotFoundError: No module named 'no_such'$"),
+        ("x = 1\n", r"config.py defines no function get_config; define one that returns a ConfigDict$"),
+        ("def get_config():\n    return {}['a']\n", r"config.py:2 raises KeyError: 'a'$"),
+        ("def get_config():\n    open('no/such')\n", r"config.py:2 raises FileNotFoundError: .* 'no/such'$"),
+        ("def get_config(arg):\n    return arg\n", r"config.py raises TypeError: .* missing 1 required .*'arg'$"),
+        ("def get_config():\n    return 5\n", r"get_config of .*config.py returns 5; return a ConfigDict"),
+        (
+            "from gspo_jax.config import base\ndef get_config():\n    base().iterations = 'a'\n",
+            r"config.py:3 raises TypeError: Could not override field 'iterations'",
+        ),
+    ],
+)
+def test_a_config_file_that_makes_no_config(tmp_path, text, says):
+    (tmp_path / "config.py").write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        cli.load_config(str(tmp_path / "config.py"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_that_is_no_file(tmp_path):
+    with pytest.raises(UserError, match=r"configs' is a folder; give a .py file in it"):
+        cli.load_config(str(ROOT / "configs"))
+    with pytest.raises(UserError, match=r"config '' not found; give a .py file"):
+        cli.load_config("")
+    with pytest.raises(UserError, match=r"tiny.pyx' not found; did you mean .*tiny.py\?"):
+        cli.load_config(TINY + "x")
+    file = tmp_path / ".python" / "config.py"
+    file.parent.mkdir()
+    file.write_text(
+        "def get_config(arg=None):\n    from ml_collections import ConfigDict\n    return ConfigDict({'a': arg})\n"
+    )
+    assert cli.load_config(str(file)).a is None
+    assert cli.load_config(f"{file}:b:c").a == "b:c"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_config_file_that_may_not_be_read(tmp_path):
+    file = tmp_path / "config.py"
+    file.touch(mode=0)
+    with pytest.raises(UserError, match=r"config.py' cannot be read: Permission denied; check its permissions"):
+        cli.load_config(str(file))
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("iterations=many", "iterations is 'many'; use a whole number"),
+        ("iterations=2.5", "iterations is '2.5'; use a whole number"),
+        ("optimizer.learning_rate=1e-3=4", "optimizer.learning_rate is '1e-3=4'; use a number"),
+        ("sampling.slots=all", "sampling.slots is 'all'; use a whole number"),
+        ("overlong.filter=maybe", "overlong.filter is 'maybe'; use True or False"),
+        ("mesh=8", "mesh is a section and not '8'; set one of its fields, data, expert, fsdp, tensor"),
+    ],
+)
+def test_a_value_of_the_wrong_type(word, says, monkeypatch):
+    parsed, argv = flags.FlagValues(), ["train", f"--config={TINY}", f"--config.{word}"]
+    config_flags.DEFINE_config_file("config", flag_values=parsed)
+    monkeypatch.setattr(sys, "argv", argv)  # where ml_collections looks for fields
+    with pytest.raises(flags.IllegalFlagValueError) as error:
+        parsed(argv)
+    assert cli._wrong_type(str(error.value), cli.load_config(TINY)) == says
 
 
 @pytest.mark.parametrize("name", ["tiny", "gsm8k"])

@@ -1,6 +1,7 @@
 """Every field of the config has a type and a range; what lies outside is refused in a sentence that names the field."""
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from gspo_jax.types import UserError
 
 TINY = str(Path(__file__).parent.parent / "configs/tiny.py")
 PLAIN, STEPS = (cli.load_config(TINY + arg).to_dict() for arg in ("", ":steps"))
+DEFAULTS = base()
+FIELDS = tuple(names(DEFAULTS))
 NAN, INF = math.nan, math.inf
 ODD = {int: (NAN, INF, -1, 0, 2**31, 1.5, True, "8", None), float: (NAN, INF, -1.0, True, "0.5", None)}
 """Values that a field must refuse unless they are LEGITIMATE, by the field's type."""
@@ -51,12 +54,13 @@ def legitimate(name: str) -> tuple:
     return next((LEGITIMATE[pattern] for pattern in patterns if pattern in LEGITIMATE), ())
 
 
+@functools.cache
 def numeric_fields() -> dict[str, type]:
     """Return every numeric field, those of a cold start's model and of a generated task included, with its type."""
     found: dict[str, type] = {}
-    for name in names(base()):
+    for name in FIELDS:
         section, _, key = name.rpartition(".")
-        found[name] = (at(base(), section) if section else base()).get_type(key)
+        found[name] = (at(DEFAULTS, section) if section else DEFAULTS).get_type(key)
     found |= {f"model.architecture.{field.name}": field.type for field in dataclasses.fields(ModelConfig)}
     del found["model.architecture.vocab_size"]  # coldstart.vocab_size
     found |= {f"data.options.{name}": int for name in ("seed", "train_size", "test_size")}
@@ -98,7 +102,7 @@ def changed(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
 @pytest.mark.parametrize("name", numeric_fields())
 def test_a_number_out_of_range_is_refused(name):
     kind, allowed = numeric_fields()[name], legitimate(name)
-    optional = name in set(names(base())) and at(base(), name) is None
+    optional = name in FIELDS and at(DEFAULTS, name) is None
     for value in ODD[kind]:
         config = tiny_with(name, value)
         if any(value is each or (value == each and type(value) is type(each)) for each in allowed) or (

@@ -121,7 +121,8 @@ _HYPER_PARAMETERS = {"objective": objectives.catalogue.__all__, "mismatch": mism
 """Sections with a section for each of these names, whose fields may be left out."""
 _OPTIONS = {"difficulty": str, "seed": int, "train_size": int, "test_size": int}
 """Types of the options of generated tasks."""
-_TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+"""What a user calls the types of fields."""
 
 
 def check_fields(config: ConfigDict) -> None:
@@ -134,7 +135,7 @@ def check_fields(config: ConfigDict) -> None:
     shape = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for section, types in (("model.architecture", shape), ("data.options", _OPTIONS)):
         for key, value in at(config, section).items():
-            if types.get(key) in _TYPES:
+            if types.get(key) in TYPES:
                 check_value(f"{section}.{key}", value, types[key])
     for section in ("rewards", "step_rewards"):
         for key, value in config[section].items():
@@ -205,7 +206,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     """Raise a UserError unless a value is of this type; whole numbers are numbers, and True and False are neither."""
     fits: Any = {float: (int, float), tuple: (tuple, list)}.get(kind, kind)
     if not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{name} is {value!r}; use {_TYPES.get(kind, f'a {kind.__name__}')}")
+        raise UserError(f"{name} is {value!r}; use {TYPES.get(kind, f'a {kind.__name__}')}")
 
 
 def _check_range(name: str, value: float, allowed: Range) -> None:
