@@ -1,6 +1,7 @@
 """Startup shared by all config-driven entry points: flags, config validation, devices.
 
-A user error ends the program with a one-sentence message, before any device is touched whenever possible.
+A user error ends the program with a one-sentence message and exit code 2, before any device is touched whenever
+possible. A disk that is full, read-only or broken does too, with exit code 1: the same command may succeed later.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from gspo_jax import storage
 from gspo_jax.parallel import processes
 from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
 from gspo_jax.types import UserError
@@ -42,12 +45,20 @@ def run(main: Main, *, default: ConfigDict | None = None) -> None:
 def _start(main: Main, default: ConfigDict | None) -> None:
     config: Any = default if flags.FLAGS.config is None else flags.FLAGS.config
     check_fields(config)
+    if "json" in flags.FLAGS:
+        check_facts_file(flags.FLAGS.json)
     logging.set_verbosity(logging.WARNING)
+    logging.get_absl_handler().addFilter(_raised_later)
     trim_around_compiling()
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
     simulate_devices(max(config.cpu_devices // count, 1))
     with processes.guarded(count):
         _guarded(lambda: main(config))
+
+
+def _raised_later(record: LogRecord) -> bool:
+    """Return False for the traceback of a save in Orbax's own thread, which the checkpointer raises once more."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def simulate_devices(count: int) -> None:
@@ -81,19 +92,52 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def write_facts(file: str | None, facts: dict[str, Any]) -> None:
+def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:
     """Write facts to the file given by `--json=FILE`, if any; only process 0 writes."""
     if file is not None and processes.is_first():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        try:
+            Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:  # a full disk names no file
+            raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+def check_facts_file(file: str | Path | None) -> None:
+    """Check, leaving nothing behind, that `write_facts` can write to this file; call it before any work.
+
+    Raises:
+      UserError: the file is a folder, lies below a file, or this account may not write it.
+    """
+    if file is None:
+        return
+    place = Path(file).absolute()
+    there = storage.nearest(place)
+    if place.is_dir():
+        raise UserError(f"--json={file} is a folder; give a file in it")
+    if there != place and not there.is_dir():
+        raise UserError(f"--json={file} cannot be written, because {there} is not a folder; give another file")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"--json={file} cannot be written, because this account may not write {there}; give another")
 
 
 def _guarded(step: Callable[[], Any]) -> Any:
+    """Call `step`; end the program with one sentence for a mistake, code 2, and for a fault of a disk, code 1."""
     try:
         return step()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        says = storage.fault(error, _workdir())
+        if says is None:
+            raise
+        print(f"error: {says}; then start the same command again", file=sys.stderr)
+        sys.exit(1)
+
+
+def _workdir() -> str:
+    """Return `--workdir`, if the command has it, or else the current folder."""
+    return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
