@@ -236,6 +236,12 @@ MISTAKES = [
     (["--config=configs/tiny.py", "--workdr=x"], "workdir"),
     (["--workdir=x"], "--config is missing"),
     (["--config=configs/tiny.py", "--workdir=x", "--config.iterations=many"], "many"),
+    (["--config=configs/tiny.py", "--workdir=x", "--config.optimizer.learning_rate=nan"], "learning_rate is nan; use"),
+    (["--config=configs/tiny.py", "--workdir=x", "--json=."], "--json=. is a folder; give a file in it"),
+    (
+        ["--config=configs/tiny.py", "--workdir=pyproject.toml"],
+        "pyproject.toml is not a folder; give another --workdir",
+    ),
     (["--config=configs/tiny.py", "--workdir=x", "--config.mesh.data=4"], "needs 16 devices but there are 8"),
     (
         ["--config=configs/tiny.py:runlocal", "--workdir=x", "--config.model.dispatch=ragged_all_to_all"],

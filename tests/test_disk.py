@@ -98,9 +98,11 @@ def test_looking_at_a_run_folder_leaves_nothing_behind(tmp_path):
         assert not any(tmp_path.iterdir())
     with pytest.raises(UserError):
         evaluate_folder(cli.load_config(TINY), tmp_path / "none")
+    assert not any(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    with open_folder(tmp_path / "file", write=False):
-        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(UserError) as error:
+        evaluate_folder(cli.load_config(TINY), tmp_path / "file" / "run")
+    assert "cannot be a run folder" not in str(error.value), "evaluation asks for no right to write"
 
 
 @pytest.mark.faults
