@@ -31,6 +31,8 @@ LEGITIMATE = {
     "coldstart.steps": (0,),
     "coldstart.terse_steps": (0,),
     "data.limit": (0,),
+    "data.options.train_size": (None,),  # the difficulty's own
+    "data.options.test_size": (None,),
     "data.options.seed": (-1, 0, 2**31),  # Python's random takes any
     "eval.prompts": (0,),
     "sampling.top_k": (0, 2**31),  # as many as the vocabulary has or more: excludes nothing

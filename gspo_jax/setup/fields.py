@@ -121,6 +121,8 @@ _HYPER_PARAMETERS = {"objective": objectives.catalogue.__all__, "mismatch": mism
 """Sections with a section for each of these names, whose fields may be left out."""
 _OPTIONS = {"difficulty": str, "seed": int, "train_size": int, "test_size": int}
 """Types of the options of generated tasks."""
+_DIFFICULTY_SETS = ("data.options.train_size", "data.options.test_size")
+"""Options that may also be None: the difficulty's own size."""
 TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 """What a user calls the types of fields."""
 
@@ -135,7 +137,8 @@ def check_fields(config: ConfigDict) -> None:
     shape = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for section, types in (("model.architecture", shape), ("data.options", _OPTIONS)):
         for key, value in at(config, section).items():
-            if types.get(key) in TYPES:
+            own_size = value is None and f"{section}.{key}" in _DIFFICULTY_SETS
+            if types.get(key) in TYPES and not own_size:
                 check_value(f"{section}.{key}", value, types[key])
     for section in ("rewards", "step_rewards"):
         for key, value in config[section].items():
