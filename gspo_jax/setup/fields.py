@@ -164,10 +164,10 @@ def no_field(name: str, found: list[str], config: ConfigDict) -> NoReturn:
     section: Any = at(config, ".".join(found)) if found else config
     if not isinstance(section, ConfigDict):
         raise UserError(f"the config has no field {name!r}; {'.'.join(found)!r} is a single value")
-    there = [key for key in section if key != name.split(".")[-1]]
-    key = name.split(".")[len(found)]
-    near = [".".join([*found, k]) for k in difflib.get_close_matches(key, there, n=1)]
-    near += [field for field in names(config) if field.split(".")[-1] == key and field != name]
+    key, last = name.split(".")[len(found)], name.split(".")[-1]
+    there = [other for other in section if other != key]
+    near = [".".join([*found, other]) for other in difflib.get_close_matches(key, there, n=1)]
+    near += [field for field in names(config) if field.split(".")[-1] == last and field != name]
     hint = f"did you mean {near[0]!r}? " if near else ""
     where = f"section {'.'.join(found)!r}" if found else "the config"
     raise UserError(f"the config has no field {name!r}; {hint}{where} has {', '.join(there)}")
