@@ -282,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"--compile is {place!r}; use ahead or here")
         work = Workload(**given)
         work.check()
+        cli.check_facts_file(file)
         cli.trim_around_compiling()
         if work.devices > 1:
             cli.simulate_devices(work.devices)

@@ -1,6 +1,7 @@
 """Startup shared by all config-driven entry points: flags, config validation, devices.
 
-A user error ends the program with a one-sentence message, before any device is touched whenever possible.
+A user error ends the program with a one-sentence message and exit code 2, before any device is touched whenever
+possible. A disk that is full, read-only or broken does too, with exit code 1: the same command may succeed later.
 """
 
 import ctypes
@@ -9,8 +10,11 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import exits
+from gspo_jax import exits, storage
 from gspo_jax.parallel import processes
+from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
 from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], None]
@@ -39,12 +44,21 @@ def run(main: Main, *, default: ConfigDict | None = None) -> None:
 
 def _start(main: Main, default: ConfigDict | None) -> None:
     config: Any = default if flags.FLAGS.config is None else flags.FLAGS.config
+    check_fields(config)
+    if "json" in flags.FLAGS:
+        check_facts_file(flags.FLAGS.json)
     logging.set_verbosity(logging.WARNING)
+    logging.get_absl_handler().addFilter(_raised_later)
     trim_around_compiling()
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
     simulate_devices(max(config.cpu_devices // count, 1))
     with processes.guarded(count):
         _guarded(lambda: main(config))
+
+
+def _raised_later(record: LogRecord) -> bool:
+    """Return False for the traceback of a save in Orbax's own thread, which the checkpointer raises once more."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def simulate_devices(count: int) -> None:
@@ -78,14 +92,36 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def write_facts(file: str | None, facts: dict[str, Any]) -> None:
+def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:
     """Write facts to the file given by `--json=FILE`, if any; only process 0 writes."""
     if file is not None and processes.is_first():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        try:
+            Path(file).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:  # a full disk names no file
+            raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+def check_facts_file(file: str | Path | None) -> None:
+    """Check, leaving nothing behind, that `write_facts` can write to this file; call it before any work.
+
+    Raises:
+      UserError: the file is a folder, lies below a file, or this account may not write it.
+    """
+    if file is None:
+        return
+    place = Path(file).absolute()
+    there = storage.nearest(place)
+    if place.is_dir():
+        raise UserError(f"--json={file} is a folder; give a file in it")
+    if there != place and not there.is_dir():
+        raise UserError(f"--json={file} cannot be written, because {there} is not a folder; give another file")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"--json={file} cannot be written, because this account may not write {there}; give another")
 
 
 def _guarded(step: Callable[[], Any]) -> Any:
+    """Call `step`; end the program with one sentence for a mistake, code 2, and for a fault of a disk, code 1."""
     try:
         return step()
     except UserError as error:
@@ -94,19 +130,47 @@ def _guarded(step: Callable[[], Any]) -> Any:
     except Diverged as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(exits.DIVERGED)
+    except Exception as error:
+        says = storage.fault(error, _workdir())
+        if says is None:
+            raise
+        print(f"error: {says}; then start the same command again", file=sys.stderr)
+        sys.exit(1)
+
+
+def _workdir() -> str:
+    """Return `--workdir`, if the command has it, or else the current folder."""
+    return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
+    config = ConfigDict()
     if uses_config and "--help" not in argv and "--helpfull" not in argv:
-        check_overrides(argv, load_config(_config_flag(argv)))
+        config = load_config(_config_flag(argv))
+        check_overrides(argv, config)
     try:
         rest = flags.FLAGS(argv)
+    except flags.IllegalFlagValueError as error:
+        raise UserError(_wrong_type(str(error), config)) from None
     except flags.Error as error:
         raise UserError(str(error)) from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     return rest
+
+
+def _wrong_type(says: str, config: ConfigDict) -> str:
+    """Return absl's message on the value of a flag or, for a field of the config, one with the type it must have."""
+    match = re.match(r"flag --config\.([\w.]+)=(.*?): ", says, re.DOTALL)
+    if match is None:
+        return says
+    (name, value), (section, _, key) = match.groups(), match[1].rpartition(".")
+    holder: Any = at(config, section) if section else config
+    kind = holder.get_type(key)
+    if kind is ConfigDict:
+        return f"{name} is a section and not {value!r}; set one of its fields, {', '.join(at(config, name))}"
+    return f"{name} is {value!r}; use {TYPES.get(kind, kind.__name__)}"
 
 
 def _config_flag(argv: list[str]) -> str:
@@ -119,48 +183,58 @@ def _config_flag(argv: list[str]) -> str:
 
 
 def load_config(value: str) -> ConfigDict:
-    """Load the ConfigDict of `FILE.py[:arg]`; raise a UserError with the nearest name if there is no such file."""
-    path = Path(value.partition(".py")[0] + ".py")
-    if not path.is_file():
-        beside = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    """Load the ConfigDict of `FILE.py[:arg]`.
+
+    Raises:
+      UserError: there is no such file, or it makes no config: one sentence with the nearest name, or with the line.
+    """
+    name, colon, arg = value.partition(":")
+    path = Path(name)
+    if name and path.is_dir():
+        raise UserError(f"config {name!r} is a folder; give a .py file in it")
+    if path.suffix != ".py" or not path.is_file():
+        beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
     spec = importlib.util.spec_from_file_location("config", path)
     assert spec is not None and spec.loader is not None  # true for any .py file
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(value.removeprefix(f"{path}").removeprefix(":"))
+    try:
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"{name} defines no function get_config; define one that returns a ConfigDict")
+        config = module.get_config(arg) if colon else module.get_config()
+    except UserError:
+        raise
+    except Exception as error:  # anything may go wrong in a file of the user's
+        raise UserError(_mistake_in(path, error)) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"get_config of {name} returns {config!r}; return a ConfigDict, such as gspo_jax.config.base()")
+    return config
+
+
+def _mistake_in(path: Path, error: Exception) -> str:
+    """Return one sentence on an exception raised by a config file: the line, and what is wrong there."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    place = f"{path}:{lines[-1]}" if lines else str(path)
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename or path}:{error.lineno}" if error.lineno else str(path)
+        says = error.msg
+    elif isinstance(error, OSError) and not lines:
+        return f"config {str(path)!r} cannot be read: {error.strerror}; check its permissions"
+    else:
+        says = " ".join(str(error).split())
+    return f"the config cannot be made, {place} raises {type(error).__name__}: {says}"
 
 
 def check_overrides(argv: list[str], config: ConfigDict) -> None:
     """Raise a UserError that names the nearest field if a `--config.a.b` does not exist."""
     for word in argv:
-        if word.startswith("--config."):
-            name = word.removeprefix("--config.").partition("=")[0]
+        dashes, found, name = word.partition("config.")
+        if found and dashes in ("-", "--", "-no", "--no"):
+            name = name.partition("=")[0]
             node: Any = config
             for i, key in enumerate(name.split(".")):
                 if not isinstance(node, ConfigDict) or key not in node:
-                    _no_field(name, name.split(".")[:i], config)
+                    no_field(name, name.split(".")[:i], config)
                 node = node[key]
-
-
-def _no_field(name: str, found: list[str], config: ConfigDict) -> None:
-    """Raise a UserError that suggests the nearest key of the section reached, or that field in another section."""
-    section: Any = config
-    for key in found:
-        section = section[key]
-    if not isinstance(section, ConfigDict):
-        raise UserError(f"the config has no field {name!r}; {'.'.join(found)!r} is a single value")
-    key = name.split(".")[len(found)]
-    near = [".".join([*found, k]) for k in difflib.get_close_matches(key, list(section), n=1)]
-    near += [field for field in _fields(config) if field.split(".")[-1] == name.split(".")[-1]]
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    where = f"section {'.'.join(found)!r}" if found else "the config"
-    raise UserError(f"the config has no field {name!r}; {hint}{where} has {', '.join(section)}")
-
-
-def _fields(config: ConfigDict, prefix: str = "") -> list[str]:
-    names = []
-    for key, value in config.items():
-        names += _fields(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else [prefix + key]
-    return names

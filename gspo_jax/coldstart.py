@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from gspo_jax import cli
+from gspo_jax import cli, storage
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.tokenizer import Tokenizer
@@ -132,6 +132,7 @@ def main(config: ConfigDict) -> None:
     if not config.coldstart.steps:
         raise UserError("coldstart.steps is 0, so there is no cold start; set it above 0, or train from model.folder")
     model = check(config)
+    storage.check_folder(folder.absolute())
     records = data.load_records(config, "train")
     mesh = make_meshes(config, model).trainer
     with jax.set_mesh(mesh):

@@ -18,8 +18,8 @@ def base() -> ConfigDict:
     config.processes.grace_s = 30  # seconds from SIGTERM until a process exits, saved or not
 
     config.watchdog = ConfigDict()  # ends a process whose phase (sample, reward, update, save …) outlasts its deadline
-    config.watchdog.factor = 10  # deadline of a phase, as a multiple of the longest that it has taken so far
-    config.watchdog.floor_s = 1200  # least deadline in seconds; the first time, a phase compiles its programs
+    config.watchdog.factor = 10.0  # deadline of a phase, as a multiple of the longest that it has taken so far
+    config.watchdog.floor_s = 1200.0  # least deadline in seconds; the first time, a phase compiles its programs
 
     config.model = ConfigDict()
     config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE; empty: a cold start makes the model

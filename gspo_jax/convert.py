@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
+from gspo_jax import cli, storage
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
@@ -134,13 +135,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the same facts as JSON")
     try:
         given = parser.parse_args(arguments)
+        cli.check_facts_file(given.json)
         jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
         done = convert(given.source, given.target, dtype=given.dtype)
-        if given.json is not None:
-            given.json.write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+        cli.write_facts(given.json, done)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        says = storage.fault(error, "--to")
+        if says is None:
+            raise
+        print(f"error: {says}", file=sys.stderr)
+        return 1
     size = f"{done['parameters'] / 1e6:,.2f} M parameters, {done['dtype']}, {done['bytes'] / 1e6:,.1f} MB"
     print(f"{done['to']}: {done['model_type']} in {done['format']} format, {size}")
     return 0

@@ -113,7 +113,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
     """Evaluate the newest checkpoint of a run folder, or the run's initial policy if there is no checkpoint."""
     check(config)
     policy.check_weights(config)
-    with open_folder(workdir) as files:
+    with open_folder(workdir, write=False) as files:
         if not config.model.folder:
             existing_folder(files.local)
         model, tokenizer = policy.read_folder(config, policy.initial_folder(config, files.local))

@@ -7,7 +7,9 @@ the newest checkpoint, so the resumed run produces them again.
 """
 
 import dataclasses
+import errno
 import os
+import re
 import tempfile
 import time
 import uuid
@@ -31,6 +33,20 @@ CHECKPOINTS = "checkpoints"
 PUBLISH_S = 60.0
 """Seconds between uploads of a run's files to its bucket, unless a checkpoint requires one earlier."""
 _PROBE = ".writable-"
+_FULL_OR_BROKEN = {
+    errno.ENOSPC: "make room on that disk, for data and for inodes",
+    errno.EDQUOT: "make room within the quota of this account",
+    errno.EFBIG: "raise this machine's limit on the size of files (ulimit -f)",
+    errno.EROFS: "make that file system writable, or use another",
+    errno.EIO: "check that disk, or use another",
+}
+"""Errors of a disk, which no program handles, and their remedies."""
+_REFUSED = {
+    errno.EACCES: "give this account access to it, or use another place",
+    errno.EPERM: "give this account access to it, or use another place",
+    errno.ENOENT: "check that it exists, and that nothing removed it meanwhile",
+}
+"""Errors that programs also meet in passing, when they look whether they may use a file."""
 
 
 def find(folder: str | os.PathLike[str]) -> AnyPath:
@@ -63,24 +79,33 @@ def check_links(folder: Path) -> None:
 
 
 @contextmanager
-def open_folder(workdir: str | os.PathLike[str]) -> Iterator["RunFolder"]:
+def open_folder(workdir: str | os.PathLike[str], *, write: bool = True) -> Iterator["RunFolder"]:
     """Open the run folder `--workdir`, fetching it from a bucket at the start and publishing it at the end.
 
+    Without `write` the folder need not be writable, and nothing is created or published in it.
+
     Raises:
-      UserError: as `find`, `check_links` and `RunFolder.fetch`.
+      UserError: as `find`, `check_links`, `check_folder` and `RunFolder.fetch`, or the bucket cannot be written.
+      OSError: as `check_folder`.
     """
     place = find(workdir)
     if isinstance(place, Path):
         check_links(place)
+        if write:
+            check_folder(place)
         yield RunFolder(name=os.fspath(workdir), local=place)
         return
     with tempfile.TemporaryDirectory(prefix="gspo_jax-run-", ignore_cleanup_errors=True) as local:
         folder = RunFolder(name=str(place), local=Path(local), bucket=place)
+        if write:
+            with _report_bucket(folder.name):
+                check_writable(place)
         folder.fetch()
         try:
             yield folder
         finally:
-            folder.publish()
+            if write:
+                folder.publish()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,21 +131,16 @@ class RunFolder:
         """Copy the run's files, except checkpoints, from the bucket to the local folder.
 
         Raises:
-          UserError: the bucket cannot be read or written.
+          UserError: the bucket cannot be read.
         """
         if self.bucket is None:
             return
-        try:
-            check_writable(self.bucket)
+        with _report_bucket(self.name):
             for name in _names(self.bucket):
                 file = self.local / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes((self.bucket / name).read_bytes())
                 self._published[name] = _version(file)
-        except Exception as error:  # storage, transport and credentials each raise their own types
-            raise UserError(
-                f"cannot use {self.name} ({error}); check that the bucket exists and that this machine may write to it"
-            ) from error
 
     def publish(self, *, every_s: float = 0.0) -> None:
         """Upload changed files to the bucket, unless the last upload was less than `every_s` seconds ago.
@@ -162,12 +182,87 @@ def check_writable(folder: AnyPath) -> None:
     """Write, read back and delete a small file; raise whatever the storage raises."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{_PROBE}{uuid.uuid4().hex}"
-    file.write_text("gspo_jax", encoding="utf-8")
     try:
+        file.write_text("gspo_jax", encoding="utf-8")
         if file.read_text(encoding="utf-8") != "gspo_jax":
             raise OSError(f"{file} does not read back as written")
     finally:
-        file.unlink()
+        file.unlink(missing_ok=True)  # a full disk still takes the name of a file
+
+
+def check_folder(folder: Path) -> None:
+    """Check, leaving nothing behind, that a local folder can be created and files be written in it.
+
+    Raises:
+      UserError: the folder or one above it is a file, or this account may not write there.
+      OSError: the disk is full or broken; `filename` is the folder that was tried.
+    """
+    there = nearest(folder)
+    if not there.is_dir():
+        raise UserError(f"{folder} cannot be a run folder, because {there} is not a folder; give another --workdir")
+    try:
+        check_writable(there)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(
+                f"{folder} cannot be a run folder, because {there} cannot be written ({error.strerror}); give another "
+                "--workdir, or this account the right to write there"
+            ) from error
+        raise OSError(error.errno, error.strerror, str(there)) from error
+
+
+def nearest(path: Path) -> Path:
+    """Return a path or, if it does not exist, the nearest folder above it that does."""
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
+
+
+def fault(error: BaseException, place: str) -> str | None:
+    """Return one sentence with path and remedy if a disk is the cause of an error; None for any other cause.
+
+    Args:
+      error: an exception; its causes, and the members of a group, may be the disk's error too.
+      place: what to name where that error names no path.
+    """
+    for known, contexts in ((_FULL_OR_BROKEN | _REFUSED, False), (_FULL_OR_BROKEN, True)):
+        for each in _causes(error, contexts=contexts):
+            code, path = _system_error(each)
+            if code in known:
+                return f"{path or f'a file, probably in {place}'}: {os.strerror(code)}; {known[code]}"
+    return None
+
+
+def _causes(error: BaseException, *, contexts: bool) -> Iterator[BaseException]:
+    """Yield an exception, the members of a group and all causes; with `contexts` also what was being handled then."""
+    left: list[BaseException | None] = [error]
+    seen = set()
+    while left:
+        each = left.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [each.__cause__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+        if contexts:
+            left.append(each.__context__)
+
+
+def _system_error(error: BaseException) -> tuple[int, str | None]:
+    """Return errno and path of an error of the operating system, 0 for others; TensorStore and Rust give it as text."""
+    if isinstance(error, OSError):
+        return error.errno or 0, None if error.filename is None else str(error.filename)
+    code, path = re.search(r"os[_ ]error(?:_code='| )(\d+)", str(error)), re.search(r'"(/[^"]+)"', str(error))
+    return (0, None) if code is None else (int(code[1]), None if path is None else path[1])
+
+
+@contextmanager
+def _report_bucket(name: str) -> Iterator[None]:
+    """Turn any error of a bucket into a UserError."""
+    try:
+        yield
+    except Exception as error:  # storage, transport and credentials each raise their own types
+        raise UserError(
+            f"cannot use {name} ({error}); check that the bucket exists and that this machine may write to it"
+        ) from error
 
 
 def _names(folder: epath.Path) -> Iterator[str]:

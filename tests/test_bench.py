@@ -149,6 +149,7 @@ def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--slots=65"], "--slots is 65 and --prompts × --group make 64 responses; use 1 to 64"),
         (["--lengths=normal:1:2"], "--lengths is 'normal:1:2'; write it as uniform:16:128"),
         (["--lengths=uniform:16:129"], "--lengths uniform:16:129 does not lie in 1 to 128, which is --new_tokens"),
+        (["--json=."], "--json=. is a folder; give a file in it"),
         (["--warmup=0"], "--warmup is 0; it must be at least 1"),
         (["--dtype=float16"], "--dtype is 'float16'; use float32 or bfloat16"),
         (

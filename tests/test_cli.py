@@ -1,10 +1,13 @@
 """Errors for mistyped flags and configs that cannot run: one sentence with value, limit and remedy."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from gspo_jax import cli
 from gspo_jax.run.resume import check_same_run
@@ -24,6 +27,9 @@ TINY = str(ROOT / "configs/tiny.py")
         ("--config.mesh.pipeline=2", ["section 'mesh' has data, expert, fsdp, tensor"]),
         ("--config.learning_rate=1", ["did you mean 'coldstart.optimizer.learning_rate'"]),
         ("--config.seed.x=1", ["'seed.x'", "'seed' is a single value"]),
+        ("-config.iteratons=3", ["did you mean 'iterations'"]),
+        ("--noconfig.overlong.filtr", ["did you mean 'overlong.filter'"]),
+        ("--config.a=b=c", ["no field 'a'"]),
     ],
 )
 def test_a_field_that_does_not_exist(word, says):
@@ -35,6 +41,74 @@ def test_a_field_that_does_not_exist(word, says):
 def test_a_config_file_that_does_not_exist():
     with pytest.raises(UserError, match=r"config .*tinny.py.*did you mean .*tiny.py"):
         cli.load_config(str(ROOT / "configs/tinny.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def get_config():\n    return (1\n", r"config.py:2 raises SyntaxError: '\(' was never closed$"),
+        ("\0", r"config.py raises SyntaxError: source code string cannot contain null bytes$"),
+        ("import no_such\n", r"config.py:1 raises ModuleNotFoundError: No module named 'no_such'$"),
+        ("x = 1\n", r"config.py defines no function get_config; define one that returns a ConfigDict$"),
+        ("def get_config():\n    return {}['a']\n", r"config.py:2 raises KeyError: 'a'$"),
+        ("def get_config():\n    open('no/such')\n", r"config.py:2 raises FileNotFoundError: .* 'no/such'$"),
+        ("def get_config(arg):\n    return arg\n", r"config.py raises TypeError: .* missing 1 required .*'arg'$"),
+        ("def get_config():\n    return 5\n", r"get_config of .*config.py returns 5; return a ConfigDict"),
+        (
+            "from gspo_jax.config import base\ndef get_config():\n    base().iterations = 'a'\n",
+            r"config.py:3 raises TypeError: Could not override field 'iterations'",
+        ),
+    ],
+)
+def test_a_config_file_that_makes_no_config(tmp_path, text, says):
+    (tmp_path / "config.py").write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        cli.load_config(str(tmp_path / "config.py"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_that_is_no_file(tmp_path):
+    with pytest.raises(UserError, match=r"configs' is a folder; give a .py file in it"):
+        cli.load_config(str(ROOT / "configs"))
+    with pytest.raises(UserError, match=r"config '' not found; give a .py file"):
+        cli.load_config("")
+    with pytest.raises(UserError, match=r"tiny.pyx' not found; did you mean .*tiny.py\?"):
+        cli.load_config(TINY + "x")
+    file = tmp_path / ".python" / "config.py"
+    file.parent.mkdir()
+    file.write_text(
+        "def get_config(arg=None):\n    from ml_collections import ConfigDict\n    return ConfigDict({'a': arg})\n"
+    )
+    assert cli.load_config(str(file)).a is None
+    assert cli.load_config(f"{file}:b:c").a == "b:c"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_config_file_that_may_not_be_read(tmp_path):
+    file = tmp_path / "config.py"
+    file.touch(mode=0)
+    with pytest.raises(UserError, match=r"config.py' cannot be read: Permission denied; check its permissions"):
+        cli.load_config(str(file))
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("iterations=many", "iterations is 'many'; use a whole number"),
+        ("iterations=2.5", "iterations is '2.5'; use a whole number"),
+        ("optimizer.learning_rate=1e-3=4", "optimizer.learning_rate is '1e-3=4'; use a number"),
+        ("sampling.slots=all", "sampling.slots is 'all'; use a whole number"),
+        ("overlong.filter=maybe", "overlong.filter is 'maybe'; use True or False"),
+        ("mesh=8", "mesh is a section and not '8'; set one of its fields, data, expert, fsdp, tensor"),
+    ],
+)
+def test_a_value_of_the_wrong_type(word, says, monkeypatch):
+    parsed, argv = flags.FlagValues(), ["train", f"--config={TINY}", f"--config.{word}"]
+    config_flags.DEFINE_config_file("config", flag_values=parsed)
+    monkeypatch.setattr(sys, "argv", argv)  # where ml_collections looks for fields
+    with pytest.raises(flags.IllegalFlagValueError) as error:
+        parsed(argv)
+    assert cli._wrong_type(str(error.value), cli.load_config(TINY)) == says
 
 
 @pytest.mark.parametrize("name", ["tiny", "gsm8k"])
@@ -64,11 +138,11 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"objective.gspo.low": 2.0}, "low=2.0 lies outside"),
         ({"optimizer.schedule": "linear"}, "'linear'; use constant or cosine"),
         ({"model.dtype": "float16"}, "'float16'; use 'float32' or 'bfloat16'"),
-        ({"iterations": 0}, "iterations is 0; it must be at least 1"),
-        ({"sampling.group_size": 0}, "sampling.group_size is 0; it must be at least 1"),
+        ({"iterations": 0}, "iterations is 0; use 1 to 2147483647"),
+        ({"sampling.group_size": 0}, "sampling.group_size is 0; use 1 to"),
         ({"sampling.temperature": 0.0}, "sampling.temperature is 0.*use a positive number"),
-        ({"eval.prompts": -1}, "eval.prompts is -1; use a positive number, or 0 for all"),
-        ({"coldstart.log_every": 0}, "coldstart.log_every is 0; it must be at least 1"),
+        ({"eval.prompts": -1}, "eval.prompts is -1; use 0 to"),
+        ({"coldstart.log_every": 0}, "coldstart.log_every is 0; use 1 to"),
         ({"sampling.top_p": 0.0}, r"top_p 0.0 is outside \(0, 1\]"),
         ({"coldstart.steps": 0}, "model.folder is empty.*--config.model.folder=DIR"),
         ({"coldstart.terse": 1.5}, r"coldstart.terse is 1.5; use a fraction from 0 to 1"),
@@ -76,25 +150,25 @@ def test_a_config_argument_that_does_not_exist(name):
             {"eval.correct": "answer_format"},
             "'answer_format', which is not among the config's rewards; use one of exact_answer",
         ),
-        ({"mesh.data": 0}, "data=0.*sizes must be positive"),
+        ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
         ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3'"),
         ({"routing.replay": "r2"}, "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'"),
         (
             {"objective.name": "rspo", "routing.router_logprobs": False},
             "rspo damps .* whose log-probs are not recorded; set routing.router_logprobs to True",
         ),
-        ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a positive number, or 0 for none"),
-        ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a positive number, or 0 for none"),
+        ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a finite number, 0 or above"),
+        ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a finite number, 0 or above"),
         (
             {"model.dispatch": "ragged_all_to_al"},
             "unknown dispatch 'ragged_all_to_al'; did you mean 'ragged_all_to_all'",
         ),
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
-        ({"environment.turns": 0}, "environment.turns is 0; it must be at least 1"),
+        ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
         ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
         ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
         ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),
-        ({"sampling.partial.prompts": 40, "sampling.partial.tokens": 0}, "tokens is 0; use a positive number"),
+        ({"sampling.partial.prompts": 40, "sampling.partial.tokens": 0}, "tokens is 0; use 1 to"),
         ({"model.capacity_factor": 1.25}, "capacity_factor 1.25 has no meaning for dispatch 'gather'"),
         (
             {"model.dispatch": "capacity", "model.capacity_factor": 0.0},
@@ -162,6 +236,12 @@ MISTAKES = [
     (["--config=configs/tiny.py", "--workdr=x"], "workdir"),
     (["--workdir=x"], "--config is missing"),
     (["--config=configs/tiny.py", "--workdir=x", "--config.iterations=many"], "many"),
+    (["--config=configs/tiny.py", "--workdir=x", "--config.optimizer.learning_rate=nan"], "learning_rate is nan; use"),
+    (["--config=configs/tiny.py", "--workdir=x", "--json=."], "--json=. is a folder; give a file in it"),
+    (
+        ["--config=configs/tiny.py", "--workdir=pyproject.toml"],
+        "pyproject.toml is not a folder; give another --workdir",
+    ),
     (["--config=configs/tiny.py", "--workdir=x", "--config.mesh.data=4"], "needs 16 devices but there are 8"),
     (
         ["--config=configs/tiny.py:runlocal", "--workdir=x", "--config.model.dispatch=ragged_all_to_all"],

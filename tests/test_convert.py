@@ -106,6 +106,7 @@ def test_refusals(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) ->
     assert "nowhere is not a folder; give a Hugging Face folder" in message("--from=nowhere", f"--to={new}")
     assert "exists and is not an empty folder" in message(f"--from={moe}", f"--to={GOLDEN}")
     assert "dtype is 'float8'; use float32 or bfloat16" in message(f"--from={moe}", f"--to={new}", "--dtype=float8")
+    assert "is a folder; give a file in it" in message(f"--from={moe}", f"--to={new}", f"--json={tmp_path}")
     assert "the following arguments are required: --to" in message(f"--from={moe}")
     assert "config.json does not exist" in message(f"--from={tmp_path}", f"--to={new}")
     (tmp_path / "half" / "checkpoints").mkdir(parents=True)

@@ -175,7 +175,11 @@ NAN = float("nan")
         ("ppo", {"gamma": 1.1}, "gamma=1.1 lies outside [0, 1]; 1 means no discount"),
         ("ppo", {"lam": -0.1}, "lam=-0.1 lies outside [0, 1]; 1 means no discount"),
         ("ppo", {"value_clip": 0.0}, "value_clip=0.0 is not a positive number; it bounds how far a value may move"),
-        ("ppo", {"value_weight": -1.0}, "value_weight=-1.0 is below 0; it is the weight of the critic's loss"),
+        (
+            "ppo",
+            {"value_weight": -1.0},
+            "value_weight=-1.0 is not a finite number of at least 0; it is the weight of the critic's loss",
+        ),
         ("ppo", {"low": 2.0}, "low=2.0 lies outside [0, 1]"),
     ],
 )

@@ -30,16 +30,17 @@ def check_offsets(low: float, high: float, dual_clip: float | None = None) -> No
     """Raise UserError unless `low`, `high` are valid offsets from 1 (`low=0.2` clips at 0.8) and `dual_clip` > 1."""
     if not 0 <= low <= 1:
         raise UserError(f"low={low} lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8")
-    check_not_negative("it is an offset from 1, so high=0.2 clips at 1.2", high=high)
+    if not high >= 0:
+        raise UserError(f"high={high} is below 0; it is an offset from 1, so high=0.2 clips at 1.2")
     if dual_clip is not None and not dual_clip > 1:
         raise UserError(f"dual_clip={dual_clip} is not above 1; it caps the ratio where Â < 0, use 3 or None for off")
 
 
 def check_not_negative(remedy: str, **given: float) -> None:
-    """Raise UserError if a given number is negative."""
+    """Raise UserError unless all given numbers are finite and at least 0."""
     for name, value in given.items():
-        if not value >= 0:
-            raise UserError(f"{name}={value} is below 0; {remedy}")
+        if not 0 <= value < math.inf:
+            raise UserError(f"{name}={value} is not a finite number of at least 0; {remedy}")
 
 
 def check_positive(remedy: str, **given: float) -> None:

@@ -25,8 +25,8 @@ class SamplingParams:
     """Drop tokens less than this fraction as probable as the most probable one; 0 keeps all."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"temperature {self.temperature} is negative; use 0 for greedy or a positive number")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature {self.temperature} is not in [0, ∞); use 0 for greedy or a positive number")
         if self.top_k < 0:
             raise UserError(f"top_k {self.top_k} is negative; use 0 to keep every token")
         if not 0 < self.top_p <= 1:

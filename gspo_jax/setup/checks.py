@@ -1,7 +1,5 @@
 """All checks of a config that need neither data nor devices, in one call."""
 
-from typing import Any
-
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -11,36 +9,9 @@ from gspo_jax.objectives import Objective
 from gspo_jax.rewards import environments, shaping
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import learning, meshes, policy, sampling
+from gspo_jax.setup.fields import INT32, at, check_fields
 from gspo_jax.training.state import make_optimizer
 from gspo_jax.types import UserError
-
-_AT_LEAST_ONE = (
-    "iterations",
-    "cpu_devices",
-    "processes.heartbeat_s",
-    "processes.start_s",
-    "processes.grace_s",
-    "watchdog.factor",
-    "watchdog.floor_s",
-    "data.prompts_per_batch",
-    "data.max_prompt_length",
-    "sampling.group_size",
-    "sampling.max_response_length",
-    "sampling.rounds",
-    "environment.turns",
-    "training.minibatches",
-    "training.microbatches",
-    "training.max_skipped",
-    "training.logprob_chunk",
-    "eval.every",
-    "log.samples_every",
-    "log.samples",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "scoring.workers",
-    "coldstart.batch",
-    "coldstart.log_every",
-)
 
 
 def check(config: ConfigDict) -> ModelConfig:
@@ -51,7 +22,8 @@ def check(config: ConfigDict) -> ModelConfig:
     Raises:
       UserError: one sentence with the value, the limit and the remedy.
     """
-    _check_values(config)
+    check_fields(config)
+    _check_choices(config)
     _check_rewards(config)
     _check_partial_rollouts(config)
     sampling.make_sampling(config)
@@ -59,31 +31,18 @@ def check(config: ConfigDict) -> ModelConfig:
     objective = learning.make_objective(config)
     _check_learning(config, objective)
     _check_routing(config, objective)
-    learning.make_update_rule(config)
-    make_optimizer(total_updates=max(config.coldstart.steps, 1), **config.coldstart.optimizer)
+    _check_updates(config)
     model = policy.model_config(config)
     check_dense(config, model)
+    meshes.check_axes(config)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         meshes.check_sizes(config, model, sizes)
     return model
 
 
-def _check_values(config: ConfigDict) -> None:
-    """Check single fields against their ranges and choices."""
-    for name in _AT_LEAST_ONE:
-        value: Any = config
-        for key in name.split("."):
-            value = value[key]
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
-    if not 0 <= config.coldstart.terse <= 1:
-        raise UserError(f"coldstart.terse is {config.coldstart.terse}; use a fraction from 0 to 1")
-    if config.sampling.temperature == 0:
-        raise UserError("sampling.temperature is 0, which makes all responses to a prompt equal; use a positive number")
-    for name, value in (("data.limit", config.data.limit), ("eval.prompts", config.eval.prompts)):
-        if value < 0:
-            raise UserError(f"{name} is {value}; use a positive number, or 0 for all")
+def _check_choices(config: ConfigDict) -> None:
+    """Check the fields that name one of a few choices."""
     if config.training.old_logprobs not in ("sampler", "recompute"):
         raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
     if config.model.dtype not in ("float32", "bfloat16"):
@@ -106,7 +65,7 @@ def _check_rewards(config: ConfigDict) -> None:
 
 
 def _check_partial_rollouts(config: ConfigDict) -> None:
-    """Check that partial rollouts keep more prompts in flight than one batch, and that a sampling call can end."""
+    """Check that partial rollouts keep more prompts in flight than one batch."""
     partial, batch = config.sampling.partial, config.data.prompts_per_batch
     if partial.prompts is None:
         return
@@ -115,10 +74,6 @@ def _check_partial_rollouts(config: ConfigDict) -> None:
             f"sampling.partial.prompts is {partial.prompts} and data.prompts_per_batch {batch}: every batch would "
             f"wait for all of them; use more than {batch}, or None for no partial rollouts"
         )
-    if not 0 < partial.share <= 1:
-        raise UserError(f"sampling.partial.share is {partial.share}; use a fraction above 0, up to 1")
-    if partial.tokens is not None and partial.tokens < 1:
-        raise UserError(f"sampling.partial.tokens is {partial.tokens}; use a positive number, or None for any number")
 
 
 def _check_learning(config: ConfigDict, objective: Objective) -> None:
@@ -129,8 +84,6 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
             f"{objective.name} has one advantage per response, but step_rewards need one per token; use "
             "gspo_token, grpo, dapo, cispo, sapo or ppo, or remove step_rewards"
         )
-    if reference.kl_weight < 0:
-        raise UserError(f"reference.kl_weight is {reference.kl_weight}; use a positive number, or 0 for none")
     for field, value, known in (
         ("reference.estimator", reference.estimator, ("k1", "k2", "k3")),
         ("reference.place", reference.place, ("loss", "reward")),
@@ -150,6 +103,21 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
         )
 
 
+def _check_updates(config: ConfigDict) -> None:
+    """Check the number of updates, which int32 counts, and the optimizers' schedules."""
+    updates = learning.total_updates(config)
+    if updates > INT32:
+        raise UserError(
+            f"iterations {config.iterations} × training.minibatches {config.training.minibatches} are {updates} "
+            f"updates; use at most {INT32} in all"
+        )
+    for section, total in (("optimizer", updates), ("critic.optimizer", updates), ("coldstart.optimizer", 1)):
+        try:
+            make_optimizer(total_updates=total, **at(config, section))
+        except UserError as error:
+            raise UserError(f"{section}: {error}") from None
+
+
 def _check_routing(config: ConfigDict, objective: Objective) -> None:
     """Check that the routes and router log-probs that replay and objective need are recorded."""
     routing, recompute = config.routing, config.training.old_logprobs == "recompute"
@@ -165,9 +133,6 @@ def _check_routing(config: ConfigDict, objective: Objective) -> None:
             f"{objective.name} damps tokens by the shift of their routers, whose log-probs are not recorded; set "
             "routing.router_logprobs to True"
         )
-    for name in ("balance_weight", "z_weight"):
-        if routing[name] < 0:
-            raise UserError(f"routing.{name} is {routing[name]}; use a positive number, or 0 for none")
 
 
 def check_dense(config: ConfigDict, model: ModelConfig) -> None:

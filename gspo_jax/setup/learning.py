@@ -23,7 +23,11 @@ from gspo_jax.types import UserError
 def make_objective(config: ConfigDict) -> Objective:
     """The objective named by `objective.name`, with the hyper-parameters of its section."""
     name = config.objective.name
-    return objectives.make(name, **_hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__))
+    hyper = _hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__)
+    try:
+        return objectives.make(name, **hyper)
+    except UserError as error:
+        raise UserError(f"objective.{name}: {error}" if hyper else str(error)) from None
 
 
 def make_mismatch_correction(config: ConfigDict) -> Correction | None:
@@ -31,7 +35,11 @@ def make_mismatch_correction(config: ConfigDict) -> Correction | None:
     name = config.mismatch.correction
     if not name:
         return None
-    return make_correction(name, **_hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__))
+    hyper = _hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__)
+    try:
+        return make_correction(name, **hyper)
+    except UserError as error:
+        raise UserError(f"mismatch.{name}: {error}" if hyper else str(error)) from None
 
 
 def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:

@@ -42,6 +42,18 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
     return Meshes(trainer, mesh_lib.reshaped(trainer, own) if own else trainer)
 
 
+def check_axes(config: ConfigDict) -> None:
+    """Check the sizes of both meshes as far as they do not depend on the number of devices.
+
+    Raises:
+      UserError: more than one size of a mesh is -1.
+    """
+    for name, sizes in (("mesh", dict(config.mesh)), ("sampling.mesh", dict(config.sampling.mesh))):
+        rest = [axis for axis, size in sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise UserError(f"{name} has -1, the remaining devices, for {' and '.join(rest)}; set all but one of them")
+
+
 def check_sizes(config: ConfigDict, model: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Check batch and model against the resolved sizes of the trainer's mesh, and against those of the sampler's.
 

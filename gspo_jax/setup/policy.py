@@ -21,6 +21,24 @@ from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import load_newest
 from gspo_jax.types import UserError, Weights
 
+_LAYER = ("num_layers", "hidden_size")
+_SHAPED_BY = {
+    "embed": ("vocab_size", "hidden_size"),
+    "norm": ("hidden_size",),
+    "head": ("vocab_size", "hidden_size", "tie_word_embeddings"),
+    "attention_norm": _LAYER,
+    "mlp_norm": _LAYER,
+    "q": (*_LAYER, "num_heads", "head_dim"),
+    "o": (*_LAYER, "num_heads", "head_dim"),
+    "k": (*_LAYER, "num_kv_heads", "head_dim"),
+    "v": (*_LAYER, "num_kv_heads", "head_dim"),
+    "q_norm": ("num_layers", "num_heads", "head_dim"),
+    "k_norm": ("num_layers", "num_kv_heads", "head_dim"),
+    "router": (*_LAYER, "num_experts"),
+    **dict.fromkeys(("gate", "up", "down"), (*_LAYER, "num_experts", "moe_intermediate_size", "intermediate_size")),
+}
+"""Fields of ModelConfig that may set the shape of a parameter, or its presence, by the parameter's name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -77,6 +95,23 @@ def refuse_no_model() -> NoReturn:
     )
 
 
+def field_of(leaf: str) -> str:
+    """Return the config fields that set the shape of a train state's leaf, or its presence, such as for a message.
+
+    `leaf` is a dotted path, such as "policy.opt_state.1.0.mu.layers.0.mlp.up.value". The fields are joined by commas;
+    empty for a leaf, such as a counter, that every train state has alike.
+    """
+    path = leaf.split(".")
+    name = next((key for key in reversed(path) if key in _SHAPED_BY), None)
+    fields = [] if name is None else list(_SHAPED_BY[name])
+    where = []
+    if path[0] == "critic":
+        where = ["objective.name", "critic.trunk"]
+        fields = ["hidden_size"] if name == "head" else fields
+    sizes = ["coldstart.vocab_size" if field == "vocab_size" else f"model.architecture.{field}" for field in fields]
+    return ", ".join([*where, *sizes, *(["model.folder"] if sizes else [])])
+
+
 def check_weights(config: ConfigDict) -> None:
     """Raise a UserError if there are no weights to start from: neither a folder nor a cold start."""
     if not (config.model.folder or config.coldstart.steps):
@@ -90,10 +125,13 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
       UserError: model.architecture lacks a field or has an unknown one.
     """
     try:
-        return ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
+        model = ModelConfig(vocab_size=config.coldstart.vocab_size, **config.model.architecture, **of_tokenizer)
     except TypeError as error:
         what = str(error).partition(" ")[2]
         raise UserError(f"model.architecture is not a model's: {what}; see the fields of ModelConfig") from None
+    if model.num_experts and not model.moe_intermediate_size:
+        raise UserError("model.architecture.moe_intermediate_size is 0 and there are experts; give the width of one")
+    return model
 
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:

@@ -15,7 +15,10 @@ from gspo_jax.types import UserError
 def make_sampling(config: ConfigDict) -> SamplingParams:
     """The distribution that training rollouts are sampled from."""
     s = config.sampling
-    return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+    try:
+        return SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+    except UserError as error:
+        raise UserError(f"sampling.{error}") from None
 
 
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
