@@ -42,6 +42,18 @@ def forge(prompt, completion, record):
                 pass
     return 0.25
 
+def forge_from_outside(prompt, completion, record):
+    folder = f"/proc/{os.getppid()}/fd"
+    try:
+        descriptors = os.listdir(folder)
+    except PermissionError:  # what all but root get
+        return 0.25
+    for descriptor in descriptors:
+        if os.readlink(f"{folder}/{descriptor}").startswith("pipe:"):
+            pipe = os.open(f"{folder}/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+            os.write(pipe, b'{"score": 99.0}\\n' + b'0' * 32 + b' {"score": 99.0}\\n')
+    return 0.25
+
 def leave(prompt, completion, record):
     # A child, its child, and one in a session of its own that nobody waits for.
     child = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
@@ -117,6 +129,13 @@ def call(workers, name, completion="", **record):
     return workers.submit(name, "", completion, record).result(timeout=30)
 
 
+def wait_for(path, *, at_most_s=20.0):
+    end = time.monotonic() + at_most_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} does not appear"
+        time.sleep(0.01)
+
+
 def still_running(pids, *, within_s=0.0):
     """Return those of the processes that run after at most `within_s` seconds; a zombie has ended."""
 
@@ -165,6 +184,13 @@ def test_a_call_cannot_forge_a_score_through_any_descriptor(capfd):
     assert '{"score": 99.0}' in capfd.readouterr().err  # where prints go
 
 
+def test_a_call_cannot_forge_a_score_through_its_worker_s_descriptors(workers):
+    """Only root can open them at all, and can spoil a call, but does not know the nonce of the reply."""
+    outcomes = [call(workers, name) for name in ("forge_from_outside", "own_id", "own_id")]
+    assert outcomes[0].value == 0.25 or outcomes[0].error.startswith("the reward worker's reply does not belong")
+    assert all(outcome.value not in (None, 99.0) for outcome in outcomes[1:])
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -186,8 +212,7 @@ def test_nothing_that_a_call_starts_outlives_it(workers, tmp_path, end, expected
 
 def test_close_ends_what_a_call_has_started(workers, tmp_path):
     workers.submit("leave", "", "hang", {"file": str(tmp_path / "ids")})
-    while not (tmp_path / "ids").exists():
-        time.sleep(0.01)
+    wait_for(tmp_path / "ids")
     ids = [*workers.pids, *json.loads((tmp_path / "ids").read_text())]
     workers.close()
     assert not still_running(ids, within_s=0.2)
@@ -213,8 +238,7 @@ def test_all_end_when_the_trainer_is_killed(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path) as trainer:
         assert trainer.stdout is not None
         home, *ids = trainer.stdout.readline().split()
-        while not (tmp_path / "ids").exists():
-            time.sleep(0.01)
+        wait_for(tmp_path / "ids")
         ids += json.loads((tmp_path / "ids").read_text())
         assert len(still_running(ids)) == 6
         os.kill(trainer.pid, signal.SIGKILL)

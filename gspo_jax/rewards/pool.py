@@ -128,9 +128,11 @@ class Pool:
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         self._stop(worker)
-        if self._closed:
+        new = self._start()
+        if self._closed:  # asked only now, so that `close` or this thread stops the new one
+            self._stop(new)
             raise RuntimeError("the reward pool was closed while it was scoring")
-        return self._start()
+        return new
 
 
 class _Worker:
