@@ -80,7 +80,7 @@ def base() -> ConfigDict:
 
     config.rewards = ConfigDict()  # reward function: weight; 0: logged, not added
     config.scoring = ConfigDict()  # reward functions that run in worker processes, such as math_verify
-    config.scoring.timeout_s = 2.0  # seconds per response; after that its worker is killed and it has no score
+    config.scoring.timeout_s = 2.0  # seconds per response; after that the call is killed and it has no score
     config.scoring.workers = 1  # worker processes for each process of the run
 
     config.step_rewards = ConfigDict()  # step-reward function: weight; for objectives with per-token advantages

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, engine
@@ -30,11 +31,13 @@ class Evaluation:
     """Accuracy of a policy on held-out prompts, with k responses to each."""
 
     accuracy: float
-    """mean@k: fraction of all responses that are correct."""
+    """mean@k: fraction of a prompt's scored responses that are correct, averaged over prompts that have any."""
     accuracy_stderr: float
     """Standard error of the mean over prompts."""
     pass_at_k: float
-    """pass@k: fraction of prompts with at least one correct response."""
+    """pass@k: fraction of prompts with at least one correct response, of those with a scored one."""
+    failed: float
+    """Fraction of responses that could not be scored; they are neither correct nor wrong."""
     response_length: float
     """Mean response length in tokens, EOS included."""
     truncated: float
@@ -45,9 +48,11 @@ class Evaluation:
     """Responses per prompt, k."""
 
     def __str__(self) -> str:
+        failed = f", {self.failed:.1%} could not be scored" if self.failed else ""
         return (
             f"mean@{self.samples} {self.accuracy:.3f} ± {self.accuracy_stderr:.3f} on {self.prompts} held-out prompts, "
             f"pass@{self.samples} {self.pass_at_k:.3f}, {self.response_length:.1f} tokens, {self.truncated:.1%} cut"
+            f"{failed}"
         )
 
     def metrics(self) -> dict[str, float]:
@@ -56,6 +61,7 @@ class Evaluation:
             "eval/accuracy": self.accuracy,
             "eval/accuracy_stderr": self.accuracy_stderr,
             "eval/pass_at_k": self.pass_at_k,
+            "eval/failed": self.failed,
             "eval/response_length": self.response_length,
             "eval/truncated": self.truncated,
         }
@@ -79,10 +85,12 @@ def evaluate(
       tokenizer, scorer: turn responses into text, and text into rewards.
       key: the same key gives the same sampling noise, so that evaluations of a run are comparable.
       mesh: the trainer's.
-      correct: name of the reward function that decides correctness: a score above 0.5 is correct; a response that could
-        not be scored counts as wrong.
+      correct: name of the reward function that decides correctness: a score above 0.5 is correct.
+
+    Raises:
+      RuntimeError: no response could be scored.
     """
-    right, lengths, truncated = [], [], []
+    scores_of, lengths, truncated = [], [], []
     for number, batch in enumerate(batches):
         played = player.play(batch.prompts, batch.texts, batch.records, jax.random.fold_in(key, number))
         rollout, B = played.rollout, len(played.texts)
@@ -90,22 +98,36 @@ def evaluate(
         tokens, mask, cut = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
         completions = decode_responses(tokenizer, tokens, mask)
         scores = scorer.score(played.texts[own].tolist(), completions, played.records[own].tolist())
-        found = (np.nan_to_num(scores.by_name[correct]) > 0.5, mask.sum(axis=1), cut)
+        found = (scores.by_name[correct], mask.sum(axis=1), cut)
         real = np.repeat(batch.valid, k)
         found = [column[real] for column in hosts.allgather_rows(mesh, found, B)]
-        right.append(found[0].reshape(-1, k))
+        scores_of.append(found[0].reshape(-1, k))
         lengths.append(found[1])
         truncated.append(found[2])
-    by_prompt = np.concatenate(right)
-    means = by_prompt.mean(axis=1)
+    by_prompt = np.concatenate(scores_of)
+    if not np.isfinite(by_prompt).any():
+        raise RuntimeError(
+            f"none of the {by_prompt.size} held-out responses could be scored; check the reward function {correct!r}"
+        )
+    return summarize(by_prompt, np.concatenate(lengths), np.concatenate(truncated))
+
+
+def summarize(
+    scores: Float[np.ndarray, "P G"], lengths: Int[np.ndarray, " B"], truncated: Bool[np.ndarray, " B"]
+) -> Evaluation:
+    """Return the evaluation of B = P·G responses from their scores, NaN where there is none; not all may be NaN."""
+    scored, right = np.isfinite(scores), scores > 0.5
+    judged = scored.any(axis=1)
+    means = right[judged].sum(axis=1) / scored[judged].sum(axis=1)
     return Evaluation(
         accuracy=float(means.mean()),
         accuracy_stderr=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0,
-        pass_at_k=float(by_prompt.any(axis=1).mean()),
-        response_length=float(np.concatenate(lengths).mean()),
-        truncated=float(np.concatenate(truncated).mean()),
-        prompts=by_prompt.shape[0],
-        samples=by_prompt.shape[1],
+        pass_at_k=float(right[judged].any(axis=1).mean()),
+        failed=float(1 - scored.mean()),
+        response_length=float(lengths.mean()),
+        truncated=float(truncated.mean()),
+        prompts=scores.shape[0],
+        samples=scores.shape[1],
     )
 
 

@@ -3,9 +3,7 @@
 import math
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 
 import numpy as np
@@ -112,9 +110,11 @@ def test_an_empty_batch_is_empty():
         (
             {"answer_format": 1.0},
             {"workers": 0},
-            "scoring.workers is 0 and scoring.timeout_s 2.0; both must be above 0",
+            "scoring.workers is 0 and scoring.timeout_s 2.0; both must be above 0, and finite",
         ),
         ({"answer_format": 1.0}, {"timeout_s": 0.0}, "must be above 0"),
+        ({"answer_format": 1.0}, {"timeout_s": math.inf}, "scoring.timeout_s inf; both must be above 0, and finite"),
+        ({"answer_format": 1.0}, {"timeout_s": math.nan}, "scoring.timeout_s nan"),
     ],
 )
 def test_wrong_settings_are_told(functions, options, message):
@@ -157,17 +157,17 @@ def test_all_that_hang_are_counted_not_raised(fakes):
         assert run(scorer, ["fine"]).total.tolist() == [0.5]
 
 
-def test_a_worker_that_dies_is_replaced_and_the_sample_retried_once(fakes, tmp_path, caplog):
+def test_a_process_that_dies_is_replaced_and_the_sample_retried_once(fakes, tmp_path, caplog):
     with Scorer({"picky": 1.0}, **fakes) as scorer:
         before = pids(scorer)
         scores = run(scorer, ["a", "die once", "b", "die", "c"], file=str(tmp_path / "died"))
         np.testing.assert_array_equal(scores.total, np.asarray([0.5, 0.5, 0.5, math.nan, 0.5], np.float32))
-        assert "the reward worker ended with signal 9, 2 times" in caplog.text
+        assert "the call's process ended with signal 9, 2 times" in caplog.text
         assert run(scorer, ["exit", "a"]).failures == 1
-        after = pids(scorer)
-        os.kill(after[0], signal.SIGKILL)  # killed while idle
+        assert pids(scorer) == before  # the calls died, not their worker
+        os.kill(before[0], signal.SIGKILL)  # killed while idle
         assert run(scorer, ["a", "b"]).failures == 0
-        assert len({*before, *after, *pids(scorer)}) == 3
+        assert not {*before} & {*pids(scorer)}
 
 
 def test_memory_is_limited(fakes):
@@ -210,7 +210,7 @@ HANGS = {
 
 
 def test_hanging_answers_are_killed_and_the_others_scored(verifier):
-    """An answer that hangs scores NaN and costs its worker; all other answers keep their scores."""
+    """An answer that hangs scores NaN in time and costs no worker; all other answers keep their scores."""
     fine = [r"\boxed{3}", r"\boxed{4}", "#### 3"] * 3
     expected = run(verifier, fine).total.tolist()
     before = pids(verifier)
@@ -220,55 +220,9 @@ def test_hanging_answers_are_killed_and_the_others_scored(verifier):
         took = time.monotonic() - start
         assert np.isnan(scores.total[4]) and scores.failures == 1, name
         assert np.delete(scores.total, 4).tolist() == expected, name
-        assert took < TIMEOUT_S + 3, (name, took)  # a replacement may be starting on a machine with 2 cores
-    assert len(pids(verifier)) == 2 and len(set(pids(verifier)) - set(before)) >= 1
-    for pid in set(before) - set(pids(verifier)):
-        assert not os.path.exists(f"/proc/{pid}")
+        assert took < TIMEOUT_S + 1, (name, took)
+    assert pids(verifier) == before
     assert run(verifier, fine).total.tolist() == expected
-
-
-def test_workers_are_light_and_end_with_the_parent(tmp_path):
-    """A worker never imports jax, although the parent's __main__ does, and it ends when the parent is killed."""
-    script = tmp_path / "main.py"
-    script.write_text(
-        textwrap.dedent("""
-        import jax, time
-        from gspo_jax.rewards.scorer import Scorer
-        if __name__ == "__main__":
-            scorer = Scorer({"math_verify": 1.0}, workers=1)
-            scorer.score(["p"], ["#### 3"], [{"answer": "3"}])
-            print(scorer._pool.pids[0], flush=True)
-            time.sleep(60)
-        """)
-    )
-    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=path) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
-        with open(f"/proc/{worker}/maps") as maps:
-            assert "jaxlib" not in maps.read()
-        parent.kill()
-    deadline = time.monotonic() + 5
-    while alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(worker)
-
-
-def test_a_hung_worker_ends_without_its_parent():
-    """A hung worker whose parent is gone is ended by its own watchdog, at 2 timeouts + 10 s, shortened here."""
-    code = "import sys, time, types; from gspo_jax.rewards import worker; worker._ORPHAN_MARGIN_S = 0.2\n" + (
-        "there = types.ModuleType('there'); there.hang = lambda prompt: 10 ** 10 ** 10\n"
-        "sys.modules['there'] = there; sys.argv = ['', 'there', '0.1']; worker.main()"
-    )
-    start = time.monotonic()
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        input='{"name": "hang", "prompt": ""}\n',
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert process.stdout == '{"ready": true}\n' and process.returncode == 1 and time.monotonic() - start < 10
 
 
 def test_close_ends_the_workers_and_can_be_repeated(fakes):

@@ -24,7 +24,11 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import REPLAYS, experts_to_replay
+from gspo_jax.run.log import response_columns, response_metrics
+from gspo_jax.run.scored import Scored
+from gspo_jax.run.shaping import Shaping
 from gspo_jax.training import metrics as metrics_lib
+from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_gradient, make_update, take_minibatch
@@ -337,6 +341,50 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, whole
     assert metrics["update/skipped"] == 0
     assert state.skipped == 1
     assert leaf_errors(before.params, state.params) > 0
+
+
+def test_batches_with_nothing_to_learn_from_are_finite_and_counted():
+    """Rewards that are all equal, responses of nothing but an EOS, and only truncated ones, which are to be dropped."""
+    trainer, plain, B = make_trainer(), responses(P, G, T), P * G
+    experience = make_experience(group_size=G, correction=None, kl_in_reward=0.0)
+    shaping = Shaping(group_size=G, limit=T, penalty=0.0, cache=0, drop_truncated=True)
+    varied = np.random.default_rng(0).standard_normal(B).astype(np.float32)
+    first = np.broadcast_to(np.arange(T) == 0, (B, T))
+    logprobs = np.full((B, T), -math.log(CONFIG.vocab_size), np.float32)
+    cases = {  # rewards, mask, truncated; the share's metric
+        "equal": (np.full(B, 0.3, np.float32), plain.mask, np.zeros(B, bool), "reward/zero_std"),
+        "empty": (varied, first, np.zeros(B, bool), "response/empty"),
+        "truncated": (varied, plain.mask, np.ones(B, bool), "response/truncated"),
+    }
+    for case, (total, mask, truncated, share) in cases.items():
+        silent = dataclasses.replace(plain, mask=mask, action_mask=mask, truncated=truncated)
+        routes = RouterRecord(np.zeros_like(silent.routes.experts), None)
+        rollout = dataclasses.replace(silent, logprobs=logprobs, behaviour_logprobs=logprobs, routes=routes)
+        lengths, names, none = mask.sum(axis=1), np.full(B, "", object), np.zeros(B, int)
+        counts = {"lengths": lengths, "drawn": lengths, "turns": none + 1, "stale_tokens": none}
+        learn = np.isfinite(total)
+        scored = Scored(
+            rollout=rollout,
+            texts=names,
+            records=names,
+            truncated=truncated,
+            **counts,
+            total=total,
+            by_name={},
+            learn=learn,
+        )
+        rewards = Rewards(shaping.rewards(scored), shaping.trainable_rows(scored))
+        batch = jax.device_get(experience(objectives.gspo(), rollout, OldPolicy(logprobs), rewards))
+        gradients, metrics = gradient_and_loss(batch, trainer=trainer)
+        metrics |= response_metrics(response_columns(scored, shaping, turns=True, older=True))
+        assert all(np.isfinite(value).all() for value in metrics.values()), case
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)), case
+        assert metrics["update/skipped"] == 0, case
+        # An EOS at once is an action like any other, and learned from.
+        assert (metrics["actor/grad_norm"] > 0.1) if case == "empty" else (metrics["actor/grad_norm"] == 0), case
+        assert metrics["response/learned"] == (0 if case == "truncated" else 1), case
+        assert metrics[share] == 1, case
+        assert all(metrics[other] < 0.2 for *_, other in cases.values() if other != share), case
 
 
 def test_updates_make_good_responses_likelier(whole, gspo):

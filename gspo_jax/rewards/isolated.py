@@ -1,7 +1,7 @@
 """Reward functions that may hang or exhaust memory on a hostile answer; they run only in killable worker processes.
 
-Workers import this module, so it must not import jax. To add a reward, write a function here and list its name in
-`__all__`.
+Workers import this module, so it must not import jax. Of the environment variables, they see those that pool.py lists,
+and `HOME` is an empty folder. To add a reward, write a function here and list its name in `__all__`.
 """
 
 import logging
@@ -11,7 +11,7 @@ from math_verify import parse, verify
 __all__ = ["math_verify"]
 
 # Silences the warning that its own timeouts are off. They rely on signals, which work only in the main thread; killing
-# the worker is more reliable.
+# the process is more reliable.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline starts

@@ -1,7 +1,8 @@
-"""A pool of killable worker processes: a call that exceeds its timeout has its worker killed and replaced.
+"""A pool of killable worker processes: a call that exceeds its timeout is killed, with all that it has started.
 
-Workers are plain child processes that exchange JSON over pipes. multiprocessing would not do: its fork copies jax's
-threads, and its spawn imports the parent's `__main__`, jax included, into every replacement.
+Workers are plain child processes that exchange JSON over pipes; worker.py says what they keep calls from, and what not.
+They see few environment variables, none of which may hold a secret, and an empty home folder. multiprocessing would not
+do: its fork copies jax's threads, and its spawn imports the parent's `__main__`, jax included, into every replacement.
 """
 
 import contextlib
@@ -9,17 +10,29 @@ import json
 import math
 import os
 import queue
+import secrets
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 _STARTUP_TIMEOUT_S = 60.0
 """Seconds a worker may take to import its functions."""
+_MARGIN_S = 2.0
+"""Seconds beyond the timeout after which a worker that has not ended a call, or itself, is killed."""
 _MAX_TRIES = 2
+_MAX_REPLY_BYTES = 1 << 17
+"""Bytes of a reply; a worker that sends more is not read any further. Its own limit is half of that."""
+_PROGRAM = "gspo_jax.rewards.worker"
+_KEPT_VARIABLES = frozenset(
+    ["PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONHOME", "PYTHONHASHSEED"]
+)
+"""Environment variables that workers inherit, besides LC_*; the trainer's others may be secrets."""
 
 
 Value = TypeVar("Value", covariant=True)
@@ -42,8 +55,12 @@ def to_outcome(score: float | None) -> Outcome[float]:
     return Outcome(float(score))
 
 
-class WorkerDied(RuntimeError):
-    """A worker exited on its own, without having been timed out."""
+class WorkerFailed(RuntimeError):
+    """A worker ended by itself or sent something that is no reply."""
+
+
+class CallEnded(RuntimeError):
+    """A call ended the process that ran it; its worker can go on."""
 
 
 class Pool:
@@ -52,6 +69,7 @@ class Pool:
     def __init__(self, module: str, *, workers: int, timeout_s: float) -> None:
         self._module, self._timeout_s = module, timeout_s
         self._closed = False
+        self._home = tempfile.TemporaryDirectory(prefix="gspo_jax-rewards-", ignore_cleanup_errors=True)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._all: set[_Worker] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -66,18 +84,19 @@ class Pool:
     def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
         """Queue `module.name(prompt, completion, record)`; the future never raises for what the function does.
 
-        A call that exceeds the timeout has its worker killed. If a worker dies by itself, it is replaced and the call
-        is tried once more.
+        A call that exceeds the timeout is killed. If it ends its process or its worker, or the worker's reply makes no
+        sense, it is tried once more.
         """
         request = json.dumps({"name": name, "prompt": prompt, "completion": completion, "record": record}) + "\n"
         return self._threads.submit(self._call, request.encode())
 
     def close(self) -> None:
-        """Kill the workers and drop calls that have not begun; a second call does nothing."""
+        """Kill the workers, with all they have started, and drop calls that have not begun; repeating is harmless."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._all):
             self._stop(worker)
+        self._home.cleanup()
 
     def _call(self, request: bytes) -> Outcome[float]:
         worker = self._idle.get()  # never blocks: one worker per thread
@@ -85,19 +104,21 @@ class Pool:
         try:
             for _ in range(_MAX_TRIES):
                 try:
-                    return worker.call(request, self._timeout_s)
+                    return worker.call(request)
                 except TimeoutError:
                     worker = self._replace(worker)
-                    return Outcome(None, f"killed after {self._timeout_s:g} s")
-                except WorkerDied as death:
+                    return _killed(self._timeout_s)
+                except CallEnded as end:
+                    error = f"{end}, {_MAX_TRIES} times"
+                except WorkerFailed as failure:
                     worker = self._replace(worker)
-                    error = f"{death}, {_MAX_TRIES} times"
+                    error = f"{failure}, {_MAX_TRIES} times"
             return Outcome(None, error)
         finally:
             self._idle.put(worker)
 
     def _start(self) -> "_Worker":
-        worker = _Worker(self._module, self._timeout_s)
+        worker = _Worker(self._module, self._timeout_s, self._home.name)
         self._all.add(worker)
         return worker
 
@@ -107,73 +128,111 @@ class Pool:
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         self._stop(worker)
-        if self._closed:
+        new = self._start()
+        if self._closed:  # asked only now, so that `close` or this thread stops the new one
+            self._stop(new)
             raise RuntimeError("the reward pool was closed while it was scoring")
-        return self._start()
+        return new
 
 
 class _Worker:
-    """One child process, used by one thread at a time."""
+    """One worker process and what it starts, used by one thread at a time."""
 
-    def __init__(self, module: str, timeout_s: float) -> None:
-        # The worker gets this process's import path; -P keeps the current directory off it.
-        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    def __init__(self, module: str, timeout_s: float, home: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gspo_jax.rewards.worker", module, str(timeout_s)],
+            [sys.executable, "-P", "-m", _PROGRAM, module, str(timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
+            env=_environment(home),
             start_new_session=True,  # Ctrl-C reaches only the trainer, which then closes its workers
         )
-        self._module = module
+        self._module, self._timeout_s = module, timeout_s
         self._ready = False
         self._expired = False
+        self._reaping = threading.Lock()
 
-    def call(self, request: bytes, timeout_s: float) -> Outcome[float]:
-        """Send one request and wait for its outcome; raises TimeoutError (the worker is dead by then) or WorkerDied."""
+    def call(self, request: bytes) -> Outcome[float]:
+        """Send one request and wait for its outcome; raises CallEnded, WorkerFailed or TimeoutError.
+
+        After the latter two, the worker is of no more use.
+        """
         if not self._ready:
             with self._deadline(_STARTUP_TIMEOUT_S):
-                self._read()
+                if self._read_line() != b"ready":
+                    raise RuntimeError(f"the reward worker for {self._module} printed before it was ready")
             self._ready = True
-        with self._deadline(timeout_s):
+        # The worker itself ends a call on time; this deadline is for a worker that cannot.
+        with self._deadline(self._timeout_s + _MARGIN_S):
+            nonce = secrets.token_hex(16).encode()
             try:
                 assert self.process.stdin is not None
-                self.process.stdin.write(request)
+                self.process.stdin.write(nonce + b"\n" + request)
                 self.process.stdin.flush()
             except OSError:
                 pass  # the worker is dead; reading finds out how it ended
-            reply = self._read()
-        if "error" in reply:
-            return Outcome(None, reply["error"], raised=True)
-        return to_outcome(reply["score"])
+            line = self._read_line()
+        if not line.startswith(nonce + b" "):
+            raise WorkerFailed("the reward worker's reply does not belong to the call")
+        try:
+            reply = json.loads(line[len(nonce) :])
+        except (ValueError, RecursionError):
+            reply = None
+        match reply:
+            case {"score": float() | None as score}:
+                return to_outcome(score)
+            case {"error": str(error)}:
+                return Outcome(None, error, raised=True)
+            case {"ended": str(how)}:
+                raise CallEnded(f"the call's process ended with {how}")
+            case {"timed_out": True}:
+                return _killed(self._timeout_s)
+        raise WorkerFailed("the reward worker's reply is not JSON with a score")
 
     def kill(self) -> None:
-        """Kill the process and reap it."""
-        self.process.kill()
-        self.process.wait()
+        """End the process and all that it has started, and reap it."""
+        with self._reaping:
+            if self.process.returncode is None:
+                os.kill(self.process.pid, signal.SIGTERM)  # it then ends even what has left its process group
+        with self._deadline(_MARGIN_S):
+            self._reap()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):  # closing flushes what the worker never read
                 pipe.close()
 
-    def _read(self) -> dict[str, Any]:
+    def _read_line(self) -> bytes:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.process.stdout.readline(_MAX_REPLY_BYTES)
         if line.endswith(b"\n"):
-            return json.loads(line)
+            return line[:-1]
+        if len(line) == _MAX_REPLY_BYTES:
+            raise WorkerFailed(f"the reward worker's reply is longer than {_MAX_REPLY_BYTES} bytes")
+        code = self._reap()
         if self._expired:
             raise TimeoutError
-        code = self.process.wait()
         if code > 0 and not self._ready:
             # Trying again would not help.
             raise RuntimeError(
                 f"the reward worker for {self._module} could not start: exit code {code}; see its traceback above"
             )
-        raise WorkerDied(f"the reward worker ended with {_describe_exit(code)}")
+        raise WorkerFailed(f"the reward worker ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
+
+    def _reap(self) -> int:
+        """Wait for the process to end, kill what is left of its group, and return its exit code."""
+        with contextlib.suppress(ChildProcessError):  # another thread has reaped it
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self._kill_group()
+        with self._reaping:
+            return self.process.wait()
+
+    def _kill_group(self) -> None:
+        with self._reaping:
+            if self.process.returncode is None:  # until it is reaped, no other group can have its number
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     @contextlib.contextmanager
     def _deadline(self, seconds: float) -> Iterator[None]:
-        """Kill the process unless the block ends within `seconds`; a blocked read or write then returns."""
+        """Kill the process group unless the block ends within `seconds`; a blocked read or write then returns."""
         timer = threading.Timer(seconds, self._expire)
         timer.daemon = True
         timer.start()
@@ -184,8 +243,16 @@ class _Worker:
 
     def _expire(self) -> None:
         self._expired = True
-        self.process.kill()
+        self._kill_group()
 
 
-def _describe_exit(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _killed(timeout_s: float) -> Outcome[float]:
+    return Outcome(None, f"killed after {timeout_s:g} s")
+
+
+def _environment(home: str) -> dict[str, str]:
+    """The worker's environment variables: what Python and a reward need, and none that may hold a secret."""
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES or name.startswith("LC_")}
+    # The worker gets this process's import path; -P keeps the current directory off it.
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    return kept | {"HOME": home, "PYTHONPATH": path}

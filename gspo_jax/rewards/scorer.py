@@ -41,7 +41,7 @@ class Scorer:
     """Scores completions with reward functions, given by name and weight.
 
     A row's score is NaN if the function raises or returns None, NaN or an infinity, and for isolated functions also if
-    the call is killed after `timeout_s` or its worker dies twice. No row ever gets a made-up score.
+    the call is killed after `timeout_s`, or ends its process twice. No row ever gets a made-up score.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class Scorer:
           UserError: no function is given, one is unknown, or a number is out of range.
         """
         check_weights("reward", functions)
-        if workers < 1 or not timeout_s > 0:
-            raise UserError(f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0")
+        if workers < 1 or not 0 < timeout_s < math.inf:
+            raise UserError(
+                f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
+            )
         self._weights = dict(functions)
         here = importlib.import_module(module)
         self._functions: dict[str, Callable[[str, str, dict[str, str]], float | None]] = {

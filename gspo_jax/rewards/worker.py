@@ -1,50 +1,213 @@
 """Worker process for isolated reward functions: `python -m gspo_jax.rewards.worker MODULE TIMEOUT_S`.
 
-Reads one JSON request per line, `{"name", "prompt", "completion", "record"}`, and answers each with one line,
-`{"score"}` or `{"error"}`. It must not import jax, so that starting it takes no longer than importing its functions.
+The worker imports MODULE, holds the pipes to the pool, and calls none of the functions. A runner forked from it makes
+the calls; forking one takes milliseconds, importing takes seconds. So a call that hangs, GIL held or not, is ended on
+time, also after the pool's process was killed: the worker ends it together with all that it started, and forks
+another runner. A runner is also replaced if a call leaves a process or a thread behind.
+
+The runner has no descriptor that leads to the pool. It hands a score over in shared memory, which has no descriptor
+either, so that nothing a function prints, or writes to any file that it finds open, can pass for a score. A function
+that sets out to falsify its own score, by searching the runner's memory, still can, and so it can for later calls of
+the same runner. Nor does a worker keep its functions from the network or from files: that takes a sandbox.
+
+The pool writes two lines for each call: a nonce, which never reaches the runner, and a JSON request, `{"name",
+"prompt", "completion", "record"}`. The worker answers with one line: the nonce, a space, and one of `{"score"}`,
+`{"error"}`, `{"ended"}`, `{"timed_out"}`. It must not import jax, so that starting it takes no longer than importing
+its functions. Linux only.
 """
 
-import faulthandler
+import contextlib
+import ctypes
 import importlib
 import json
+import math
+import mmap
 import os
 import resource
+import select
+import signal
+import struct
 import sys
+import threading
+import time
 import traceback
-from typing import Any
+from types import ModuleType
+from typing import BinaryIO
 
-_MAX_MEMORY_BYTES = 4 << 30
-"""Limit of the address space; an answer that needs more gets a MemoryError instead of exhausting the machine."""
-_ORPHAN_MARGIN_S = 10.0
-"""Seconds beyond two timeouts after which a hanging call must have lost the parent that would have killed it."""
+import psutil
+
+_LIMITS = {
+    resource.RLIMIT_AS: 4 << 30,  # an answer that needs more gets a MemoryError instead of exhausting the machine
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_FSIZE: 1 << 30,  # bytes; not less, as stderr may be a log that is long already
+    resource.RLIMIT_NOFILE: 256,
+}
+"""Resource limits. Not RLIMIT_NPROC: it counts all of the user's processes, the trainer's many threads among them."""
+_SLOT_BYTES = 1 << 16
+"""Size of the shared memory that a reply has to fit in."""
+_TRACEBACK_CHARACTERS = 5000
+"""Characters of a traceback, counted from its end; each takes at most 12 bytes of JSON."""
+_HEADER = struct.Struct("<Q?")
+"""Length of the reply, 0 until it is complete; whether the call left a process or a thread behind."""
+
+# From linux/prctl.h.
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_DUMPABLE = 4
+_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
-    """Answer requests until stdin closes."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Answer requests until stdin closes or SIGTERM arrives; then end everything that a call has started."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what libraries print must not mix with the replies
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MAX_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    module = importlib.import_module(sys.argv[1])
-    # The parent kills a slow call. This ends a call that hangs after the parent is gone; it does not need the GIL.
-    orphan_s, silence = 2 * float(sys.argv[2]) + _ORPHAN_MARGIN_S, open(os.devnull, "w")  # noqa: SIM115 - open until exit
-    _send(replies, {"ready": True})
-    for line in sys.stdin:
+    for kind, most in _LIMITS.items():
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    module, timeout_s = importlib.import_module(sys.argv[1]), float(sys.argv[2])
+    _prctl(_SET_DUMPABLE, 0)  # closes /proc/PID/fd and /proc/PID/mem of this process to the runner
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        with contextlib.suppress(BrokenPipeError, EOFError):  # the pool is gone
+            _send(replies, b"ready")
+            runner = _Runner(module, timeout_s, requests, replies)
+            while nonce := requests.readline().rstrip():
+                reply = runner.call(requests.readline())
+                if runner.spent:
+                    runner.close()
+                _send(replies, nonce + b" " + reply)
+                if runner.spent:  # forked only now, when no nonce is in use
+                    runner = _Runner(module, timeout_s, requests, replies)
+    finally:
+        _kill_descendants()
+    # Stdin has closed: the pool was killed, and nobody else will remove the folder that it made for its workers.
+    with contextlib.suppress(OSError):  # another worker was faster, or a call has left a file
+        os.rmdir(os.environ["HOME"])
+
+
+class _Runner:
+    """A forked process that makes the calls, one at a time."""
+
+    def __init__(self, module: ModuleType, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
+        self._timeout_s, self._pool = timeout_s, requests.fileno()
+        self._slot = mmap.mmap(-1, _SLOT_BYTES)
+        theirs, ours = os.pipe()
+        self._bell, bell = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # if a call kills the worker
+                requests.close()
+                replies.close()
+                os.close(ours)
+                os.close(self._bell)
+                with os.fdopen(theirs, "rb") as incoming:
+                    _run(module, timeout_s, incoming, bell, self._slot)
+            finally:
+                os._exit(1)
+        os.close(theirs)
+        os.close(bell)
+        self._requests = os.fdopen(ours, "wb")
+        self._end = os.pidfd_open(self._pid)
+        self._events = select.poll()
+        self._events.register(self._bell, select.POLLIN)
+        self._events.register(self._end, select.POLLIN)
+        self._events.register(self._pool, 0)  # reports only that the pool has closed its end, by dying if need be
+        self.spent = False
+        """True if the runner must be replaced before the next call."""
+
+    def call(self, request: bytes) -> bytes:
+        """Return the reply to one request; raises EOFError if the pool ends meanwhile."""
+        deadline = time.monotonic() + self._timeout_s
+        self._slot[: _HEADER.size] = bytes(_HEADER.size)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which polling reports
+            self._requests.write(request)
+            self._requests.flush()
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            events = dict(self._events.poll(math.ceil(1000 * remaining_s)))
+            if self._pool in events:
+                raise EOFError
+            if events.get(self._bell, 0) & select.POLLIN:
+                os.read(self._bell, _SLOT_BYTES)  # the bell proves nothing; the functions can ring it too
+            length, self.spent = _HEADER.unpack(self._slot[: _HEADER.size])
+            if length:
+                return self._slot[_HEADER.size : _HEADER.size + length]
+            if self._end in events:
+                self.spent = True
+                code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+                return json.dumps({"ended": f"signal {-code}" if code < 0 else f"exit code {code}"}).encode()
+        self.spent = True
+        return b'{"timed_out": true}'
+
+    def close(self) -> None:
+        """End the runner and all that its calls have started."""
+        _kill_descendants()
+        with contextlib.suppress(BrokenPipeError):  # closing flushes what was never read
+            self._requests.close()
+        os.close(self._bell)
+        os.close(self._end)
+        self._slot.close()
+
+
+def _run(module: ModuleType, timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> None:
+    """Call the functions, as the runner, until `requests` ends."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)  # so that processes which a call leaves behind become children, which are counted
+    for line in requests:
         request = json.loads(line)
-        faulthandler.dump_traceback_later(orphan_s, exit=True, file=silence)
+        _limit_cpu(timeout_s)
         try:
             score = getattr(module, request.pop("name"))(**request)
             reply = {"score": None if score is None else float(score)}
-        except Exception:
-            reply = {"error": traceback.format_exc()}
-        faulthandler.cancel_dump_traceback_later()
-        _send(replies, reply)
+        except BaseException:  # sys.exit() too is the function's failure, not this process's end
+            reply = {"error": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
+        body = json.dumps(reply).encode()
+        slot[_HEADER.size : _HEADER.size + len(body)] = body
+        slot[: _HEADER.size] = _HEADER.pack(len(body), _has_children() or threading.active_count() > 1)
+        os.write(bell, b"!")
 
 
-def _send(replies: Any, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply) + "\n")
+def _limit_cpu(timeout_s: float) -> None:
+    """Limit this process to `timeout_s` more seconds of processor time, rounded up, and one."""
+    usage, hard = resource.getrusage(resource.RUSAGE_SELF), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    most = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _has_children() -> bool:
+    """Return whether this process has children that still run; those that have ended are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _kill_descendants() -> None:
+    """Kill all that this process has started, children of children too: an orphan becomes its subreaper's child."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _send(replies: BinaryIO, line: bytes) -> None:
+    replies.write(line + b"\n")
     replies.flush()
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
 if __name__ == "__main__":

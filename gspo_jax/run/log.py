@@ -220,6 +220,7 @@ def response_metrics(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
         "response_length/mean": float(lengths.mean()),
         "response_length/max": int(lengths.max()),
         "response/truncated": float(columns["truncated"].mean()),
+        "response/empty": float(((lengths == 1) & ~columns["truncated"]).mean()),
         "response/learned": float(columns["trainable"].mean()),
         **of_episodes,
     }
