@@ -149,5 +149,6 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         sampling=sampling.make_sampling(config),
         stop=stop,
         slots=config.sampling.slots,
+        poll_steps=config.sampling.poll_steps,
         router_logprobs=sampling.keeps_router_logprobs(config, made.config),
     )

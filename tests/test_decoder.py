@@ -1,5 +1,6 @@
 """The decoder matches the trainer's scoring, and a response does not depend on the rest of its batch."""
 
+import contextlib
 import dataclasses
 import re
 from functools import partial
@@ -16,7 +17,8 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_keys
-from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
 from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, params, place, prompts, weights
@@ -222,6 +224,45 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     steps = np.asarray(stats.steps).reshape(-1, mesh.shape["expert"])
     assert (steps == steps[:, :1]).all(), "shards of one expert group take the same number of steps"
     assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
+
+
+POLLED = [
+    (None, 8, NO_EARLY_EXIT),
+    (None, None, NO_EARLY_EXIT),
+    (EIGHT, 16, NO_EARLY_EXIT),
+    (EIGHT, 16, EarlyExit(min_ended=0.5)),
+    ({"expert": 4, "tensor": 2}, None, NO_EARLY_EXIT),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots", "early_exit"),
+    mostly_slow(POLLED, always=[(EIGHT, 16, NO_EARLY_EXIT)]),
+    ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
+)
+def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit):
+    """Polled every 16 steps, the decoder returns what one program does, prefixes and statistics included."""
+    used = None if sizes is None else mesh_lib.make_mesh(sizes)
+    with contextlib.nullcontext() if used is None else jax.set_mesh(used):
+        given = prompts(), jnp.arange(32), LIMITS
+        copy = weights()
+        if used is not None:
+            copy = make_reshard(SHAPES, used, jnp.float32)(Weights.full(place(params(), used)))
+            given = hosts.shard_rows(used, jax.device_get(given))
+        batch, numbers, limits = given
+        keys = response_keys(jax.random.key(1), numbers)
+        lengths = jnp.minimum(jnp.arange(32) % 5, limits - 1)
+        prefix = Prefix(jax.random.randint(jax.random.key(2), (32, 4), 4, 60), lengths)
+        prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, sampling=SamplingParams(), router_logprobs=True)
+        options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "early_exit": early_exit}
+        options["slots"] = decoder.resolve_slots(slots, 32)
+        expected = decoder.decode(GRAPH, copy, prefilled, keys, limits, **options)
+        polls = []
+        pieces = PolledDecode(graph=GRAPH, **options, poll_steps=16)
+        found = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: polls.append(0))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert len(polls) >= np.asarray(expected.stats.steps).max() // 16
 
 
 @pytest.mark.slow

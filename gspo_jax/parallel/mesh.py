@@ -9,9 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
 
 from gspo_jax.types import UserError
 
@@ -173,6 +175,12 @@ def manual_axes() -> frozenset[str]:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def any_shard(here: Bool[Array, ""]) -> Bool[Array, ""]:
+    """True on every batch shard if `here` is true on any."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in manual_axes())
+    return jax.lax.pmax(here.astype(jnp.int32), axes) > 0 if axes else here
 
 
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:

@@ -12,71 +12,33 @@ Every response has its own key, so its tokens depend neither on the batch around
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, Key
 
 from gspo_jax.models import moe
 from gspo_jax.models.cache import heads_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.rollout.loop import (
-    DecodeLoop,
-    Prefilled,
-    PrefilledKV,
-    Prefix,
-    SampledTokens,
-    is_eos,
-    length_mask,
-    token_keys,
-)
-from gspo_jax.rollout.responses import ResponseBuffer
+from gspo_jax.rollout.loop import Prefilled, PrefilledKV, Prefix, SampledTokens, length_mask, token_keys
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule, draw
-from gspo_jax.types import Prompts, Rollout, UserError, Weights
+from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, shrink
+from gspo_jax.types import Prompts, UserError, Weights
 
-_MAX_SHRINKS = 3
-"""Maximum number of times the slots are halved; each number of slots is compiled separately."""
-_MIN_SLOTS = 4
-"""The slots are not halved below this number."""
-
-_ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
-_KV: Any = PrefilledKV(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, _ROWS)))
+ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
+_KV: Any = PrefilledKV(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, ROWS)))
 
 
 def prefilled_specs(prefix: Prefix | None) -> Any:
     """Partition specs of a `Prefilled` on a mesh, one per field; `prefix` says whether it has prefixes."""
-    specs: Any = (_ROWS, None, _KV, None, _ROWS) if prefix is None else (_ROWS, _ROWS, _KV, _KV, _ROWS)
+    specs: Any = (ROWS, None, _KV, None, ROWS) if prefix is None else (ROWS, ROWS, _KV, _KV, ROWS)
     return Prefilled(*specs)
-
-
-class DecodeStats(NamedTuple):
-    """Work of a decode loop, per shard."""
-
-    steps: Int[Array, " shards"]
-    """Decode steps; each feeds one token per slot."""
-    slot_steps: Int[Array, " shards"]
-    """Sum over steps of the number of slots, busy or idle, which the cost of a step grows with."""
-    decode_tokens: Int[Array, " shards"]
-    """Tokens sampled by the loop."""
-    sampled_tokens: Int[Array, " shards"]
-    """These, and the first token of each response, which prefill samples."""
-
-
-class Decoded(NamedTuple):
-    """Result of a decode call."""
-
-    rollout: Rollout
-    """The responses. Prefixes are in the tokens and routes, but are no actions of this call: their log-probs are 0."""
-    unfinished: Bool[Array, " B"]
-    """True for responses cut off by an early exit; False for those that reached their token limit."""
-    stats: DecodeStats
-    """Work of the decode loop."""
 
 
 def response_keys(key: Key[Array, ""], responses: Int[Array, " B"]) -> Key[Array, " B"]:
@@ -135,16 +97,21 @@ def resolve_slots(slots: int | None, responses: int) -> int:
         return responses
     if not 0 < slots <= responses:
         raise UserError(f"{slots} slots for {responses} responses; use 1 to {responses}, or None for all of them")
-    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", _batch_shards())
+    mesh_lib.check_divides("the number of slots", slots, "the shards of a batch", batch_shards())
     return slots
 
 
-def _batch_shards() -> int:
+def most_steps(responses: int, slots: int, stop: StopRule) -> int:
+    """An upper bound of the steps of a decode."""
+    return stop.max_length if slots == responses else (responses * stop.max_length) // slots + stop.max_length
+
+
+def batch_shards() -> int:
     """Number of shards that the mesh in scope splits a batch into."""
     return mesh_lib.batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if mesh_lib.has_mesh() else 1
 
 
-def _shard_over_batch(
+def shard_over_batch(
     run: Callable[..., Any], weights: Weights, args: tuple[Any, ...], *, in_specs: Any, out_specs: Any
 ) -> Any:
     """Call `run(weights, *args)` per batch shard, on its part of `args` and its own experts.
@@ -176,7 +143,7 @@ def prefill(
     """Run the model on each prompt and prefix once, and sample the next token of each response; see `generate`."""
     run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs)
     args = prompts, keys, prefix
-    return _shard_over_batch(run, weights, args, in_specs=(_ROWS,) * 3, out_specs=prefilled_specs(prefix))
+    return shard_over_batch(run, weights, args, in_specs=(ROWS,) * 3, out_specs=prefilled_specs(prefix))
 
 
 def _prefill(
@@ -239,7 +206,7 @@ def decode(
 
     Prompts and their routes are padded to `prompt_length` in the result; None leaves them as they are.
     """
-    shards = _batch_shards()
+    shards = batch_shards()
     run = partial(
         _decode,
         graph,
@@ -249,8 +216,8 @@ def decode(
         early_exit=early_exit.per_shard(shards),
         prompt_length=prompt_length or prefilled.prompts.tokens.shape[1],
     )
-    in_specs = prefilled_specs(prefilled.prefix), _ROWS, _ROWS
-    return _shard_over_batch(run, weights, (prefilled, keys, limits), in_specs=in_specs, out_specs=_ROWS)
+    in_specs = prefilled_specs(prefilled.prefix), ROWS, ROWS
+    return shard_over_batch(run, weights, (prefilled, keys, limits), in_specs=in_specs, out_specs=ROWS)
 
 
 def _decode(
@@ -260,70 +227,16 @@ def _decode(
     keys: Key[Array, " n"],
     limits: Int[Array, " n"] | None,
     *,
-    sampling: SamplingParams,
-    stop: StopRule,
-    slots: int,
-    early_exit: EarlyExit,
     prompt_length: int,
+    **options: Any,
 ) -> Decoded:
-    """The part of one batch shard: its n responses queue for `slots` slots of its own."""
-    n, eos_ids = keys.shape[0], jnp.asarray(stop.eos_ids, jnp.int32)
-    prefix_lengths = jnp.zeros(n, jnp.int32) if prefilled.prefix is None else prefilled.prefix.lengths
-    same_length = not stop.eos_ids and limits is None and prefilled.prefix is None
-    limits = jnp.full(n, stop.max_length, jnp.int32) if limits is None else jnp.minimum(limits, stop.max_length)
-    model = weights.model(graph)
-    ended = is_eos(prefilled.first.tokens, eos_ids) | (prefix_lengths + 1 >= limits)
-    queue, queue_length = jnp.arange(n, dtype=jnp.int32), jnp.full((), n, jnp.int32)
-    if slots < n:  # responses that have ended go to the end of the queue and get no slot
-        queue = jnp.lexsort((queue, ended)).astype(jnp.int32)
-        queue_length = n - ended.sum(dtype=jnp.int32)
-    min_ended = None
-    if early_exit.min_ended < 1:
-        min_ended = n - jnp.floor((1 - early_exit.min_ended) * (limits > 0).sum()).astype(jnp.int32)
-    loop = DecodeLoop(
-        model=model,
-        prefilled=prefilled,
-        keys=keys,
-        sampling=sampling,
-        stop=stop,
-        eos_ids=eos_ids,
-        prefix_lengths=prefix_lengths,
-        limits=limits,
-        ended=ended,
-        queue=queue,
-        queue_length=queue_length,
-        slots=slots,
-        min_ended=min_ended,
-        max_tokens=early_exit.max_tokens,
-    )
-    buffer, steps, slot_steps = _run_phases(loop, [slots] if same_length else _slot_counts(slots))
-    rollout, unfinished = buffer.rollout(loop, prompt_length=prompt_length)
-    sampled = rollout.action_mask.sum(axis=1, dtype=jnp.int32)
-    decoded = jnp.maximum(sampled - 1, 0).sum()
-    return Decoded(rollout, unfinished, DecodeStats(*(x[None] for x in (steps, slot_steps, decoded, sampled.sum()))))
-
-
-def _slot_counts(slots: int) -> list[int]:
-    """Number of slots in each phase: `slots`, then halved as often as the limits allow."""
-    counts = [slots]
-    while len(counts) <= _MAX_SHRINKS and counts[-1] // 2 >= _MIN_SLOTS:
-        counts.append(counts[-1] // 2)
-    return counts
-
-
-def _run_phases(loop: DecodeLoop, slot_counts: list[int]) -> tuple[ResponseBuffer, Int[Array, ""], Int[Array, ""]]:
-    """Run the loop with each number of slots in turn; return the responses, the steps and the slot-steps."""
-    state = loop.start()
-    buffer = ResponseBuffer.start(loop.prefilled, loop.prefix_lengths, loop.stop.max_length)
-    position = jnp.argsort(loop.queue)
-    steps = slot_steps = jnp.zeros((), jnp.int32)
-    for count, fewer in zip(slot_counts, [*slot_counts[1:], 0], strict=True):
-        if count < loop.slots:
-            state = loop.shrink(state, count)
-        state = jax.lax.while_loop(lambda s: s.running, partial(loop.step, fewer_slots=fewer), state)
-        buffer = buffer.add_phase(state, position, loop.prefix_lengths)
-        steps, slot_steps = steps + state.row, slot_steps + state.row * count
-    return buffer, steps, slot_steps
+    """The part of one batch shard; `options` are those of `make_loop`."""
+    loop, slot_counts = make_loop(graph, weights, prefilled, keys, limits, **options)
+    progress = begin(loop)
+    for phase in range(len(slot_counts)):
+        progress = shrink(loop, slot_counts, progress, phase) if phase else progress
+        progress = advance(loop, slot_counts, progress, phase)
+    return finish(loop, progress, prompt_length)
 
 
 def make_reshard(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Weights], Weights]:

@@ -17,9 +17,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
-from gspo_jax.rollout.decoder import Decoded, Prefix
+from gspo_jax.rollout.loop import Prefix
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
+from gspo_jax.rollout.shard import Decoded
 from gspo_jax.types import EpisodeBatch, Prompts, Rollout, RouterRecord
 
 Reply = Callable[[str, list[int], Any], list[int] | None]

@@ -196,8 +196,6 @@ class DecodeLoop:
         k = empty_ring(self.model.config, B, T, prompt_kv.k.dtype)
         # Prefixes take the columns just before the first one that a step writes.
         first_column = 0 if self.prefilled.prefix_kv is None else k.shape[1] * k.shape[4]
-        lengths, group_size = self.prefilled.prompts.lengths, n // prompt_kv.k.shape[1]
-        cache = Cache(prompt_kv.k, prompt_kv.v, lengths, k, k, jnp.asarray(first_column, jnp.int32), group_size)
         state = LoopState(
             row=jnp.zeros((), jnp.int32),
             positions=positions,
@@ -210,10 +208,15 @@ class DecodeLoop:
             slot=jnp.minimum(jnp.arange(n, dtype=jnp.int32), B),
             first_row=-1 - self.prefix_lengths[self.queue],
             log=self._empty_log(T if n == B else (n * T) // B + T, B),
-            cache=cache,
+            cache=self.cache(k, k, jnp.asarray(first_column, jnp.int32)),
         )
         state = self._load_prefixes(state, jnp.zeros((), jnp.int32))
         return dataclasses.replace(state, running=self._continues(state, 0))
+
+    def cache(self, k: Array, v: Array, step: Array) -> Cache:
+        """The cache of the prompts, with these rings."""
+        prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
+        return Cache(kv.k, kv.v, prompts.lengths, k, v, step, self.queue.shape[0] // kv.k.shape[1])
 
     def step(self, state: LoopState, *, fewer_slots: int) -> LoopState:
         """Feed the last token of every slot, sample the next, and refill the slots whose response has ended.

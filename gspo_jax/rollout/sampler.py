@@ -15,8 +15,11 @@ from jaxtyping import Array, Int, Key, UInt32
 
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
-from gspo_jax.rollout import decoder
+from gspo_jax.rollout import decoder, polled
+from gspo_jax.rollout.loop import Prefix
+from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.shard import Decoded, DecodeStats
 from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
 
 
@@ -34,6 +37,7 @@ class Sampler:
         sampling: SamplingParams,
         stop: StopRule,
         slots: int | None = None,
+        poll_steps: int | None = None,
         router_logprobs: bool = False,
     ):
         """Create a sampler without weights, which compiles nothing yet.
@@ -47,19 +51,21 @@ class Sampler:
           sampling: as in `decoder.generate`, like `stop` and `router_logprobs`.
           stop: when a response ends.
           slots: responses decoded at a time, over all devices; None, or more than there are responses: all.
+          poll_steps: decode steps after which `poll` is called; None: only before a sampling call.
           router_logprobs: also record the router's log-probs of the experts it chose.
         """
         self._graph, self._shapes = graph, shapes
         self.reshard = decoder.make_reshard(shapes, mesh, dtype)
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
+        self._poll_steps = poll_steps
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
         """Size of the sampler's newest copy of the weights in bytes, summed over devices."""
         self.stats = SamplerStats()
         """Time and work since the weights were last loaded."""
         self.poll: Callable[[], None] = lambda: None
-        """Called before every sampling call; may raise to end it."""
+        """Called before every sampling call and every `poll_steps` decode steps; may raise to end the call."""
         self._sampled_shapes: set[tuple[Any, ...]] = set()
 
     @property
@@ -125,10 +131,10 @@ class Sampler:
         prompts: Prompts,
         keys: UInt32[np.ndarray, "B words"],
         *,
-        prefix: decoder.Prefix | None = None,
+        prefix: Prefix | None = None,
         limits: Int[np.ndarray, " B"] | None = None,
         early_exit: EarlyExit = NO_EARLY_EXIT,
-    ) -> decoder.Decoded:
+    ) -> Decoded:
         """Continues responses from their prefixes with the loaded weights; counted in `stats`.
 
         The arguments are those of `decoder.generate`, on the host. Prompts are cut to the smallest `bucket` that holds
@@ -159,12 +165,12 @@ class Sampler:
         self,
         prompts: Prompts,
         key_data: UInt32[Array, "B words"],
-        prefix: decoder.Prefix | None,
+        prefix: Prefix | None,
         limits: Int[Array, " B"] | None,
         *,
         prompt_length: int,
         early_exit: EarlyExit,
-    ) -> decoder.Decoded:
+    ) -> Decoded:
         """`resume` with inputs on the devices: `decoder.generate`, with prefill and decode timed apart."""
         keys, B = jax.random.wrap_key_data(key_data), len(key_data)
         start = time.perf_counter()
@@ -179,22 +185,18 @@ class Sampler:
             )
         )
         middle = time.perf_counter()
-        decoded = jax.block_until_ready(
-            decoder.decode(
-                self._graph,
-                self._weights,
-                prefilled,
-                keys,
-                limits,
-                **self.decode_options(B),
-                early_exit=early_exit,
-                prompt_length=prompt_length,
-            )
-        )
+        options: dict[str, Any] = {**self.decode_options(B), "early_exit": early_exit}
+        inputs: tuple[Any, ...] = self._weights, prefilled, keys, limits
+        if self._poll_steps is None or decoder.most_steps(B, options["slots"], self.stop) <= self._poll_steps:
+            decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=prompt_length)
+        else:
+            pieces = PolledDecode(graph=self._graph, **options, poll_steps=self._poll_steps)
+            decoded = pieces(*inputs, prompt_length=prompt_length, poll=self.poll)
+        decoded = jax.block_until_ready(decoded)
         self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
         return decoded
 
-    def _count(self, work: decoder.DecodeStats, *, prefill_s: float, decode_s: float) -> None:
+    def _count(self, work: DecodeStats, *, prefill_s: float, decode_s: float) -> None:
         """Add one call to `stats`."""
         work, stats = hosts.allgather(work), self.stats
         self.stats = SamplerStats(
@@ -214,5 +216,5 @@ def bucket(longest: int, size: int) -> int:
 
 
 def _compiled_programs() -> int:
-    programs: tuple[Any, ...] = decoder.prefill, decoder.decode
+    programs: tuple[Any, ...] = decoder.prefill, decoder.decode, *polled.PROGRAMS
     return sum(program._cache_size() for program in programs)

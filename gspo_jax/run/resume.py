@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "watchdog.",
     "mesh.",
     "sampling.slots",
+    "sampling.poll_steps",
     "model.dispatch",
     "model.remat",
     "training.microbatches",

@@ -90,6 +90,7 @@ RANGES = {
     "sampling.max_response_length": COUNT,
     "sampling.temperature": Range("a positive number; 0 would make all responses to a prompt equal", POSITIVE.holds),
     "sampling.slots": COUNT,
+    "sampling.poll_steps": COUNT,
     **{f"sampling.mesh.{axis}": SAMPLER_AXIS for axis in ("data", "fsdp", "expert", "tensor")},
     "sampling.partial.prompts": COUNT,
     "sampling.partial.share": FRACTION_ABOVE_0,

@@ -1,0 +1,159 @@
+"""The decoder in several programs, so that the host can look up while a long decode runs."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int, Key
+
+from gspo_jax.models.transformer import Transformer
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.decoder import ROWS, batch_shards, prefilled_specs, shard_over_batch
+from gspo_jax.rollout.loop import DecodeLoop, LoopState, Prefilled
+from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.shard import Decoded, Progress, advance, begin, finish, make_loop, phases, shrink
+from gspo_jax.types import Weights
+
+_Leaves = list[Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolledDecode:
+    """`decode` in several programs, with the same results, that comes back to the host every `poll_steps` steps.
+
+    All shards are in the same phase: those that are through with one wait for the others, as `decode` lets them only at
+    the end. The cache is never copied: every program takes over the buffers of the one before.
+    """
+
+    graph: nnx.GraphDef[Transformer]
+    sampling: SamplingParams
+    stop: StopRule
+    slots: int
+    """Responses decoded at a time, over all devices."""
+    early_exit: EarlyExit
+    poll_steps: int
+    """Decode steps between two looks at the host."""
+
+    def __call__(
+        self,
+        weights: Weights,
+        prefilled: Prefilled,
+        keys: Key[Array, " B"],
+        limits: Int[Array, " B"] | None,
+        *,
+        prompt_length: int,
+        poll: Callable[[], None],
+    ) -> Decoded:
+        """Like `decode`; `poll` is called between two programs, and may raise to end the decode."""
+        inputs = prefilled, keys, limits
+        progress, rings = begin_piece(self, weights, inputs)
+        for phase in range(len(phases(self.slots // batch_shards(), prefilled, limits, self.stop))):
+            if phase:
+                progress, rings = shrink_piece(self, weights, inputs, progress, rings, phase=phase)
+            running = True
+            while running:
+                (progress, rings), more = advance_piece(self, weights, inputs, progress, rings, phase=phase)
+                running = bool(more)
+                poll()
+        del rings  # makes room for the responses
+        return finish_piece(self, weights, inputs, progress, prompt_length=prompt_length)
+
+    def run(
+        self,
+        piece: Callable[[DecodeLoop, list[int], Any], Any],
+        weights: Weights,
+        inputs: tuple[Any, ...],
+        progress: _Leaves | None = None,
+        rings: _Leaves | None = None,
+        *,
+        out_specs: Any,
+    ) -> Any:
+        """Call `piece(loop, slots of each phase, progress)` per batch shard; `progress` is None for the first piece."""
+        shards = batch_shards()
+        options: dict[str, Any] = {"sampling": self.sampling, "stop": self.stop, "slots": self.slots // shards}
+        options["early_exit"] = self.early_exit.per_shard(shards)
+
+        def shard(weights: Weights, prefilled: Prefilled, keys: Any, limits: Any, progress: Any, rings: Any) -> Any:
+            loop, slot_counts = make_loop(self.graph, weights, prefilled, keys, limits, **options)
+            return piece(loop, slot_counts, None if progress is None else _unpack(loop, progress, rings))
+
+        in_specs = prefilled_specs(inputs[0].prefix), *(ROWS,) * 4
+        return shard_over_batch(shard, weights, (*inputs, progress, rings), in_specs=in_specs, out_specs=out_specs)
+
+
+def _carried(progress: Progress) -> tuple[Any, ...]:
+    """What a piece hands to the next but the cache, of whose parts all pieces get the prompts."""
+    state = {field.name: getattr(progress.state, field.name) for field in dataclasses.fields(progress.state)}
+    del state["cache"]
+    return state, *progress[1:]
+
+
+def _pack(progress: Progress) -> tuple[_Leaves, _Leaves]:
+    """The arrays to carry, and the rings of the cache; each with one entry per shard."""
+    cache = progress.state.cache
+    leaves = jax.tree.leaves(_carried(progress)), [cache.k, cache.v, cache.step]
+    return jax.tree.map(lambda x: x[None], leaves)
+
+
+def _unpack(loop: DecodeLoop, leaves: _Leaves, rings: _Leaves | None) -> Progress:
+    """The inverse of `_pack`. Without `rings` the cache is that of the beginning, and not to be used."""
+    first = begin(loop)  # for its structure; the compiler drops what it computes
+    state, *rest = jax.tree.unflatten(jax.tree.structure(_carried(first)), [x[0] for x in leaves])
+    cache = first.state.cache if rings is None else loop.cache(*(x[0] for x in rings))
+    return Progress(LoopState(**state, cache=cache), *rest)
+
+
+@partial(jax.jit, static_argnums=0)
+def begin_piece(decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...]) -> tuple[_Leaves, _Leaves]:
+    return decode.run(lambda loop, *_: _pack(begin(loop)), weights, inputs, out_specs=ROWS)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="phase", donate_argnums=(3, 4))
+def advance_piece(
+    decode: PolledDecode,
+    weights: Weights,
+    inputs: tuple[Any, ...],
+    progress: _Leaves,
+    rings: _Leaves,
+    *,
+    phase: int,
+) -> tuple[tuple[_Leaves, _Leaves], Bool[Array, ""]]:
+    def piece(loop: DecodeLoop, counts: list[int], progress: Progress) -> tuple[tuple[_Leaves, _Leaves], Array]:
+        after = advance(loop, counts, progress, phase, steps=decode.poll_steps)
+        return _pack(after), mesh_lib.any_shard(after.state.running)
+
+    return decode.run(piece, weights, inputs, progress, rings, out_specs=(ROWS, PartitionSpec()))
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="phase", donate_argnums=4)
+def shrink_piece(
+    decode: PolledDecode,
+    weights: Weights,
+    inputs: tuple[Any, ...],
+    progress: _Leaves,
+    rings: _Leaves,
+    *,
+    phase: int,
+) -> tuple[_Leaves, _Leaves]:
+    def piece(loop: DecodeLoop, counts: list[int], progress: Progress) -> tuple[_Leaves, _Leaves]:
+        return _pack(shrink(loop, counts, progress, phase))
+
+    return decode.run(piece, weights, inputs, progress, rings, out_specs=ROWS)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="prompt_length")
+def finish_piece(
+    decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...], progress: _Leaves, *, prompt_length: int
+) -> Decoded:
+    def piece(loop: DecodeLoop, counts: list[int], progress: Progress) -> Decoded:
+        return finish(loop, progress, prompt_length)
+
+    return decode.run(piece, weights, inputs, progress, out_specs=ROWS)
+
+
+PROGRAMS = (begin_piece, advance_piece, shrink_piece, finish_piece)
+"""The jitted functions of this module."""
