@@ -358,4 +358,4 @@ def test_the_launcher_does_not_repeat_a_mistake(repository):
     process = launch(repository, "2", CONFIG, "--workdir=run", "--config.iterations=0")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert said.count("error: iterations is 0; it must be at least 1") == 1 and "start again" not in said
+    assert said.count("error: iterations is 0; use 1 to ") == 1 and "start again" not in said

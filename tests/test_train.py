@@ -104,14 +104,15 @@ def test_evaluation_alone_repeats_the_runs_own(tiny_run, capsys):
 
 def test_another_architecture_in_the_same_folder_is_refused(tiny_run, tmp_path):
     config, workdir, _ = tiny_run
-    other = config.copy_and_resolve_references()
-    policy = huggingface.read_config(workdir / "coldstart")
-    narrow = dataclasses.replace(policy, moe_intermediate_size=16)
-    huggingface.save(params(narrow, scale=1.0), narrow, tmp_path / "other")
-    Tokenizer.load(workdir / "coldstart").save(tmp_path / "other")
-    other.model.folder = str(tmp_path / "other")
-    with pytest.raises(UserError, match=r"does not fit this config: .*mlp.*\(4, 16, 32, 64\).*\(4, 16, 16, 64\)"):
-        train(other, workdir)
+    shutil.copytree(workdir, tmp_path / "run")
+    first = tmp_path / "run" / "coldstart"
+    narrow = dataclasses.replace(huggingface.read_config(first), moe_intermediate_size=16)
+    huggingface.save(params(narrow, scale=1.0), narrow, first)
+    differs = (
+        r"does not fit this config: .*mlp.*\(4, 16, 32, 64\).*\(4, 16, 16, 64\).*architecture.moe_intermediate_size"
+    )
+    with pytest.raises(UserError, match=differs):
+        train(config, tmp_path / "run")
 
 
 def test_another_objective_in_the_same_folder_is_refused(tiny_run):

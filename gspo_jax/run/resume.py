@@ -17,6 +17,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.reporting.writers import read_saved
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.setup import keys
+from gspo_jax.setup.policy import field_of
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
 from gspo_jax.training.state import TrainState
@@ -105,7 +106,7 @@ def _restore(config: ConfigDict, engine: Engine, files: RunFolder, *, start_over
         check_same_run(config.to_dict(), run["config"], files.name)
 
     try:
-        restored = restore(files.checkpoints, engine.state_shapes, engine.shardings, check=check)
+        restored = restore(files.checkpoints, engine.state_shapes, engine.shardings, check=check, field_of=field_of)
     except AllDamaged:
         if not start_over:
             raise

@@ -164,7 +164,7 @@ def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: M
     trainable = policy.shapes.trainable
     wanted = {"policy": {"params": trainable}}
     places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}
-    restored = load_newest(files.checkpoints, wanted, places)
+    restored = load_newest(files.checkpoints, wanted, places, field_of=field_of)
     if restored is None:
         params = huggingface.load_params(initial_folder(config, files.local), policy.config, mesh)
         return Weights.full(params), "the first policy"

@@ -29,6 +29,8 @@ from gspo_jax.types import Diverged, UserError
 Tree = TypeVar("Tree")
 Check = Callable[[Mapping[str, Any]], None]
 """Raises a UserError if a checkpoint with this `run` does not belong to the config."""
+FieldOf = Callable[[str], str]
+"""Names the config fields that set a leaf's shape; "" for none."""
 
 DAMAGED = "damaged"
 """Folder, beside that of the checkpoints, to which damaged ones are moved."""
@@ -152,7 +154,9 @@ class Checkpointer:
             self._checkpointer.close()
 
 
-def restore(folder: AnyPath, shapes: Tree, shardings: Tree, *, check: Check) -> Restored | None:
+def restore(
+    folder: AnyPath, shapes: Tree, shardings: Tree, *, check: Check, field_of: FieldOf = lambda leaf: ""
+) -> Restored | None:
     """The newest checkpoint that matches its digests, each leaf read straight into its sharding; None if there is none.
 
     Newer ones that do not match are moved to the folder `damaged` beside `folder`, with a warning. Every process has to
@@ -164,7 +168,7 @@ def restore(folder: AnyPath, shapes: Tree, shardings: Tree, *, check: Check) -> 
     """
     reasons = {}
     for step in steps(folder):
-        found = _try(folder, step, shapes, shardings, check=check, whole=True)
+        found = _try(folder, step, shapes, shardings, check=check, field_of=field_of, whole=True)
         if isinstance(found, Restored):
             _set_aside(folder, reasons)
             return found
@@ -177,14 +181,16 @@ def restore(folder: AnyPath, shapes: Tree, shardings: Tree, *, check: Check) -> 
     return None
 
 
-def load_newest(folder: AnyPath, shapes: Tree, shardings: Tree) -> Restored | None:
+def load_newest(
+    folder: AnyPath, shapes: Tree, shardings: Tree, *, field_of: FieldOf = lambda leaf: ""
+) -> Restored | None:
     """The leaves in `shapes` of the newest checkpoint that matches its digests; a run may still be writing others.
 
     Read-only: creates, moves and cleans up nothing. None if there is no checkpoint; errors as `restore`.
     """
     reasons = {}
     for step in steps(folder):
-        found = _try(folder, step, shapes, shardings, check=lambda run: None, whole=False)
+        found = _try(folder, step, shapes, shardings, check=lambda run: None, field_of=field_of, whole=False)
         if isinstance(found, Restored):
             if reasons:
                 logging.warning("%s: damaged: %s; using checkpoint %d", folder, _list(reasons), step)
@@ -224,16 +230,18 @@ def _list(reasons: Mapping[int, str]) -> str:
     return "; ".join(f"checkpoint {step}: {why}" for step, why in reasons.items())
 
 
-def _try(folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Check, whole: bool) -> Restored | str:
+def _try(folder: AnyPath, step: int, shapes: Any, shardings: Any, **rules: Any) -> Restored | str:
     """The checkpoint of a step, or why it is damaged; read once more if it seems to be, as storage may fail briefly."""
-    found = _load(folder, step, shapes, shardings, check=check, whole=whole)
+    found = _load(folder, step, shapes, shardings, **rules)
     if isinstance(found, str):
         logging.warning("%s: checkpoint %d: %s; reading it once more", folder, step, found)
-        found = _load(folder, step, shapes, shardings, check=check, whole=whole)
+        found = _load(folder, step, shapes, shardings, **rules)
     return found
 
 
-def _load(folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Check, whole: bool) -> Restored | str:
+def _load(
+    folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Check, field_of: FieldOf, whole: bool
+) -> Restored | str:
     """Read and verify one checkpoint, which with `whole` must have no other leaves than `shapes`; or why it is damaged.
 
     All processes come to the same result, since each stage ends with a vote.
@@ -245,7 +253,7 @@ def _load(folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Che
     check(content["run"])
     wanted, leaves = _abstract(shapes, shardings), content["state"]
     there = {name: (tuple(x[0]), x[1]) for name, x in leaves.items() if whole or name in wanted}
-    _check_same({name: (x.shape, x.dtype.name) for name, x in wanted.items()}, there, step)
+    _check_same({name: (x.shape, x.dtype.name) for name, x in wanted.items()}, there, step, field_of)
     items: dict[str, Any] = {"state": {name: wanted.get(name, ...) for name in leaves}}  # Orbax leaves `...` on disk
     extra = content["arrays"] if whole else {}
     if any(math.prod(shape) for shape, _, _ in extra.values()):
@@ -302,7 +310,7 @@ def _abstract(shapes: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for (name, leaf), sharding in leaves}
 
 
-def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any], step: int) -> None:
+def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any], step: int, field_of: FieldOf) -> None:
     """Raise a UserError if two tables of shape and dtype by leaf differ."""
 
     def shown(table: Mapping[str, Any], name: str) -> str:
@@ -310,9 +318,11 @@ def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any], step: int) 
 
     for name in sorted(wanted.keys() | saved.keys()):
         if wanted.get(name) != saved.get(name):
+            fields = field_of(name)
             raise UserError(
                 f"checkpoint {step} does not fit this config: {name} is {shown(saved, name)} in the checkpoint and "
-                f"{shown(wanted, name)} here; use the config it was saved with, or another --workdir"
+                f"{shown(wanted, name)} here{f' (see {fields})' if fields else ''}; use the config it was saved with, "
+                "or another --workdir"
             )
 
 

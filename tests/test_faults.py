@@ -1,0 +1,164 @@
+"""Runs that are stopped, hang, go bad or lose their checkpoints: what the user sees, and how they go on."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from gspo_jax import exits
+from tests.pods import ROOT, Pod, assert_same_bits, assert_same_metrics, rows_of, run_processes
+
+pytestmark = pytest.mark.faults
+ITERATIONS = 5
+ADDER = ROOT / "tests" / "golden" / "adder"
+
+
+def command(workdir: Path, data: Path, **settings: object) -> list[str]:
+    """Return the flags of a run with partial rollouts that saves nothing before its end, unless it is stopped."""
+    chosen = {"model.folder": ADDER, "data.data_dir": data, "iterations": ITERATIONS}
+    chosen |= {"checkpoint.every": 100, "eval.every": 2} | settings
+    words = ["--config=tests/pod_config.py:partial", f"--workdir={workdir}"]
+    return [*words, *(f"--config.{name}={value}" for name, value in chosen.items())]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Return the folder of the data sets."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory) -> Path:
+    """Return the folder of an undisturbed run of one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_processes(1, "-m", "gspo_jax.train", *command(folder, data))
+    return folder
+
+
+def run(fault: str, words: list[str], *, count: int = 1) -> tuple[list[int], str]:
+    """Run training with a fault of tests/faulty.py to its end; return the exit codes and all output."""
+    with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
+        said = pod.finish()
+    return [process.returncode for process in pod.processes], "\n".join(said)
+
+
+def stopped(folder: Path) -> dict:
+    """Return what `stopped.json` says."""
+    return json.loads((folder / "stopped.json").read_text())
+
+
+def test_a_stop_in_any_phase_is_saved_and_resumes_with_the_same_bits(whole, data, tmp_path):
+    """At most the iteration in hand is done again, sampled with the same keys, and a cut-off evaluation is made up."""
+    done = 0
+    for phase, number, iterations in (
+        ("evaluate", 1, 0),
+        ("sample", 2, 0),
+        ("update", 1, 1),
+        ("reward", 1, 1),
+        ("evaluate", 1, 2),
+        ("reshard", 2, 3),
+    ):
+        codes, said = run(f"TERM:{phase}:{number}", command(tmp_path, data))
+        facts = stopped(tmp_path)
+        assert codes == [0], said
+        assert (facts["step"], facts["phase"]) == (iterations, phase), said
+        assert facts["seconds"] < 10
+        assert f"SIGTERM in phase {phase}" in said and f"stopped: iteration {iterations} is saved" in said
+        done = iterations
+    (said,) = run_processes(1, "-m", "gspo_jax.train", *command(tmp_path, data))
+    assert f"resuming from iteration {done}" in said
+    assert not (tmp_path / "stopped.json").exists()
+    assert_same_bits(whole, tmp_path, step=ITERATIONS)
+    assert sum("eval/accuracy" in row for row in rows_of(tmp_path)) == 4, "of the first policy, after 2, 4 and 5"
+
+
+def test_two_processes_stop_where_both_can(whole, data, tmp_path):
+    for phase, process in (("sample", 1), ("evaluate", 0)):
+        codes, said = run(f"TERM:{phase}:2:{process}", command(tmp_path, data), count=2)
+        assert codes == [0, 0], said
+        facts = stopped(tmp_path)
+        assert facts["seconds"] < 30 and len(re.findall("stopped: iteration . is saved", said)) == 2
+    run_processes(2, "-m", "gspo_jax.train", *command(tmp_path, data))
+    assert_same_metrics(whole, tmp_path)
+
+
+def test_a_damaged_checkpoint_is_left_out_and_a_lost_folder_refused(whole, data, tmp_path):
+    """With a byte flipped in the newest checkpoint the run goes on from the one before, to the same bits."""
+    folder = tmp_path / "run"
+    words = command(folder, data, **{"checkpoint.every": 1})
+    run_processes(1, "-m", "gspo_jax.train", *words)
+    files = [path for path in (folder / "checkpoints" / str(ITERATIONS)).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 8
+    largest.write_bytes(content)
+    (said,) = run_processes(1, "-m", "gspo_jax.train", *words)
+    assert f"checkpoint {ITERATIONS}: " in said and f"resuming from iteration {ITERATIONS - 1}" in said
+    assert_same_bits(whole, folder, step=ITERATIONS)
+
+    shutil.rmtree(folder / "checkpoints")
+    codes, said = run("TERM:none:1", words)
+    assert codes == [exits.MISTAKE]
+    assert re.search(
+        rf"error: the run in .* had saved checkpoint {ITERATIONS}, but .* holds none; .*--start_over", said
+    )
+    codes, said = run("TERM:sample:1", [*words, "--start_over"])
+    assert codes == [0] and stopped(folder)["step"] == 0, said
+
+
+def test_gradients_that_are_not_finite_end_the_run_and_are_never_saved(data, tmp_path):
+    """The run ends after `training.max_skipped` updates in a row, and names a leaf of the gradient."""
+    model = tmp_path / "model"
+    shutil.copytree(ADDER, model)
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "q_proj" in name)
+    weights[name] = np.full_like(weights[name], 3e38)  # finite, but its products are not
+    save_file(weights, model / "model.safetensors")
+    settings = {"model.folder": model, "training.max_skipped": 3, "checkpoint.every": 1}
+    codes, said = run("TERM:none:1", command(tmp_path / "run", data, **settings))
+    assert codes == [exits.DIVERGED], said
+    assert re.search(r"error: 3 updates in a row were skipped \(.*policy\.|error: 3 updates .*the loss is nan", said), (
+        said
+    )
+
+
+WATCHED = """
+import sys, time
+from pathlib import Path
+from gspo_jax.config import base
+from gspo_jax.run.phases import open_phases
+config = base()
+config.watchdog.floor_s, config.processes.grace_s = 3.0, 1
+def stuck(seconds):
+    time.sleep(seconds)
+with open_phases(config, Path(sys.argv[1])) as phases:
+    phases.enter("reward")
+    print("begun", flush=True)
+    stuck(60)
+"""
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_phase_that_hangs_ends_with_its_stacks(told, tmp_path):
+    """After its deadline or, told to stop, once the time for that is over."""
+    script = [sys.executable, "-c", WATCHED, str(tmp_path)]
+    with subprocess.Popen(script, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        begun = time.monotonic()
+        if told:
+            process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == exits.LATE, said
+    assert time.monotonic() - begun < (3 if told else 6)
+    (stacks,) = (tmp_path / "stacks").iterdir()
+    assert "in stuck" in stacks.read_text()
+    assert str(stacks) in said and "phase reward" in said
+    assert ("nothing was saved within 1 s of SIGTERM" in said) == told
