@@ -162,3 +162,10 @@ def test_a_phase_that_hangs_ends_with_its_stacks(told, tmp_path):
     assert "in stuck" in stacks.read_text()
     assert str(stacks) in said and "phase reward" in said
     assert ("nothing was saved within 1 s of SIGTERM" in said) == told
+
+
+def test_a_slow_process_is_named(data, tmp_path):
+    codes, said = run("slow:reward:1:1", command(tmp_path, data, iterations=3), count=2)
+    assert codes == [0, 0], said
+    (warning,) = re.findall(r"warning: process (\d) is slow: it works (\S+) s of an iteration, (\S+) times", said)
+    assert warning[0] == "1" and float(warning[1]) >= 3 and float(warning[2]) > 1.5

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from gspo_jax import exits
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
+from gspo_jax.run.stragglers import describe
 from gspo_jax.types import UserError
 from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes, wait_for
 
@@ -359,3 +360,11 @@ def test_the_launcher_does_not_repeat_a_mistake(repository):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert said.count("error: iterations is 0; use 1 to ") == 1 and "start again" not in said
+
+
+def test_the_process_that_the_others_wait_for_is_named():
+    assert describe(np.float32([1.0])) is None
+    assert describe(np.float32([1.0, 1.1, 1.2])) is None
+    assert describe(np.float32([0.1, 0.25])) is None, "too little to speak of"
+    said = describe(np.float32([1.0, 4.0, 1.2, 0.8]))
+    assert said is not None and said.startswith("process 1 is slow: it works 4.0 s of an iteration, 4.0 times as long")

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
+from gspo_jax.parallel import processes
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, rows_sharding
 
 Tree = TypeVar("Tree")
@@ -34,6 +35,7 @@ def allgather(tree: Any) -> Any:
 
 
 def _allgather(x: jax.Array) -> np.ndarray:
+    processes.meet()  # counts how long this process waits for the others' part
     blocks = -(-x.nbytes // _BLOCK)
     if x.ndim < 2 or blocks < 2:
         return multihost_utils.process_allgather(x, tiled=True)

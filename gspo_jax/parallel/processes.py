@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 """jax's names of the clusters to detect. Detecting the TPU ones queries the network, on TPU machines only."""
 
+_MEETING_MS = 24 * 3600 * 1000  # the watchdog and the heartbeats are faster
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
+_meetings, _waits = itertools.count(), list[float]()
 _callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
 
 
@@ -120,6 +123,26 @@ def _silence_stdout() -> Iterator[None]:
 def wait_for_all(name: str) -> None:
     """Block until all processes have reached the barrier `name`."""
     multihost_utils.sync_global_devices(name)
+
+
+def meet() -> None:
+    """Block until all processes are here, without a device, and add the time to `waited_s`; alone, do nothing."""
+    client: Any = distributed.global_state.client
+    if client is None:
+        return
+    begun = time.monotonic()
+    try:
+        client.wait_at_barrier(f"meeting {next(_meetings)}", _MEETING_MS)
+    except jax.errors.JaxRuntimeError as error:
+        _exit_lost(f"another process of the run is lost ({' '.join(str(error).split())[:200]})")
+    _waits.append(time.monotonic() - begun)
+
+
+def waited_s() -> float:
+    """Return the seconds that this process has waited for others to `meet` since the last call."""
+    total = sum(_waits)
+    _waits.clear()
+    return total
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from gspo_jax.parallel import processes
 from gspo_jax.run.phases import Phases
 
 
@@ -40,12 +41,14 @@ class Clock:
 
     def phase(self, name: str) -> None:
         """End the running phase and begin `name`; a phase that recurs adds up."""
+        processes.meet()
         self._end()
         self._phase = name
         self._phases.enter(name)
 
     def stop(self) -> None:
         """End the running phase and the iteration."""
+        processes.meet()
         self._end()
         self.seconds["iteration"] = time.perf_counter() - self._begun
         self.compiled.stop()

@@ -116,10 +116,10 @@ class RunLog:
         self.progress.table(rows, title=title)
         return {"first": first, "last": last}
 
-    def warn(self, text: str) -> None:
-        """Print a warning, once per run."""
-        if text not in self._warned:
-            self._warned.add(text)
+    def warn(self, text: str, *, about: str = "") -> None:
+        """Print a warning, once per run; `about` tells it from others if its text changes."""
+        if (about or text) not in self._warned:
+            self._warned.add(about or text)
             self.progress.say(f"warning: {text}")
 
     def guard_config(self, objective: Objective, *, group_size: int) -> None:

@@ -30,6 +30,7 @@ from gspo_jax.run.phases import Phases, StopRequested, open_phases
 from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Scored, score_episodes
 from gspo_jax.run.shaping import Shaping
+from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
@@ -210,6 +211,9 @@ class Run:
     ) -> None:
         """Log an iteration and, when due, write samples, evaluate and save a checkpoint."""
         clock.stop()
+        slow = slowest(clock.seconds["iteration"])
+        if slow is not None and not clock.compiled.programs:  # compilation takes every process another time
+            self.log.warn(slow, about=slow.partition(":")[0])
         done, step, config = iteration + 1, int(state.updates), self.config
         last = done == config.iterations
         line = {"iteration": done, **log_lib.iteration_metrics(clock, rounds, self.engine.sampler)}
