@@ -30,6 +30,8 @@ BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
 PUBLISH_S = 60.0
 """Seconds between uploads of a run's files to its bucket, unless a checkpoint requires one earlier."""
+LEASE = "lease.json"
+"""File of the run that uses a run folder; in a bucket, it is never copied to the local folder."""
 _PROBE = ".writable-"
 
 
@@ -110,17 +112,13 @@ class RunFolder:
         """
         if self.bucket is None:
             return
-        try:
+        with explained(self.name):
             check_writable(self.bucket)
             for name in _names(self.bucket):
                 file = self.local / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes((self.bucket / name).read_bytes())
                 self._published[name] = _version(file)
-        except Exception as error:  # storage, transport and credentials each raise their own types
-            raise UserError(
-                f"cannot use {self.name} ({error}); check that the bucket exists and that this machine may write to it"
-            ) from error
 
     def publish(self, *, every_s: float = 0.0) -> None:
         """Upload changed files to the bucket, unless the last upload was less than `every_s` seconds ago.
@@ -158,6 +156,22 @@ class RunFolder:
             del self._published[name]
 
 
+@contextmanager
+def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
+    """Turn what the storage raises inside the block into a UserError of one sentence about the run folder `name`.
+
+    `place` is what should exist.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # storage, transport and credentials each raise their own types
+        raise UserError(
+            f"cannot use {name} ({error}); check that {place} exists and that this machine may write to it"
+        ) from error
+
+
 def check_writable(folder: AnyPath) -> None:
     """Write, read back and delete a small file; raise whatever the storage raises."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +187,8 @@ def check_writable(folder: AnyPath) -> None:
 def _names(folder: epath.Path) -> Iterator[str]:
     """Yield the relative names of all files in a run folder, except checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
-        if path.name == CHECKPOINTS or path.name.startswith(_PROBE):  # other processes delete their probes at any time
+        # Other processes delete their probes at any time.
+        if path.name in (CHECKPOINTS, LEASE) or path.name.startswith(_PROBE):
             continue
         if path.is_dir():
             yield from (f"{path.name}/{name}" for name in _names(path))
