@@ -155,7 +155,7 @@ SIGNALS = pytest.mark.parametrize(("sign", "code"), [("TERM", 0), ("INT", 130)])
 
 def _stopped(root: Path, script: str, sign: str) -> subprocess.CompletedProcess:
     """Start a script, and send it a signal once its trainer, a stub that saves on SIGTERM, has begun."""
-    waits = f"trap : TERM; echo >begun; sleep 20 & wait; kill $!; {SAVES}"
+    waits = f"trap : TERM; echo >begun; sleep 60 & wait; kill $!; {SAVES}"
     _script(root / ".venv" / "bin" / "python", f"case $* in *gspo_jax.train*) {waits};; *catalogue*) echo grpo;; esac")
     for tool in ("kill", "sleep"):
         (root / "bin" / tool).symlink_to(shutil.which(tool) or "")

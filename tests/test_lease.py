@@ -14,10 +14,10 @@ import pytest
 from gspo_jax import exits
 from gspo_jax.run import lease
 from gspo_jax.run.lease import Holder, acquire, hold
-from gspo_jax.storage import LEASE
+from gspo_jax.storage import LEASE, open_folder
 from gspo_jax.types import UserError
 from tests.pods import ROOT
-from tests.test_storage import storage  # noqa: F401  a fixture
+from tests.test_storage import bucket, storage  # noqa: F401  fixtures
 
 RUN = """
 import logging, sys, time
@@ -160,6 +160,8 @@ def test_of_runs_that_take_a_lease_at_once_one_gets_it(tmp_path, monkeypatch, st
     monkeypatch.setattr(lease, "EXPIRES_S", 0.6)
     if stale:
         left_by(tmp_path)
+    write = lease._write
+    monkeypatch.setattr(lease, "_write", lambda *words: (time.sleep(0.1), write(*words)))  # so that decisions overlap
     start, got, refused = threading.Barrier(8), [], []
 
     def take() -> None:
@@ -177,6 +179,16 @@ def test_of_runs_that_take_a_lease_at_once_one_gets_it(tmp_path, monkeypatch, st
     assert len(got) == 1 and len(refused) == 7
     got[0].release()
     assert not (tmp_path / LEASE).exists()
+
+
+def test_a_lease_in_a_bucket_stays_there(bucket):  # noqa: F811
+    """A copy in the local folder would be uploaded, or removed there, when the run is published."""
+    bucket.mkdir(parents=True)
+    (bucket / "config.json").write_text("{}")
+    (bucket / LEASE).write_text("held")
+    with open_folder("gs://bucket/run") as folder:
+        assert [path.name for path in folder.local.iterdir()] == ["config.json"]
+    assert (bucket / LEASE).read_text() == "held"
 
 
 @pytest.mark.faults
