@@ -34,8 +34,9 @@ begin() {
   done
 }
 
-# Waits until all processes have succeeded, which they do after a SIGTERM too, or returns the exit code of the one that failed first and sets `failed` to its number.
-# Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
+# Waits until all processes have exited with 0, or returns the exit code of the one that failed first and sets `failed` to its
+# number. Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
+# Once the script is told to stop, hands that on as one SIGTERM to each process.
 watch() {
   local left=$count i code ended='' lost='' before deadline=''
   while [ "$left" -gt 0 ]; do
