@@ -26,12 +26,14 @@ from rich.console import Console
 
 from gspo_jax import cli, storage
 from gspo_jax.config import base
+from gspo_jax.parallel.processes import PARENT
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import model_config
 from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+TRAINER = "gspo_jax.train"
 GIB = 2**30
 MIN_FREE_GIB = 20.0
 """Free GiB in a local run folder below which checkpoints may soon fill the disk."""
@@ -70,6 +72,7 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
     }
     if workdir is not None:
         checks["run folder"] = lambda: run_folder(workdir)
+    checks["strays"] = lambda: strays(workdir)
     found: list[Finding] = []
     for name, check in checks.items():
         try:
@@ -201,6 +204,49 @@ def run_folder(workdir: str) -> list[Finding]:
     remedy = "Make room, keep fewer checkpoints with --config.checkpoint.keep, or use another --workdir."
     found.append(Finding("disk", "warning" if scarce else "ok", f"{free:.1f} GiB are free", remedy if scarce else ""))
     return found
+
+
+def strays(workdir: str | None) -> Finding:
+    """Check that no trainer on this machine uses `workdir` already, or has outlived its launcher."""
+    found: list[str] = []
+    pids: list[str] = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if TRAINER not in words or not os.path.basename(words[0]).startswith("python"):
+                continue
+            place = _flag(words, "workdir")
+            holds = workdir is not None and place is not None and _same_place(place, workdir, process.cwd())
+            launcher = process.environ().get(PARENT, "")
+            orphan = launcher != str(process.ppid()) if launcher else process.ppid() == 1
+        except psutil.Error:  # it has ended, or belongs to somebody else
+            continue
+        if holds or orphan:
+            why = " and ".join(["uses this run folder"] * holds + ["has outlived its launcher"] * orphan)
+            found.append(f"process {process.pid} {why} ({place})")
+            pids.append(str(process.pid))
+    if not found:
+        return Finding("strays", "ok", "none")
+    remedy = f"Unless you want them to go on, save and end them: kill {' '.join(pids)} (kill -9 if they are hung)."
+    return Finding("strays", "warning", "; ".join(found), remedy)
+
+
+def _flag(words: Sequence[str], name: str) -> str | None:
+    """Return the last value of an absl flag on a command line; None if it is not given."""
+    value = None
+    for word, after in zip(words, [*words[1:], None], strict=True):
+        if word in (f"--{name}", f"-{name}"):
+            value = after
+        elif word.startswith((f"--{name}=", f"-{name}=")):
+            value = word.partition("=")[2]
+    return value
+
+
+def _same_place(theirs: str, ours: str, cwd: str) -> bool:
+    """Return whether a folder, as another process in `cwd` names it, is `ours`."""
+    if storage.BUCKET in (theirs[: len(storage.BUCKET)], ours[: len(storage.BUCKET)]):
+        return theirs.rstrip("/") == ours.rstrip("/")
+    return os.path.realpath(os.path.join(cwd, theirs)) == os.path.realpath(ours)
 
 
 def _writable(check: str, place: str) -> Finding:

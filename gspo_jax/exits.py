@@ -11,3 +11,5 @@ LATE = 4
 """A deadline has passed: the process hung, or could not be saved in the time it had to stop. Start again."""
 DIVERGED = 5
 """The numbers went bad: non-finite gradients or parameters. Starting again would end the same way."""
+TAKEN = 6
+"""Another run has taken over the run folder; starting again would only find it in use."""

@@ -32,6 +32,8 @@ BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
 PUBLISH_S = 60.0
 """Seconds between uploads of a run's files to its bucket, unless a checkpoint requires one earlier."""
+LEASE = "lease.json"
+"""File of the run that uses a run folder; in a bucket, it is never copied to the local folder."""
 _PROBE = ".writable-"
 _FULL_OR_BROKEN = {
     errno.ENOSPC: "make room on that disk, for data and for inodes",
@@ -98,7 +100,7 @@ def open_folder(workdir: str | os.PathLike[str], *, write: bool = True) -> Itera
     with tempfile.TemporaryDirectory(prefix="gspo_jax-run-", ignore_cleanup_errors=True) as local:
         folder = RunFolder(name=str(place), local=Path(local), bucket=place)
         if write:
-            with _report_bucket(folder.name):
+            with explained(folder.name):
                 check_writable(place)
         folder.fetch()
         try:
@@ -135,7 +137,7 @@ class RunFolder:
         """
         if self.bucket is None:
             return
-        with _report_bucket(self.name):
+        with explained(self.name):
             for name in _names(self.bucket):
                 file = self.local / name
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +178,22 @@ class RunFolder:
         for name in self._published.keys() - files.keys():
             (bucket / name).unlink(missing_ok=True)
             del self._published[name]
+
+
+@contextmanager
+def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
+    """Turn what the storage raises inside the block into a UserError of one sentence about the run folder `name`.
+
+    `place` is what should exist.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # storage, transport and credentials each raise their own types
+        raise UserError(
+            f"cannot use {name} ({error}); check that {place} exists and that this machine may write to it"
+        ) from error
 
 
 def check_writable(folder: AnyPath) -> None:
@@ -254,21 +272,11 @@ def _system_error(error: BaseException) -> tuple[int, str | None]:
     return (0, None) if code is None else (int(code[1]), None if path is None else path[1])
 
 
-@contextmanager
-def _report_bucket(name: str) -> Iterator[None]:
-    """Turn any error of a bucket into a UserError."""
-    try:
-        yield
-    except Exception as error:  # storage, transport and credentials each raise their own types
-        raise UserError(
-            f"cannot use {name} ({error}); check that the bucket exists and that this machine may write to it"
-        ) from error
-
-
 def _names(folder: epath.Path) -> Iterator[str]:
     """Yield the relative names of all files in a run folder, except checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():  # a bucket has no empty folders
-        if path.name == CHECKPOINTS or path.name.startswith(_PROBE):  # other processes delete their probes at any time
+        # Other processes delete their probes at any time.
+        if path.name in (CHECKPOINTS, LEASE) or path.name.startswith(_PROBE):
             continue
         if path.is_dir():
             yield from (f"{path.name}/{name}" for name in _names(path))

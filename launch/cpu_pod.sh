@@ -2,15 +2,18 @@
 # Trains with N processes on this machine, as the hosts of a pod would: bash launch/cpu_pod.sh N [flags of gspo_jax.train …]
 # Flags and defaults are those of launch/local.sh. The processes share the simulated devices (--config.cpu_devices). The first
 # one prints here, the others to WORKDIR/processes/. If one dies, all are stopped and restarted, and the run resumes from its
-# newest checkpoint, at most RESTARTS times (default 3). Wrong flags stop all processes for good, and so does Ctrl-C.
+# newest checkpoint, at most RESTARTS times (default 3), unless it would fail again: wrong flags, or diverged. Ctrl-C and SIGTERM
+# save the run and end it; a SIGTERM that only the processes get saves it too, and it is started again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
 source launch/venv.sh
 # shellcheck source=launch/flags.sh
 source launch/flags.sh
+# shellcheck source=launch/trainer.sh
+source launch/trainer.sh
 
-# Exit codes for wrong input and for a lost peer process (gspo_jax/cli.py, gspo_jax/parallel/processes.py).
+# Exit codes for wrong input and for a lost peer process (gspo_jax/exits.py).
 MISTAKEN=2
 LOST=3
 
@@ -18,7 +21,7 @@ LOST=3
 begin() {
   local port i output
   port=$($python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-  export JAX_PLATFORMS=cpu JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count
+  export JAX_PLATFORMS=cpu JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count GSPO_JAX_PARENT=$$
   pids=()
   for ((i = 0; i < count; i++)); do
     output=$workdir/processes/$i.log
@@ -31,11 +34,18 @@ begin() {
   done
 }
 
-# Waits until all processes have succeeded, or returns the exit code of the one that failed first and sets `failed` to its number.
-# Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
+# Waits until all processes have exited with 0, or returns the exit code of the one that failed first and sets `failed` to its
+# number. Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
+# Once the script is told to stop, hands that on as one SIGTERM to each process.
 watch() {
-  local left=$count i code ended='' lost='' before
+  local left=$count i code ended='' lost='' before deadline=''
   while [ "$left" -gt 0 ]; do
+    if [ -n "$told" ] && [ -z "$deadline" ]; then
+      deadline=$((SECONDS + stop_patience))
+      kill "${pids[@]}" 2>/dev/null || true
+    elif [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ]; then
+      kill -9 "${pids[@]}" 2>/dev/null || true
+    fi
     before=$lost
     for ((i = 0; i < count; i++)); do
       case $ended in *" $i "*) continue ;; esac
@@ -54,10 +64,10 @@ watch() {
   done
 }
 
-# Stops the remaining processes: SIGTERM, and SIGKILL after five seconds.
+# Ends the processes that are left after one has failed: by force after five seconds, as they cannot save without it.
 end_all() {
   local patience=50
-  while [ "$patience" -gt 0 ] && kill "${pids[@]}" 2>/dev/null; do
+  while [ "$patience" -gt 0 ] && kill -0 "${pids[@]}" 2>/dev/null; do
     patience=$((patience - 1))
     sleep 0.1
   done
@@ -79,19 +89,33 @@ ensure_venv report
 python=.venv/bin/python
 mkdir -p "$workdir/processes"
 pids=()
-trap 'end_all; exit 130' INT
-trap 'end_all; exit 143' TERM
+stop_patience=$(stop_seconds "$@")
+restarts=${RESTARTS:-3}
+trap 'told=INT' INT
+trap 'told=TERM' TERM
 
-for ((restarts = ${RESTARTS:-3}; ; restarts--)); do
+while true; do
   begin "$@"
   code=0
   watch || code=$?
-  if [ "$code" = 0 ]; then break; fi
-  end_all
-  if [ "$code" = "$MISTAKEN" ] || [ "$restarts" -lt 1 ]; then
-    echo "error: process $failed of $count exited with code $code; see the output above and $workdir/processes" >&2
-    exit "$code"
+  if [ "$code" = 0 ] && [ ! -e "$workdir/stopped.json" ]; then break; fi
+  if [ "$code" = 0 ] && [ -z "$told" ]; then
+    echo "the run was stopped and saved: starting it again" >&2
+    continue
   fi
-  echo "process $failed of $count exited with code $code: restarting all, the run resumes from its newest checkpoint" >&2
+  if [ "$code" = 0 ]; then
+    echo "the run is saved; start it again with the same command" >&2
+  else
+    end_all
+    if [ -z "$told" ] && [ "$restarts" -gt 0 ] && ! is_final "$code"; then
+      restarts=$((restarts - 1))
+      echo "process $failed of $count exited with code $code: restarting all, the run resumes from its newest checkpoint" >&2
+      continue
+    fi
+    echo "error: process $failed of $count exited with code $code; see the output above and $workdir/processes" >&2
+  fi
+  if [ "$told" = INT ]; then code=130; fi
+  exit "$code"
 done
+trap - INT TERM
 $python -m gspo_jax.report "$workdir"

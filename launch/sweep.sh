@@ -5,6 +5,8 @@
 
 # shellcheck source=launch/command.sh
 source launch/command.sh
+# shellcheck source=launch/trainer.sh
+source launch/trainer.sh
 
 seeds='0 1 2'
 runs='' # folder of the runs and their cold starts
@@ -54,7 +56,7 @@ make_cold_start() {
 }
 
 # train_from COLD FOLDER FLAGS…: trains a run in FOLDER from that cold start. Resumes an unfinished run, and skips one that was
-# finished with exactly these flags.
+# finished with exactly these flags. Ends the script if the run is stopped, or fails.
 train_from() {
   local cold=$1 folder=$2
   shift 2
@@ -66,6 +68,10 @@ train_from() {
     run cp -R "$cold" "$folder/coldstart.partial"
     run mv "$folder/coldstart.partial" "$folder/coldstart" # atomically
   fi
-  run "${command[@]}"
-  if [ -z "$dry" ]; then echo "${command[*]}" >"$folder/finished"; fi
+  if [ -n "$dry" ]; then
+    run "${command[@]}"
+  else
+    train "${command[@]}"
+    echo "${command[*]}" >"$folder/finished"
+  fi
 }

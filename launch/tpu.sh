@@ -10,11 +10,12 @@
 #   status                                             shows the state of the TPUs, and of the run on every worker
 #   logs      [--node=N] [--worker=N]                  follows a worker's output, from its last 200 lines on
 #   exec      -- COMMAND …                             runs a command on all workers, in the repository there
-#   stop                                               stops the run on all workers
+#   stop                                               saves and stops the run on all workers; babysit then ends, too
 #   delete                                             releases the TPUs
 #   babysit   the flags of create, setup and run, [--tries=N] [--poll=SECONDS]
 #             does all of that until the run is finished, and then deletes the TPUs. After a preemption it requests new TPUs, and the
-#             run resumes from its newest checkpoint. Gives up after N consecutive attempts (default 5) without a new checkpoint
+#             run resumes from its newest checkpoint. Gives up after N consecutive attempts (default 5) without a new checkpoint,
+#             and if the run fails for good: wrong input, or diverged
 #
 # --dry-run prints the commands, one per line, and runs nothing. docs/tpu.md is the full guide. Several slices form one run: a
 # queued resource passes the MEGASCALE_ variables to its VMs as metadata (https://cloud.google.com/tpu/docs/multislice-introduction),
@@ -192,13 +193,19 @@ log() {
 
 # Stops what is left of the run, and starts it from the tree that is committed now.
 begin() {
-  on_all_workers bash gspo_jax/launch/worker.sh stop || true # a new machine has no worker.sh yet
+  on_all_workers bash gspo_jax/launch/worker.sh end || true # a new machine has no worker.sh yet
   push && setup && start
+}
+
+# restart STATUSES: starts the run anew, after its last end.
+restart() {
+  printf '%s\n' "$1"
+  count_attempt
+  begin || log "the run could not be started"
 }
 
 # check_and_act: one round of babysitting. Looks at the TPUs and the run, does what is due, and succeeds once the run is finished.
 last=''
-finished=''
 check_and_act() {
   local now seen
   now=$(state) || return 1 # no answer: try again in the next round
@@ -214,22 +221,24 @@ check_and_act() {
     ACTIVE)
       seen=$(run_status) || return 1 # workers stop answering before the preemption shows
       case $seen in
-        *': none'* | *': failed'* | *': stopped'*)
+        *': failed for good'*)
           printf '%s\n' "$seen"
-          count_attempt
-          begin || log "the run could not be started"
+          echo "error: the run would fail again in the same way; see bash launch/tpu.sh logs, then delete" >&2
+          exit 1
           ;;
+        *': stopped'*)
+          printf '%s\n' "$seen"
+          echo "error: the run was stopped by tpu.sh stop; start it with run or babysit, or release the TPUs with delete" >&2
+          exit 1
+          ;;
+        *': none'* | *': failed'*) restart "$seen" ;;
         *': running'*) ;;
-        *': finished'*) # must be seen twice: a run that is being preempted also saves and exits with code 0
-          if [ -n "$finished" ]; then return; fi
-          finished=yes
-          return 1
-          ;;
+        *': saved'*) restart "$seen" ;; # by all workers: a preemption was announced
+        *': finished'*) return ;;
       esac
       ;;
     *) ;; # being created or deleted
   esac
-  finished=''
   return 1
 }
 
@@ -241,7 +250,7 @@ babysit() {
     create
     echo "# if they are ACTIVE:"
     run_status
-    echo "# if the run has not been started on them, or has failed:"
+    echo "# if the run has not been started on them, was saved before a preemption that did not come, or has failed:"
     begin
     echo "# if they were preempted or could not be created, and at the end:"
     resources delete "$name" --force --quiet

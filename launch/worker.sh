@@ -2,11 +2,15 @@
 # Runs on a TPU VM on behalf of tpu.sh, in the home folder: bash gspo_jax/launch/worker.sh COMMAND …
 #   setup [gs://BUCKET/FOLDER …]    installs the project, and copies each FOLDER to fetched/
 #   start ARGUMENT …                starts python ARGUMENT … in gspo_jax/ in the background; output goes to run/log
-#   status                          prints one line: none, running, finished, stopped, or failed with the exit code
-#   stop                            stops the run, by force after 60 seconds
+#   status                          prints one line: none, running, finished; saved: ended by a SIGTERM from elsewhere, as before a
+#                                   preemption; stopped: ended by stop; failed, or failed for good, with the exit code
+#   stop                            saves and ends the run, by force if that takes too long
+#   end                             does so in order to start it again: its status is then saved, not stopped
 # The run has a session of its own and survives a lost connection.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/trainer.sh
+source launch/trainer.sh
 home=$(dirname "$PWD")
 mkdir -p "$home/run"
 
@@ -40,22 +44,28 @@ start() {
     exit 2
   fi
   rm -f "$home/run/pid" "$home/run/exit" "$home/run/stopped"
-  # The wrapper ignores SIGTERM and waits for the run, which saves a checkpoint before it exits.
+  stop_seconds "$@" >"$home/run/patience"
   # shellcheck disable=SC2016 # the inner shell expands the variables
-  setsid bash -c 'trap : TERM; echo $$ >"$0/pid"; .venv/bin/python "$@"; echo $? >"$0/exit"' \
+  setsid bash -c 'source launch/trainer.sh; echo $$ >"$0/pid"; supervise .venv/bin/python "$@"; echo $? >"$0/exit"' \
     "$home/run" "$@" >>"$home/run/log" 2>&1 </dev/null &
   while [ ! -s "$home/run/pid" ]; do sleep 0.1; done
 }
 
 status() {
-  local code
+  local code=''
+  if [ -s "$home/run/exit" ]; then code=$(cat "$home/run/exit"); fi
   if alive; then
     echo "$HOSTNAME: running"
+  elif [ "$code" = 0 ]; then
+    echo "$HOSTNAME: finished"
   elif [ -e "$home/run/stopped" ]; then
-    echo "$HOSTNAME: stopped"
-  elif [ -s "$home/run/exit" ]; then
-    code=$(cat "$home/run/exit")
-    if [ "$code" = 0 ]; then echo "$HOSTNAME: finished"; else echo "$HOSTNAME: failed with exit code $code"; fi
+    echo "$HOSTNAME: stopped, $(ended "$code")"
+  elif [ "$code" = "$SAVED" ]; then
+    echo "$HOSTNAME: saved"
+  elif is_final "$code"; then
+    echo "$HOSTNAME: failed for good with $(ended "$code")"
+  elif [ -n "$code" ]; then
+    echo "$HOSTNAME: failed with $(ended "$code")"
   elif [ -s "$home/run/pid" ]; then
     echo "$HOSTNAME: failed, killed"
   else
@@ -63,20 +73,39 @@ status() {
   fi
 }
 
+# ended CODE: puts the exit code of a run that is not finished into words.
+ended() {
+  case $1 in
+    "$SAVED") echo saved ;;
+    '') echo killed ;;
+    *) echo "exit code $1" ;;
+  esac
+}
+
 stop() {
-  local pid waited
+  if alive; then touch "$home/run/stopped"; fi
+  end
+  status
+}
+
+end() {
+  local pid patience deadline
   if ! alive; then return; fi
   pid=$(cat "$home/run/pid")
-  touch "$home/run/stopped" # a stopped run exits with code 0 too, but is not finished
-  kill -TERM -- "-$pid"
-  for ((waited = 0; waited < 300; waited++)); do
-    if ! alive; then return; fi
+  patience=$(cat "$home/run/patience")
+  deadline=$((SECONDS + patience))
+  kill -TERM "$pid" # which hands it on to the trainer alone: its reward workers are needed until it has saved
+  while alive; do
+    if [ "$SECONDS" -ge "$deadline" ]; then
+      echo "$HOSTNAME: the run has not ended $patience s after SIGTERM, and is killed" >&2
+      kill -KILL -- "-$pid" 2>/dev/null || true
+      while alive; do sleep 0.1; done
+    fi
     sleep 0.2
   done
-  kill -KILL -- "-$pid"
 }
 
 case ${1-} in
-  setup | start | status | stop) "$@" ;;
-  *) echo "error: unexpected ${1-nothing}; use setup, start, status or stop" >&2 && exit 2 ;;
+  setup | start | status | stop | end) "$@" ;;
+  *) echo "error: unexpected ${1-nothing}; use setup, start, status, stop or end" >&2 && exit 2 ;;
 esac

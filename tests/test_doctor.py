@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import psutil
+import pytest
 
 from gspo_jax import doctor
 from gspo_jax.config import base
@@ -137,6 +138,42 @@ def test_places(tmp_path, monkeypatch):
     assert [finding.check for finding in doctor.run_folder(str(tmp_path / "run"))] == ["run folder", "hosts", "disk"]
     (wrong,) = doctor.run_folder("s3://bucket/run")
     assert wrong.state == "failed" and "write a bucket as gs://NAME/RUN" in wrong.found
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Return a function that starts a process with the command line of a trainer."""
+    started = []
+    (tmp_path / "package" / "gspo_jax").mkdir(parents=True)
+    (tmp_path / "package" / "gspo_jax" / "train.py").write_text("import time; print(flush=True); time.sleep(60)")
+
+    def start(*flags: str, **environment: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "gspo_jax.train", *flags]
+        told = os.environ | {"PYTHONPATH": str(tmp_path / "package")} | environment
+        process = subprocess.Popen(words, cwd=tmp_path / "package", env=told, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_trainers_that_hold_the_run_folder_or_have_no_launcher_are_found(trainer, tmp_path):
+    here, elsewhere = str(tmp_path / "run"), str(tmp_path / "other")
+    held = trainer("--workdir", "../run", GSPO_JAX_PARENT=str(os.getpid()))
+    other = trainer(f"--workdir={here}", f"--workdir={elsewhere}")  # the last flag wins
+    finding = doctor.strays(here)
+    assert (finding.check, finding.state) == ("strays", "warning")
+    assert f"process {held.pid} uses this run folder (../run)" in finding.found.split("; ")
+    assert f" {held.pid} " in finding.remedy and f" {other.pid} " not in finding.remedy
+
+    lost = trainer("--workdir=gs://bucket/run", GSPO_JAX_PARENT="1")
+    assert f"process {lost.pid} has outlived its launcher (gs://bucket/run)" in doctor.strays(None).found
+    both = doctor.strays("gs://bucket/run/").found
+    assert f"process {lost.pid} uses this run folder and has outlived its launcher" in both
 
 
 def test_the_compilation_cache(tmp_path):

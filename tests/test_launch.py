@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-REAL_TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "env", "flock", "mkdir", "mv", "rm", "tail", "tee")
+REAL_TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "env", "flock", "mkdir", "mktemp", "mv", "rm", "tail", "tee")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
@@ -76,7 +76,7 @@ def _calls(root: Path) -> list[str]:
     return (root / "calls").read_text().splitlines()
 
 
-SOURCED = ("cloud.sh", "command.sh", "flags.sh", "sweep.sh", "venv.sh")
+SOURCED = ("cloud.sh", "command.sh", "flags.sh", "sweep.sh", "trainer.sh", "venv.sh")
 """Scripts that are sourced or run by other scripts only."""
 
 
@@ -146,6 +146,39 @@ def test_no_report_after_a_failed_run(copy):
     _script(copy / ".venv" / "bin" / "python", 'case $* in *train*) exit 3;; -c*) ;; *) echo "$*" >>calls;; esac')
     assert _bash(copy, "bash launch/local.sh").returncode == 3
     assert not (copy / "calls").exists()
+
+
+SAVES = 'echo {} >"$GSPO_JAX_STOPPED"'
+"""Shell command with which a stub trainer says, as the trainer does, that it was stopped and saved."""
+SIGNALS = pytest.mark.parametrize(("sign", "code"), [("TERM", 0), ("INT", 130)])
+
+
+def _stopped(root: Path, script: str, sign: str) -> subprocess.CompletedProcess:
+    """Start a script, and send it a signal once its trainer, a stub that saves on SIGTERM, has begun."""
+    waits = f"trap : TERM; echo >begun; sleep 60 & wait; kill $!; {SAVES}"
+    _script(root / ".venv" / "bin" / "python", f"case $* in *gspo_jax.train*) {waits};; *catalogue*) echo grpo;; esac")
+    for tool in ("kill", "sleep"):
+        (root / "bin" / tool).symlink_to(shutil.which(tool) or "")
+    command = f"set -m; bash launch/{script} & until [ -e begun ]; do sleep 0.1; done; kill -{sign} $!; wait $!"
+    return _bash(root, command)
+
+
+@SIGNALS
+def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign, code):
+    _install(copy)
+    done = _stopped(copy, "local.sh", sign)
+    assert done.returncode == code and not (copy / "calls").exists()
+    assert "the run is saved; start it again with the same command\n" in done.stderr
+
+
+@SIGNALS
+def test_a_signal_ends_a_sweep_and_leaves_its_run_unfinished(copy, sign, code):
+    _install(copy)
+    (copy / "runs" / "objectives" / "coldstart-0").mkdir(parents=True)
+    done = _stopped(copy, "objectives.sh --seeds=0", sign)
+    assert done.returncode == code and "the run is saved" in done.stderr
+    assert (copy / "runs" / "objectives" / "grpo-0" / "coldstart").is_dir()
+    assert not (copy / "runs" / "objectives" / "grpo-0" / "finished").exists()
 
 
 def test_an_install_that_was_cut_off_is_finished(copy):

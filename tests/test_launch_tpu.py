@@ -3,13 +3,16 @@
 A stub stands in for gcloud; nothing here reaches a network.
 """
 
+import os
 import shlex
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from gspo_jax import exits
 from tests.test_launch import ROOT, _bash, _script, copy  # noqa: F401  copy is a fixture
 
 TOOLS = ("chmod", "date", "git", "grep", "head", "kill", "nohup", "sed", "setsid", "sleep", "sort", "touch", "uname")
@@ -53,7 +56,7 @@ def on_all(command: str) -> str:
 STATE = resources("describe gspo --format=value(state.state)")
 DELETE = resources("delete gspo --force --quiet")
 STATUS = on_all('bash gspo_jax/launch/worker.sh status 2>/dev/null || echo "$HOSTNAME: none"')
-STOP = on_all("bash gspo_jax/launch/worker.sh stop")
+STOP, END = (on_all(f"bash gspo_jax/launch/worker.sh {word}") for word in ("stop", "end"))
 START = on_all("bash gspo_jax/launch/worker.sh start -m gspo_jax.train " + " ".join(RUN))
 SETUP = on_all("bash gspo_jax/launch/worker.sh setup")
 UNPACK = (
@@ -116,7 +119,7 @@ def test_create(root, flags, created):
         (
             "babysit",
             [*RUN, "--type=v5p-128"],
-            [STATE, ONE_SLICE, STATUS, STOP, *PUSH, SETUP, START, DELETE],
+            [STATE, ONE_SLICE, STATUS, END, *PUSH, SETUP, START, DELETE],
         ),
     ],
 )
@@ -145,9 +148,13 @@ def test_gke(root):
     ]
     assert workload == (
         f"xpk workload create --workload=gspo --cluster=pods {WHERE} --tpu-type=v5p-128 --num-slices=2 "
-        "--max-restarts=50 --base-docker-image=python:3.12 --script-dir=build/gspo_jax "
-        "--command=python -m pip install --quiet -e '.[tpu]' && python -m gspo_jax.train --config=configs/tiny.py --workdir=gs://bucket/run"
+        "--max-restarts=50 --restart-on-exit-codes=1,3,4,75 --termination-grace-period-seconds=60 "
+        "--base-docker-image=python:3.12 --script-dir=build/gspo_jax "
+        "--command=python -m pip install --quiet -e '.[tpu]' && exec bash launch/pod_job.sh "
+        "python -m gspo_jax.train --config=configs/tiny.py --workdir=gs://bucket/run"
     )
+    *_, workload = dry(root, "gke.sh", *PLACE, *flags, "--config.processes.grace_s=90.5")
+    assert "--termination-grace-period-seconds=120 " in workload
 
 
 def test_sky(root):
@@ -157,7 +164,19 @@ def test_sky(root):
         "--env=TRAIN=--config=configs/tiny.py --workdir=gs://bucket/run --use-spot --yes --detach-run launch/sky.yaml"
     ]
     job = (ROOT / "launch" / "sky.yaml").read_text()
-    assert "setup: bash launch/worker.sh setup\n" in job and "TRAIN:" in job and 'gspo_jax.train $TRAIN"' in job
+    assert "setup: bash launch/worker.sh setup\n" in job and "TRAIN:" in job and "recover_on_exit_codes: [75]" in job
+    assert 'run: eval "exec bash launch/pod_job.sh .venv/bin/python -m gspo_jax.train $TRAIN"\n' in job
+
+
+def test_a_pod_s_job_fails_if_the_run_is_only_saved(root):
+    """The command is started by `eval "exec …"`, as in sky.yaml, and the signal sent to the shell that does that."""
+    _script(root / "bin" / "trainer", f'{WAITS}\nif [ "$1" != save ]; then exit "$1"; fi\n{SAVES}')
+    job = """set -m; (eval 'exec bash launch/pod_job.sh trainer "$0"') & until [ -e ready ]; do sleep 0.1; done
+    kill -TERM $!; wait $!; echo "exit code $?" """
+    for word, code in (("save", 75), ("0", 0), ("1", 1), ("2", 2), ("5", 5)):
+        done = _bash(root, job.replace("$0", word))
+        assert f"exit code {code}\n" in done.stdout, done.stdout + done.stderr
+        (root / "ready").unlink()
 
 
 @pytest.mark.parametrize("script", ["tpu.sh", "gke.sh", "sky.sh"])
@@ -291,14 +310,30 @@ def test_a_run_under_way_is_only_watched(root):
     assert done.returncode == 0 and did == ["delete"]
 
 
-def test_a_run_that_ends_well_because_its_machines_are_taken_away_is_not_finished(root):
+def test_a_run_that_was_saved_because_its_machines_are_taken_away_is_started_again(root):
+    """Without a pause, as they may stay: on the first round one worker has yet to exit."""
     did, done = babysit(
         root,
-        states="ACTIVE ACTIVE ACTIVE SUSPENDED NONE ACTIVE",
-        statuses="a:~running a:~finished a:~none a:~stopped a:~running a:~finished a:~finished",
+        states="ACTIVE ACTIVE ACTIVE ACTIVE SUSPENDED NONE ACTIVE",
+        statuses=r"a:~running a:~running\nb:~saved a:~saved\nb:~saved a:~running a:~saved a:~running a:~finished",
     )
     assert done.returncode == 0, done.stderr
-    assert did == ["delete", "create", "setup", "start", "setup", "start", "delete"]
+    assert did == ["setup", "start", "delete", "create", "setup", "start", "delete"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "says"),
+    [
+        (
+            r"a:~running a:~stopped,~saved\nb:~running a:~stopped,~saved\nb:~stopped,~saved",
+            "was stopped by tpu.sh stop",
+        ),
+        (r"a:~failed~for~good~with~exit~code~2\nb:~failed~with~exit~code~3", "would fail again in the same way"),
+    ],
+)
+def test_a_run_that_was_stopped_by_hand_or_failed_for_good_is_not_started_again(root, statuses, says):
+    did, done = babysit(root, states="ACTIVE", statuses=statuses)
+    assert done.returncode == 1 and did == [] and says in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_it_gives_up_on_a_run_that_gets_nowhere(root):
@@ -361,28 +396,65 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
     assert state_of(machine, "running") == "running"
     again = worker(machine, "start", "true")
     assert again.returncode == 2 and "is already running; stop it first" in again.stderr
-    assert worker(machine, "stop").returncode == 0
-    assert state_of(machine, "stopped") == "stopped"
+    assert worker(machine, "stop").stdout.endswith(": stopped, exit code 143\n")
     assert worker(machine, "start", "true").returncode == 0
     assert state_of(machine, "finished") == "finished"
-    assert worker(machine, "start", "exit 3").returncode == 0
-    assert state_of(machine, "exit code 3") == "failed with exit code 3"
+    for code, said in (
+        (3, "failed with exit code 3"),
+        *((code, f"failed for good with exit code {code}") for code in (exits.MISTAKE, exits.DIVERGED, exits.TAKEN)),
+    ):
+        assert worker(machine, "start", f"exit {code}").returncode == 0
+        assert state_of(machine, said) == said
     (machine / "run" / "exit").unlink()  # the state after a reboot
     assert state_of(machine, "killed") == "failed, killed"
     assert (machine / "run" / "log").read_text().splitlines()[0] == "called: sleep 60"
 
 
-def test_stopping_waits_for_a_run_that_saves_first(machine):
-    assert (
-        worker(
-            machine, "start", "trap 'sleep 0.3; touch saved; exit 0' TERM; while true; do sleep 0.1; done"
-        ).returncode
-        == 0
-    )
-    assert state_of(machine, "running") == "running"
-    assert worker(machine, "stop").returncode == 0
-    assert state_of(machine, "stopped") == "stopped" and (machine / "gspo_jax" / "saved").exists()
-    assert (machine / "run" / "exit").read_text() == "0\n"
+WAITS = "trap : TERM; echo >ready; sleep 60 & wait; kill $!"
+"""Shell command of a stub trainer that waits for SIGTERM, once it has written the file `ready`."""
+SAVES = 'sleep 0.3; echo {} >"$GSPO_JAX_STOPPED"'
+"""Shell command of a stub trainer that saves, and says so as the trainer does."""
+
+
+def start(machine: Path, *commands: str) -> None:
+    """Start a stub trainer, and wait until it listens to signals."""
+    ready = machine / "gspo_jax" / "ready"
+    ready.unlink(missing_ok=True)
+    assert worker(machine, "start", "; ".join(commands)).returncode == 0
+    for _ in range(100):
+        if ready.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError((machine / "run" / "log").read_text())
+
+
+@pytest.mark.parametrize("command", ["stop", "end"])
+def test_a_run_saves_before_it_is_ended(machine, command):
+    """`end` is for one that is started again; the signal reaches the trainer, and none of the processes it started."""
+    helper = "(trap 'touch struck; exit' TERM; while true; do sleep 0.1; done) & helper=$!"
+    start(machine, helper, WAITS, SAVES, "kill -9 $helper")
+    assert worker(machine, command).returncode == 0
+    assert state_of(machine, "saved") == ("stopped, saved" if command == "stop" else "saved")
+    assert not (machine / "gspo_jax" / "struck").exists()
+
+
+def test_a_run_that_a_signal_from_elsewhere_saved_is_not_finished(machine):
+    start(machine, "echo $$ >pid", WAITS, SAVES)
+    os.kill(int((machine / "gspo_jax" / "pid").read_text()), signal.SIGTERM)
+    assert state_of(machine, "saved") == "saved"
+
+
+def test_a_run_that_ends_by_itself_while_it_is_stopped_is_finished(machine):
+    start(machine, WAITS)
+    assert worker(machine, "stop").stdout.endswith(": finished\n")
+
+
+def test_a_run_that_does_not_end_is_killed_as_a_whole(machine):
+    start(machine, "trap '' TERM", "echo >ready", "sleep 60")
+    (machine / "run" / "patience").write_text("1\n")
+    done = worker(machine, "stop")
+    assert "the run has not ended 1 s after SIGTERM, and is killed" in done.stderr
+    assert done.stdout.endswith(": stopped, killed\n")
 
 
 def test_setup_installs_and_fetches(machine):

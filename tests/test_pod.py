@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -132,6 +133,23 @@ def test_when_a_process_is_killed_the_others_end(victim, data, tmp_path):
         assert time.monotonic() - killed < HEARTBEAT_S + LATE_S
     assert other.returncode == exits.LOST, said
     assert re.search(r"error: .*lost.*start the run again with the same command: it resumes.*\n\Z", said), said
+
+
+@faults
+def test_a_second_run_on_a_folder_is_refused_and_the_first_goes_on(data, tmp_path):
+    """All of its processes end with the same sentence, before they have written anything."""
+    words = command(PARTIAL, tmp_path, data, iterations=3)
+    with Pod(1, *TRAIN, *words) as first:
+        wait_for((tmp_path / "lease.json").exists, first.processes[0])
+        with Pod(2, *TRAIN, *words) as second:
+            said = second.finish()
+        assert [process.returncode for process in second.processes] == [exits.MISTAKE] * 2, said
+        refused = rf"error: {tmp_path} is in use by another run \(process {first.processes[0].pid} on .*\n\Z"
+        assert all(re.search(refused, line) for line in said), said
+        assert first.processes[0].poll() is None, "the first run was still going on"
+        said = first.finish()
+    assert first.processes[0].returncode == 0, said
+    assert rows_of(tmp_path)[-1]["iteration"] == 3 and not (tmp_path / "lease.json").exists()
 
 
 FAILS = """
@@ -304,17 +322,119 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
 
 @faults
 @needs_proc
-def test_ctrl_c_ends_all_processes(repository, data, tmp_path):
+def test_ctrl_c_saves_the_run_and_ends_all_processes(repository, data, tmp_path):
     process = launch(repository, "2", *command(PARTIAL, tmp_path / "run", data, iterations=500))
     try:
         wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
         assert len(processes_of(tmp_path / "run")) == 2
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=20)
+        said, _ = process.communicate(timeout=30)
     finally:
         end(process)
-    assert process.returncode == 130
-    assert not processes_of(tmp_path / "run")
+    assert process.returncode == 130 and said.endswith("the run is saved; start it again with the same command\n"), said
+    assert (tmp_path / "run" / "stopped.json").exists() and list((tmp_path / "run" / "checkpoints").iterdir())
+    assert not processes_of(tmp_path / "run") and not (tmp_path / "run" / "lease.json").exists()
+
+
+def play(repository: Path, trainer: str) -> None:
+    """Put a shell script in the place of the trainer, which appends its process number to `started`."""
+    script = f'case $* in *gspo_jax.train*) ;; *report*) exit ;; *) exec {sys.executable} "$@" ;; esac'
+    begin = 'echo "$JAX_PROCESS_ID" >>started; ready() { echo >"ready-$JAX_PROCESS_ID"; }'
+    (repository / ".venv" / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{script}\n{begin}\n{trainer}\n")
+
+
+WAITS = "trap : TERM; ready; sleep 60 & wait; kill $!"
+SAVES = "echo {} >run/stopped.json"
+
+
+def test_a_saved_run_is_started_again_by_the_launcher(repository, monkeypatch):
+    """Although it may not restart a run that fails."""
+    monkeypatch.setenv("RESTARTS", "0")
+    play(repository, f"if [ -e run/stopped.json ]; then rm run/stopped.json; else {SAVES}; fi")
+    process = launch(repository, "1", "--workdir=run")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said.count("the run was stopped and saved: starting it again") == 1
+    assert (repository / "started").read_text() == "0\n0\n"
+
+
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("ends", ["saved", "finished", "killed"])
+def test_a_signal_to_the_launcher_stops_the_run(sign, code, ends, repository):
+    """The launcher says whether the processes saved; if they finish, it goes on, and if they die, so does it."""
+    play(repository, {"saved": f"{WAITS}; {SAVES}", "finished": WAITS, "killed": "ready; exec sleep 60"}[ends])
+    process = launch(repository, "2", "--workdir=run")
+    try:
+        wait_for(lambda: all((repository / f"ready-{number}").exists() for number in range(2)), process)
+        process.send_signal(sign)
+        said, _ = process.communicate(timeout=30)
+    finally:
+        end(process)
+    assert (repository / "started").read_text().count("\n") == 2
+    if ends == "saved":
+        assert process.returncode == code and said.endswith("the run is saved; start it again with the same command\n")
+    elif ends == "finished":
+        assert process.returncode == 0 and "saved" not in said and "error" not in said
+    else:
+        assert process.returncode == (code or 143) and "of 2 exited with code 143" in said
+
+
+@pytest.mark.parametrize("code", [exits.DIVERGED, exits.TAKEN])
+def test_the_launcher_does_not_repeat_what_would_fail_again(code, repository):
+    play(repository, f"exit {code}")
+    process = launch(repository, "1", "--workdir=run")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code and said.startswith(f"error: process 0 of 1 exited with code {code};")
+    assert (repository / "started").read_text() == "0\n"
+
+
+HANGS = """
+import signal, sys, time
+from pathlib import Path
+from gspo_jax.parallel import processes
+processes.end_with_parent()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(sys.argv[1]).touch()
+time.sleep(120)
+"""
+
+
+@faults
+@pytest.mark.parametrize("launcher", ["cpu_pod.sh", "pod_job.sh"])
+def test_when_the_launcher_is_killed_its_processes_end(launcher, repository):
+    """Within five seconds, although they ignore SIGTERM. pod_job.sh runs a trainer as the other launchers do."""
+    (repository / "hangs.py").write_text(HANGS)
+    hangs = f'PYTHONPATH={ROOT} exec {sys.executable} hangs.py "ready-$JAX_PROCESS_ID"'
+    play(repository, f'echo $$ >"pid-$JAX_PROCESS_ID"; {hangs}')
+    words = {"cpu_pod.sh": ["2"], "pod_job.sh": [".venv/bin/python", "-m", "gspo_jax.train"]}[launcher]
+    process = subprocess.Popen(
+        ["bash", str(repository / "launch" / launcher), *words, "--workdir=run"],
+        cwd=repository,
+        env=environment() | {"JAX_PROCESS_ID": "0"},
+    )
+    numbers = range(2 if launcher == "cpu_pod.sh" else 1)
+    try:
+        wait_for(lambda: all((repository / f"ready-{number}").exists() for number in numbers), process)
+    finally:
+        process.kill()
+        process.wait()
+    trainers = [int((repository / f"pid-{number}").read_text()) for number in numbers]
+    deadline = time.monotonic() + 5
+    while (alive := [pid for pid in trainers if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+@faults
+def test_a_process_whose_launcher_is_gone_already_ends_at_once(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    told = environment() | {"PYTHONPATH": str(ROOT), processes.PARENT: "1"}
+    done = subprocess.run(
+        [sys.executable, "hangs.py", "ready"], cwd=tmp_path, env=told, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == exits.LOST and "the launcher of this process (GSPO_JAX_PARENT=1) has ended" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,18 @@ from gspo_jax.types import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Environment variables that tell a process of the others."""
+PARENT = "GSPO_JAX_PARENT"
+"""Environment variable in which a launcher tells the processes that it starts its own process id: they end with it."""
 _TPU_CLUSTERS, _CLUSTERS = ("gcetpu", "gketpu"), ("slurm",)
 """jax's names of the clusters to detect. Detecting the TPU ones queries the network, on TPU machines only."""
 
-_MEETING_MS = 24 * 3600 * 1000  # the watchdog and the heartbeats are faster
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl: the signal that the kernel sends to a process when its parent dies."""
+_LOOK_S = 0.5
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
-_meetings, _waits = itertools.count(), list[float]()
+_MEETING_MS = 24 * 3600 * 1000  # the watchdog and the heartbeats are faster
+_checks, _meetings = itertools.count(), itertools.count()  # calls of `check_first` and of `meet`
+_waits: list[float] = []  # seconds of the calls of `meet` since `waited_s`
 _callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
 
 
@@ -47,6 +53,7 @@ def start(*, heartbeat_s: int, start_s: int) -> int:
     Raises:
       UserError: the environment variables are incomplete or invalid.
     """
+    end_with_parent()
     found = find()
     if not found:
         return 1
@@ -63,6 +70,62 @@ def start(*, heartbeat_s: int, start_s: int) -> int:
     if distributed.global_state.process_id > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open until exit
     return distributed.global_state.num_processes
+
+
+def end_with_parent() -> None:
+    """Have this process killed as soon as its launcher ends, if the environment variable `PARENT` names one.
+
+    The signal is SIGKILL, which ends a hung process too. Processes that this one starts do not inherit the variable.
+    """
+    told = os.environ.pop(PARENT, "")
+    if not told:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(told,), name="parent", daemon=True).start()
+    if str(os.getppid()) != told:  # it may have ended before the lines above
+        _exit_lost(f"the launcher of this process ({PARENT}={told}) has ended")
+
+
+def _watch_parent(told: str) -> None:
+    while str(os.getppid()) == told:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_first(check: Callable[[], None]) -> None:
+    """Call `check` in process 0 only, and raise the UserError that it raises in all processes; no device is touched.
+
+    All processes of a run have to make the same calls, and wait for each for as long as it takes.
+    """
+    client: Any = distributed.global_state.client
+    if client is None:
+        check()
+        return
+    key = f"gspo_jax/check/{next(_checks)}"
+    if number() > 0:
+        while (said := _try_get(client, key)) is None:
+            time.sleep(_LOOK_S)
+        if said:
+            raise UserError(said)
+        return
+    try:
+        check()
+    except UserError as error:
+        client.key_value_set(key, str(error))
+        time.sleep(2 * _LOOK_S)  # this process serves the key, so the others read it before it exits
+        raise
+    client.key_value_set(key, "")
+
+
+def _try_get(client: Any, key: str) -> str | None:
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            _exit_lost(f"process 0 of the run is lost ({' '.join(str(error).split())})")
+        return None
 
 
 def number() -> int:

@@ -242,17 +242,17 @@ def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, 
     )
 
 
-def write_stopped(workdir: str | os.PathLike[str], *, step: int | None, phase: str | None, seconds: float) -> None:
-    """Write `stopped.json`, which tells a stopped run from a finished one: both exit with code 0.
+def write_stopped(file: Path, *, step: int | None, phase: str | None, seconds: float) -> None:
+    """Write a file such as `stopped.json`, which tells a stopped run from a finished one: both exit with code 0.
 
     Args:
-      workdir: the run folder.
+      file: the file to write.
       step: checkpoint step that the run resumes from; None for the beginning.
       phase: phase in which the run was told to stop.
       seconds: from then until everything was saved.
     """
     facts = {"step": step, "phase": phase, "seconds": round(seconds, 3)}
-    _write_atomically(Path(workdir) / STOPPED_FILE, json.dumps(facts) + "\n")
+    _write_atomically(file, json.dumps(facts) + "\n")
 
 
 def clear_stopped(workdir: str | os.PathLike[str]) -> None:

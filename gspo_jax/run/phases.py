@@ -14,10 +14,14 @@ from ml_collections import ConfigDict
 from gspo_jax import exits
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
-from gspo_jax.reporting.writers import write_stopped
+from gspo_jax.reporting.writers import STOPPED_FILE, write_stopped
 
 STACKS = "stacks"
 """Folder, inside the run folder, of the stacks of processes that missed a deadline."""
+STOPPED = "GSPO_JAX_STOPPED"
+"""Environment variable that names a second file for what `stopped.json` says, written by every process: a launcher may
+be unable to read the run folder.
+"""
 _LOOK_S = 1.0
 
 
@@ -130,8 +134,11 @@ def open_phases(config: ConfigDict, folder: Path) -> Iterator[Phases]:
             yield phases
         except StopRequested:
             seconds, phase = phases.stop_seconds, phases.noticed_in
-            if processes.number() == 0:
-                write_stopped(folder, step=phases.saved, phase=phase, seconds=seconds)
+            files = [folder / STOPPED_FILE] if processes.number() == 0 else []
+            if told := os.environ.get(STOPPED):
+                files.append(Path(told))
+            for file in files:
+                write_stopped(file, step=phases.saved, phase=phase, seconds=seconds)
             what = "nothing to save yet" if phases.saved is None else f"iteration {phases.saved} is saved"
             _say(f"stopped: {what}, {seconds:.1f} s after SIGTERM in phase {phase}")
             raise

@@ -1,7 +1,7 @@
 """An open run: builds the parts that train.py needs, or resumes them, and logs, evaluates and saves."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from gspo_jax.reporting.writers import write_saved
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
+from gspo_jax.run import lease, resume
 from gspo_jax.run import log as log_lib
-from gspo_jax.run import resume
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases, StopRequested, open_phases
@@ -89,6 +89,8 @@ class Run:
     checkpointer: Checkpointer
     log: RunLog
     phases: Phases
+    confirm_lease: Callable[[], None]
+    """Ends the process if another run has taken over the folder."""
     skipped: int = 0
     """Updates skipped in a row, up to the newest."""
 
@@ -211,6 +213,7 @@ class Run:
     ) -> None:
         """Log an iteration and, when due, write samples, evaluate and save a checkpoint."""
         clock.stop()
+        self.confirm_lease()
         slow = slowest(clock.seconds["iteration"])
         if slow is not None and not clock.compiled.programs:  # compilation takes every process another time
             self.log.warn(slow, about=slow.partition(":")[0])
@@ -265,6 +268,7 @@ class Run:
     def save(self) -> None:
         """Start saving a checkpoint of the newest boundary in the background."""
         self.phases.enter("save")
+        self.confirm_lease()
         self.files.publish()  # metrics reach a bucket before the checkpoint of their step
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
@@ -303,13 +307,14 @@ class Run:
 def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False) -> Iterator[tuple[Run, TrainState]]:
     """Open the run in `place`, a folder or a bucket, at its newest checkpoint or, without one, at its beginning.
 
-    Errors in config, data, rewards and model folder are raised before any device is touched. A cold start, if the
-    config has one, is trained first. With `start_over`, a run whose checkpoints are gone or damaged begins again.
-    `StopRequested` passes through, after the state has been saved.
+    Errors in config, data, rewards and model folder are raised before any device is touched, and so is one if another
+    run uses the folder. A cold start, if the config has one, is trained first. With `start_over`, a run whose
+    checkpoints are gone or damaged begins again. `StopRequested` passes through, after the state has been saved.
     """
     model = check(config)
     policy.check_weights(config)
     with ExitStack() as stack:
+        confirm_lease = stack.enter_context(lease.hold(place))
         files = stack.enter_context(open_folder(place))
         phases = stack.enter_context(open_phases(config, files.local))
         folder = policy.initial_folder(config, files.local)
@@ -371,6 +376,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             checkpointer=checkpointer,
             log=log,
             phases=phases,
+            confirm_lease=confirm_lease,
         )
         try:
             yield run, start.state

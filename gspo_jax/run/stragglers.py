@@ -1,8 +1,8 @@
 """Which process keeps the others waiting: the one that waits least where all of them meet.
 
-Processes meet between the phases of an iteration, and before they exchange what each has computed on its host. A process
-whose host is slow (its rewards, its data, a busy or throttled machine) arrives late. A slow device is not seen, since
-all devices of a program wait for each other.
+Processes meet between the phases of an iteration, and before they exchange what each has computed on its host. A
+process whose host is slow (its rewards, its data, a busy or throttled machine) arrives late. A slow device is not seen,
+since all devices of a program wait for each other.
 """
 
 import numpy as np
