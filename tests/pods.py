@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from gspo_jax.reporting.writers import read_metrics
+from gspo_jax.training.checkpoint import describe, load_newest
 
 ROOT = Path(__file__).parent.parent
 ROUNDING_SENSITIVE = ("mismatch/", "ratio/", "actor/kl", "actor/loss", "routing/router_kl")
@@ -88,15 +89,22 @@ def rows_of(workdir: Path) -> list[dict]:
 
 
 def assert_same_bits(one: Path, other: Path, *, step: int) -> None:
-    """Assert that two runs have the same metrics and the same training state at a step, bit by bit."""
+    """Assert that two runs have the same metrics and the same training state at a step, their newest, bit by bit."""
     assert rows_of(one) == rows_of(other)
-    ours, theirs = (
-        ocp.load_checkpointables(str(folder / "checkpoints" / str(step)), {"state": None})["state"]
-        for folder in (one, other)
-    )
+    ours, theirs = (state_of(folder / "checkpoints", step) for folder in (one, other))
     assert ours.keys() == theirs.keys()
     for name, leaf in ours.items():
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(theirs[name]), err_msg=name)
+
+
+def state_of(checkpoints: Path, step: int) -> dict[str, jax.Array]:
+    """Return the leaves of a folder's newest checkpoint, which must be of this step, on one device."""
+    leaves = describe(str(checkpoints / str(step)))["state"]
+    shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in leaves.items()}
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    restored = load_newest(checkpoints, shapes, dict.fromkeys(shapes, here))
+    assert restored is not None and restored.step == step
+    return restored.state
 
 
 def assert_same_metrics(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> None:

@@ -140,7 +140,7 @@ def test_a_lease_from_another_machine_expires_by_this_machine_s_clock(tmp_path, 
 
 def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/run cannot be a run folder, because .* is not a folder"):
+    with pytest.raises(UserError, match=r"file/run cannot be a run folder, because .* is not a folder"):
         hold(tmp_path / "file" / "run").__enter__()
 
 

@@ -247,7 +247,7 @@ def _load(
     All processes come to the same result, since each stage ends with a vote.
     """
     path = str(storage.find(folder) / str(step))
-    content, why = _attempt(lambda: _read_description(path))
+    content, why = _attempt(lambda: describe(path))
     if why:
         return why
     check(content["run"])
@@ -277,7 +277,7 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
     return value, hosts.first_nonempty(why)
 
 
-def _read_description(path: str) -> dict[str, Any]:
+def describe(path: str) -> dict[str, Any]:
     """The JSON that describes a checkpoint: `run`, and shape, dtype and digest of every leaf and array."""
     beside = ocp.load_checkpointables(path, {"run": None})["run"]
     if _sha256(beside["json"].encode()) != beside["sha256"]:
