@@ -162,7 +162,7 @@ print(os.listdir(disk))
 """
 
 SAVE = """
-import jax, numpy as np
+import jax, jax.numpy as jnp
 from absl import flags
 from gspo_jax import cli, storage
 from gspo_jax.config import base
@@ -171,14 +171,14 @@ from gspo_jax.training.checkpoint import Checkpointer, load_newest
 def main(config):
     folder = storage.find(flags.FLAGS.workdir)
     checkpointer = Checkpointer(folder, keep=2)
-    checkpointer.save(1, {"w": np.ones(4)}, {})
+    checkpointer.save(1, {"w": jnp.ones(4)}, {})
     checkpointer.wait()
     try:
-        checkpointer.save(2, {"w": np.random.default_rng(0).random(2**20)}, {})
+        checkpointer.save(2, {"w": jax.random.normal(jax.random.key(0), (2**21,))}, {})
         checkpointer.wait()
     finally:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        print(load_newest(folder, {"w": jax.ShapeDtypeStruct((4,), "float64")}, {"w": here}).step)
+        print(load_newest(folder, {"w": jax.ShapeDtypeStruct((4,), "float32")}, {"w": here}).step)
 
 flags.DEFINE_string("workdir", None, "")
 cli.run(main, default=base())

@@ -70,7 +70,7 @@ def test_a_stop_in_any_phase_is_saved_and_resumes_with_the_same_bits(whole, data
         facts = stopped(tmp_path)
         assert codes == [0], said
         assert (facts["step"], facts["phase"]) == (iterations, phase), said
-        assert facts["seconds"] < 10
+        assert facts["seconds"] < 30, "the rest of a compilation included"
         assert f"SIGTERM in phase {phase}" in said and f"stopped: iteration {iterations} is saved" in said
         done = iterations
     (said,) = run_processes(1, "-m", "gspo_jax.train", *command(tmp_path, data))
