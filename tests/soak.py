@@ -55,10 +55,11 @@ class Soak:
     @property
     def done(self) -> int:
         """Iterations done so far."""
-        rows = (self.workdir / "metrics.jsonl").read_bytes().splitlines() if self.workdir.exists() else []
-        with contextlib.suppress(ValueError):
+        try:
+            rows = (self.workdir / "metrics.jsonl").read_bytes().splitlines()
             return max((json.loads(row).get("iteration", 0) for row in rows[-3:]), default=0)
-        return 0
+        except (FileNotFoundError, ValueError):  # not there yet, or just being written
+            return 0
 
     def trainers(self) -> list[psutil.Process]:
         """Return the processes that train, whoever started them."""
