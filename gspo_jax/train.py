@@ -14,8 +14,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
-from gspo_jax.run.phases import StopRequested
 from gspo_jax.run.session import open_run
+from gspo_jax.types import StopRequested
 
 
 def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) -> dict[str, Any]:

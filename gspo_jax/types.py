@@ -24,6 +24,10 @@ class UserError(ValueError):
     """
 
 
+class StopRequested(Exception):
+    """Raised in all processes of a run at the same point, after one of them got SIGTERM."""
+
+
 class Diverged(RuntimeError):
     """Training went bad: gradients or parameters that are not finite. Starting again would end the same way."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.rewards.scorer import Scorer
-from gspo_jax.types import UserError
+from gspo_jax.types import StopRequested, UserError
 
 TIMEOUT_S = 2.0
 
@@ -244,3 +244,17 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_scoring_ends_soon_after_it_is_interrupted(fakes):
+    """Whatever calls are running or queued."""
+    with Scorer({"picky": 1.0}, timeout_s=60.0, **fakes) as scorer:
+        begun = time.monotonic()
+        scorer.interrupted = lambda: time.monotonic() - begun > 1.0
+        with pytest.raises(StopRequested):
+            scorer.score(["p"] * 4, ["hang"] * 4, [{}] * 4)
+        assert time.monotonic() - begun < 3.0
+    with Scorer({"moody": 1.0}, **fakes) as scorer:
+        scorer.interrupted = lambda: True
+        with pytest.raises(StopRequested):
+            scorer.score(["p"], ["fine"], [{}])

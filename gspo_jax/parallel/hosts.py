@@ -48,6 +48,14 @@ def _allgather(x: jax.Array) -> np.ndarray:
     return found
 
 
+def any_process(here: bool) -> bool:
+    """Whether `here` is true in any process; all have to call it."""
+    if jax.process_count() == 1:
+        return here
+    processes.meet()  # counts how long this process waits for the others
+    return bool(multihost_utils.process_allgather(np.bool_(here)).any())
+
+
 def first_nonempty(text: str) -> str:
     """The text of the first process that has any, cut to a few hundred bytes; "" if none has."""
     if jax.process_count() == 1:

@@ -7,6 +7,7 @@ import importlib
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,13 +15,16 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
+from gspo_jax.parallel import hosts
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
-from gspo_jax.types import UserError, choices
+from gspo_jax.types import StopRequested, UserError, choices
 
 Row = tuple[str, str, dict[str, str]]
 """(prompt, completion, record): the arguments of every reward function."""
 RENAMED = {"format": "answer_format"}
 """Former names of rewards, for the error of a config that still has one: old -> new."""
+_LOOK_S = 0.2
+"""Seconds between two looks whether the scoring is interrupted, while workers score."""
 Function = TypeVar("Function")
 Value = TypeVar("Value")
 
@@ -81,11 +85,20 @@ class Scorer:
             there = importlib.import_module(isolated_module)
             check_names("reward", self._isolated, there.__all__, also=here.__all__)
             self._pool = Pool(isolated_module, workers=workers, timeout_s=timeout_s)
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Asked between two calls of a function; True ends the scoring, in all processes."""
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> Scores:
-        """Score B completions; raises RuntimeError with the first traceback if a function raises on all of them."""
+        """Score B completions; in a run of several processes, all call it, each with its own completions.
+
+        Raises:
+          RuntimeError: a function raises on all completions; with its first traceback.
+          StopRequested: the scoring was interrupted, in this process or another one.
+        """
         rows = zip_rows(prompts, completions, records)
         outcomes = self._run(rows)
+        if hosts.any_process(outcomes is None) or outcomes is None:
+            raise StopRequested
         for name, results in outcomes.items():
             report_failures("reward", name, results)
         by_name = {
@@ -109,12 +122,23 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, rows: list[Row]) -> dict[str, list[Outcome[float]]]:
-        pending = {}
+    def _run(self, rows: list[Row]) -> dict[str, list[Outcome[float]]] | None:
+        """The outcomes of every function; None if interrupted."""
+        pending, outcomes = {}, dict[str, list[Outcome[float]]]()
         if self._pool is not None:
             pending = {name: [self._pool.submit(name, *row) for row in rows] for name in self._isolated}
         try:
-            outcomes = {name: [attempt(_score, f, row) for row in rows] for name, f in self._functions.items()}
+            for name, function in self._functions.items():
+                outcomes[name] = []
+                for row in rows:
+                    if self.interrupted():
+                        return None
+                    outcomes[name].append(attempt(_score, function, row))
+            waiting = {future for futures in pending.values() for future in futures}
+            while waiting:
+                waiting = wait(waiting, timeout=_LOOK_S).not_done
+                if self.interrupted():
+                    return None
             return outcomes | {name: [future.result() for future in futures] for name, futures in pending.items()}
         finally:
             for futures in pending.values():

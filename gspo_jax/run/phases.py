@@ -15,6 +15,7 @@ from gspo_jax import exits
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.reporting.writers import STOPPED_FILE, write_stopped
+from gspo_jax.types import StopRequested
 
 STACKS = "stacks"
 """Folder, inside the run folder, of the stacks of processes that missed a deadline."""
@@ -23,10 +24,6 @@ STOPPED = "GSPO_JAX_STOPPED"
 be unable to read the run folder.
 """
 _LOOK_S = 1.0
-
-
-class StopRequested(Exception):
-    """Raised in all processes at the same point, after one of them got SIGTERM."""
 
 
 class Phases:
@@ -39,7 +36,7 @@ class Phases:
     def __init__(self, folder: Path, *, floor_s: float, factor: float, grace_s: float):
         """Begin in the phase "start"; stacks are written to a subfolder of `folder`."""
         self._folder, self._floor_s, self._factor, self._grace_s = folder, floor_s, factor, grace_s
-        self._preemption = Preemption(self._on_notice)
+        self._preemption = Preemption(self.take_notice)
         self._longest: dict[str, float] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -74,6 +71,10 @@ class Phases:
 
         return step
 
+    def noticed(self) -> bool:
+        """Whether SIGTERM has arrived, in any process; unlike `poll`, it may be called at any time."""
+        return self.noticed_in is not None
+
     @property
     def stop_seconds(self) -> float:
         """Seconds since SIGTERM was noticed."""
@@ -91,8 +92,11 @@ class Phases:
                 self._over.set()
                 watchdog.join()
 
-    def _on_notice(self) -> None:
-        self.noticed_in, self._noticed_at = self.name, time.monotonic()
+    def take_notice(self) -> None:
+        """Remember, and say, when SIGTERM came; only the first call counts."""
+        if self.noticed_in is not None:
+            return
+        self._noticed_at, self.noticed_in = time.monotonic(), self.name
         _say(f"SIGTERM in phase {self.noticed_in}: saving at the next point where all processes can stop")
 
     def _watch(self) -> None:
@@ -133,6 +137,7 @@ def open_phases(config: ConfigDict, folder: Path) -> Iterator[Phases]:
         try:
             yield phases
         except StopRequested:
+            phases.take_notice()  # another process may have known first
             seconds, phase = phases.stop_seconds, phases.noticed_in
             files = [folder / STOPPED_FILE] if processes.number() == 0 else []
             if told := os.environ.get(STOPPED):

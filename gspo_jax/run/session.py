@@ -26,7 +26,7 @@ from gspo_jax.run import lease, resume
 from gspo_jax.run import log as log_lib
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
-from gspo_jax.run.phases import Phases, StopRequested, open_phases
+from gspo_jax.run.phases import Phases, open_phases
 from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Scored, score_episodes
 from gspo_jax.run.shaping import Shaping
@@ -35,11 +35,11 @@ from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import PUBLISH_S, RunFolder, open_folder
-from gspo_jax.training.checkpoint import Checkpointer, named_leaves
+from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import Diverged, EpisodeBatch, Experience, OldPolicy, Prompts, Weights
+from gspo_jax.types import Diverged, EpisodeBatch, Experience, OldPolicy, Prompts, StopRequested, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,6 +317,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         confirm_lease = stack.enter_context(lease.hold(place))
         files = stack.enter_context(open_folder(place))
         phases = stack.enter_context(open_phases(config, files.local))
+        phases.saved = next(iter(steps(files.checkpoints)), None)
         folder = policy.initial_folder(config, files.local)
         tokenizer = None
         if config.model.folder or folder.exists():
@@ -331,7 +332,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             files.share()
             model, tokenizer = policy.read_folder(config, folder)
         made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
-        made.sampler.poll = phases.poll
+        made.sampler.poll, scorer.interrupted = phases.poll, phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
         start = resume.start(config, made, files, prompts, folder=folder, start_over=start_over)
         checkpointer = Checkpointer(
