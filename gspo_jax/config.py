@@ -61,7 +61,7 @@ def base() -> ConfigDict:
     config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn in addition to the tokenizer's
     config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not trained on
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices; None: all of them
-    # Decode steps after which the host looks up, for a stop or a deadline; a shorter decode runs in one program.
+    # Decode steps after which the host looks whether the run is to stop; a decode that takes fewer is one program.
     config.sampling.poll_steps = 256
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices; all 0: `mesh` above; else 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})

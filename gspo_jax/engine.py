@@ -51,7 +51,7 @@ class Engine:
     update: UpdateFn
     """One optimizer step on a mini-batch."""
     blame: BlameFn
-    """What is not finite in an update that was skipped."""
+    """The loss of an update that was skipped, and the non-finite elements in the gradient of each leaf."""
 
     @property
     def dtype(self) -> jnp.dtype:

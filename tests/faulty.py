@@ -2,8 +2,7 @@
 
 FAULT is ACTION:PHASE:NUMBER[:PROCESS]. When process PROCESS (default 0) enters PHASE for the NUMBER-th time, it
 
-- `TERM`, `STOP`, `KILL` …: gets that signal;
-- `hang`: sleeps for an hour, in Python;
+- `TERM`, `KILL` …: gets that signal;
 - `slow`: sleeps for three seconds, then and every time it enters the phase.
 """
 
@@ -30,8 +29,6 @@ def inject(fault: str) -> None:
         if action == "slow" and len(seen) >= int(number):
             time.sleep(3)
         elif len(seen) == int(number):
-            if action == "hang":
-                time.sleep(3600)
             os.kill(os.getpid(), signal.Signals[f"SIG{action}"])
 
     Phases.enter = faulty

@@ -32,6 +32,11 @@ def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, 
     return os.environ | ({} if count == 1 else {f"JAX_{name}": value for name, value in told.items()})
 
 
+def train_flags(config: str, workdir: Path, settings: Mapping[str, object]) -> list[str]:
+    """Return the flags of a run of `--config` in a folder, with fields of the config by their dotted names."""
+    return [f"--config={config}", f"--workdir={workdir}", *(f"--config.{name}={x}" for name, x in settings.items())]
+
+
 class Pod:
     """The processes of a run and their output; leaving the `with` block kills them."""
 

@@ -182,8 +182,10 @@ class Soak:
 
 def words(workdir: Path, folder: Path, iterations: int) -> list[str]:
     """Return the flags of a run."""
-    flags = {"workdir": workdir, "config.data.data_dir": folder / "data", "config.iterations": iterations}
-    return ["--config=tests/soak_config.py", *(f"--{name}={value}" for name, value in flags.items())]
+    from tests.pods import train_flags  # imports jax, which reads the environment that `main` sets
+
+    settings = {"data.data_dir": folder / "data", "iterations": iterations}
+    return train_flags("tests/soak_config.py", workdir, settings)
 
 
 @contextlib.contextmanager

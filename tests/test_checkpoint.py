@@ -177,7 +177,7 @@ def assert_whole(found, saved):
 
 @pytest.mark.faults
 def test_no_flipped_byte_goes_unseen(two, tmp_path, caplog):
-    """Of flipped bytes all over a checkpoint, each is noticed, or changes nothing that is restored."""
+    """A restore notices each of 60 flipped bytes all over a checkpoint, unless it changes nothing that is restored."""
     whole, saved = two
     shapes, shardings = spec({"data": 8})
     rng, noticed = np.random.default_rng(0), 0

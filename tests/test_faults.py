@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import exits
-from tests.pods import ROOT, Pod, assert_same_bits, assert_same_metrics, rows_of, run_processes
+from tests.pods import ROOT, Pod, assert_same_bits, assert_same_metrics, rows_of, run_processes, train_flags
 
 pytestmark = pytest.mark.faults
 ITERATIONS = 5
@@ -25,8 +25,7 @@ def command(workdir: Path, data: Path, **settings: object) -> list[str]:
     """Return the flags of a run with partial rollouts that saves nothing before its end, unless it is stopped."""
     chosen = {"model.folder": ADDER, "data.data_dir": data, "iterations": ITERATIONS}
     chosen |= {"checkpoint.every": 100, "eval.every": 2} | settings
-    words = ["--config=tests/pod_config.py:partial", f"--workdir={workdir}"]
-    return [*words, *(f"--config.{name}={value}" for name, value in chosen.items())]
+    return train_flags("tests/pod_config.py:partial", workdir, chosen)
 
 
 @pytest.fixture(scope="module")

@@ -23,21 +23,23 @@ from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
 from gspo_jax.run.stragglers import describe
 from gspo_jax.types import UserError
-from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes, wait_for
+from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes, train_flags, wait_for
 
 HEARTBEAT_S, LATE_S = 5, 5
 """The heartbeat of tests/pod_config.py, and the slack that a process gets beyond it."""
-CONFIG = f"--config={ROOT}/tests/pod_config.py"
+CONFIG = f"{ROOT}/tests/pod_config.py"
 TRAIN = ("-m", "gspo_jax.train")
 PARTIAL, TURNS = "dapo,partial", "steps"
 RUNS = {
-    PARTIAL: ("adder", "sampling.slots=32", "reference.kl_weight=0.01"),
+    PARTIAL: ("adder", {"sampling.slots": 32, "reference.kl_weight": 0.01}),
     TURNS: (
         "counter",
-        "data.max_prompt_length=16",
-        "environment.name=countdown_feedback",
-        "training.old_logprobs=recompute",
-        "routing.replay=r2",
+        {
+            "data.max_prompt_length": 16,
+            "environment.name": "countdown_feedback",
+            "training.old_logprobs": "recompute",
+            "routing.replay": "r2",
+        },
     ),
 }
 """Policy in tests/golden and settings of each kind of run; the kind is the argument of its config."""
@@ -46,9 +48,9 @@ slow, faults = pytest.mark.slow, pytest.mark.faults
 
 def command(kind: str, workdir: Path, data: Path, *, iterations: int = 4) -> list[str]:
     """Return the flags of a run of this kind."""
-    policy, *settings = RUNS[kind]
-    settings += [f"model.folder={ROOT}/tests/golden/{policy}", f"data.data_dir={data}", f"iterations={iterations}"]
-    return [f"{CONFIG}:{kind}", f"--workdir={workdir}", *(f"--config.{setting}" for setting in settings)]
+    policy, settings = RUNS[kind]
+    chosen = {"model.folder": f"{ROOT}/tests/golden/{policy}", "data.data_dir": data, "iterations": iterations}
+    return train_flags(f"{CONFIG}:{kind}", workdir, settings | chosen)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, data, tmp_path):
 def test_a_cold_start_of_two_processes_is_that_of_one(data, tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for count, folder in enumerate(folders, 1):
-        words = (CONFIG, f"--workdir={folder}", f"--config.data.data_dir={data}")
+        words = train_flags(CONFIG, folder, {"data.data_dir": data})
         run_processes(count, "-m", "gspo_jax.coldstart", *words)
     one, two = ({path.name: path for path in folder.rglob("*") if path.is_file()} for folder in folders)
     assert one.keys() == two.keys() >= {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -477,7 +479,7 @@ def test_the_launcher_names_who_was_lost(codes, says, repository, monkeypatch):
 
 @slow
 def test_the_launcher_does_not_repeat_a_mistake(repository):
-    process = launch(repository, "2", CONFIG, "--workdir=run", "--config.iterations=0")
+    process = launch(repository, "2", *train_flags(CONFIG, Path("run"), {"iterations": 0}))
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert said.count("error: iterations is 0; use 1 to ") == 1 and "start again" not in said

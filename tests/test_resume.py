@@ -4,16 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, wait_for
+from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, train_flags, wait_for
 
 ITERATIONS = 4
 
 
 def command(workdir: Path, data: Path) -> list[str]:
     """Return the words that run multi-turn episodes with partial rollouts."""
-    words = ["--config=tests/pod_config.py:calculator,partial", f"--workdir={workdir}"]
     settings = {"model.folder": ROOT / "tests" / "golden" / "adder", "data.data_dir": data, "iterations": ITERATIONS}
-    return ["-m", "gspo_jax.train", *words, *(f"--config.{name}={value}" for name, value in settings.items())]
+    return ["-m", "gspo_jax.train", *train_flags("tests/pod_config.py:calculator,partial", workdir, settings)]
 
 
 @pytest.mark.faults

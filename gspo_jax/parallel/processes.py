@@ -39,7 +39,7 @@ _DEATH_SIGNAL = 1
 _LOOK_S = 0.5
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
 _MEETING_MS = 24 * 3600 * 1000  # the watchdog and the heartbeats are faster
-_checks, _meetings = itertools.count(), itertools.count()  # calls of `check_first` and of `meet`
+_checks = itertools.count()  # calls of `check_first`
 _waits: list[float] = []  # seconds of the calls of `meet` since `waited_s`
 _callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
 
@@ -195,7 +195,7 @@ def meet() -> None:
         return
     begun = time.monotonic()
     try:
-        client.wait_at_barrier(f"meeting {next(_meetings)}", _MEETING_MS)
+        client.wait_at_barrier("meeting", _MEETING_MS)
     except jax.errors.JaxRuntimeError as error:
         _exit_lost(f"another process of the run is lost ({' '.join(str(error).split())[:200]})")
     _waits.append(time.monotonic() - begun)

@@ -266,9 +266,14 @@ def write_saved(workdir: str | os.PathLike[str], step: int) -> None:
 
 
 def read_saved(workdir: str | os.PathLike[str]) -> int | None:
-    """Return the step in `saved.json`; None without that file."""
+    """Return the step in `saved.json`; None without that file. Raises UserError if it is damaged."""
     path = Path(workdir) / SAVED_FILE
-    return json.loads(path.read_text(encoding="utf-8"))["step"] if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} is damaged; delete it if the run's checkpoints are there") from None
 
 
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ class PolledDecode:
     """`decode` in several programs, with the same results, that comes back to the host every `poll_steps` steps.
 
     All shards are in the same phase: those that are through with one wait for the others, as `decode` lets them only at
-    the end. The cache is never copied: every program takes over the buffers of the one before.
+    the end. Every program takes over the buffers of the one before, those of the cache included.
     """
 
     graph: nnx.GraphDef[Transformer]
@@ -86,7 +86,10 @@ class PolledDecode:
 
 
 def _carried(progress: Progress) -> tuple[Any, ...]:
-    """What a piece hands to the next but the cache, of whose parts all pieces get the prompts."""
+    """The loop's state without its cache, the responses and the counts: what a piece hands to the next.
+
+    Of the cache it also hands on the rings; the prompts' part is an input of every piece.
+    """
     state = {field.name: getattr(progress.state, field.name) for field in dataclasses.fields(progress.state)}
     del state["cache"]
     return state, *progress[1:]

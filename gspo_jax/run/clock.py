@@ -40,7 +40,7 @@ class Clock:
         """Seconds by phase and, once stopped, of the whole "iteration"."""
 
     def phase(self, name: str) -> None:
-        """End the running phase and begin `name`; a phase that recurs adds up."""
+        """End the running phase once all processes are here, and begin `name`; a phase that recurs adds up."""
         processes.meet()
         self._end()
         self._phase = name

@@ -78,7 +78,7 @@ def start(
 ) -> Start:
     """Restore the newest checkpoint and move `prompts` to its position, or load initial weights from `folder`.
 
-    With `start_over`, checkpoints are set aside if they are gone or damaged.
+    With `start_over`, a run whose checkpoints are gone, or all damaged and now set aside, begins again.
 
     Raises:
       UserError: the checkpoint does not fit the config, all are damaged, or the run had some and none is there.
@@ -97,7 +97,7 @@ def start(
         state=restored.state,
         frozen=engine.policy.shapes.frozen,  # full training has none to load
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
-        evaluated=run.get("evaluated", True),
+        evaluated=run["evaluated"],
     )
 
 

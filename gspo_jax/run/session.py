@@ -59,6 +59,17 @@ class Boundary:
     accuracy: float | None = None
     """Held-out accuracy of this state; None if it was not evaluated."""
 
+    @classmethod
+    def of(cls, start: resume.Start, prompts: Batches[PromptBatch]) -> "Boundary":
+        """The boundary that a run starts from."""
+        return cls(
+            done=start.iteration,
+            state=start.state,
+            prompts=prompts.get_state(),
+            unfinished=start.unfinished,
+            evaluated=start.evaluated,
+        )
+
 
 @dataclasses.dataclass
 class Run:
@@ -72,7 +83,7 @@ class Run:
     reference: Weights | None
     """Weights of the reference policy; None without a KL to it."""
     boundary: Boundary
-    """What a stop saves: the iteration in hand is sampled again, with the same keys."""
+    """State and positions at the end of the newest iteration, which a stop saves; the one in hand is sampled again."""
     key: jax.Array
     """PRNG key of the run."""
     prompts: Batches[PromptBatch]
@@ -303,6 +314,16 @@ class Run:
         return self.log.summary(f"{self.objective.name}, {self.config.iterations} iterations")
 
 
+def _make_shaping(config: ConfigDict) -> Shaping:
+    return Shaping(
+        group_size=config.sampling.group_size,
+        limit=config.sampling.max_response_length,
+        penalty=config.overlong.penalty,
+        cache=config.overlong.cache,
+        drop_truncated=config.overlong.filter,
+    )
+
+
 @contextmanager
 def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False) -> Iterator[tuple[Run, TrainState]]:
     """Open the run in `place`, a folder or a bucket, at its newest checkpoint or, without one, at its beginning.
@@ -352,13 +373,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             tokenizer=tokenizer,
             frozen=start.frozen,
             reference=policy.reference_weights(config, folder, made.policy, meshes.trainer),
-            boundary=Boundary(
-                done=start.iteration,
-                state=start.state,
-                prompts=prompts.get_state(),
-                unfinished=start.unfinished,
-                evaluated=start.evaluated,
-            ),
+            boundary=Boundary.of(start, prompts),
             key=start.key,
             prompts=prompts,
             held_out=data.held_out_prompts(config, tokenizer, records["test"]),
@@ -366,13 +381,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             buffer=sampling.make_buffer(config, player, start.unfinished),
             scorer=scorer,
             step_scorer=data.make_step_scorer(config),
-            shaping=Shaping(
-                group_size=config.sampling.group_size,
-                limit=config.sampling.max_response_length,
-                penalty=config.overlong.penalty,
-                cache=config.overlong.cache,
-                drop_truncated=config.overlong.filter,
-            ),
+            shaping=_make_shaping(config),
             files=files,
             checkpointer=checkpointer,
             log=log,

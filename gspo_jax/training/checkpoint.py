@@ -166,19 +166,15 @@ def restore(
       UserError: `check` raised it, or the state of a checkpoint does not have these `shapes`.
       AllDamaged: none of the checkpoints matches its digests.
     """
-    reasons = {}
-    for step in steps(folder):
-        found = _try(folder, step, shapes, shardings, check=check, field_of=field_of, whole=True)
-        if isinstance(found, Restored):
-            _set_aside(folder, reasons)
-            return found
-        reasons[step] = found
-    if reasons:
+    found, damaged = _newest(folder, shapes, shardings, check=check, field_of=field_of, whole=True)
+    if found is not None:
+        _set_aside(folder, damaged)
+    elif damaged:
         raise AllDamaged(
-            f"no checkpoint in {folder} can be restored ({_list(reasons)}); put back a copy of one, or begin the run "
+            f"no checkpoint in {folder} can be restored ({_list(damaged)}); put back a copy of one, or begin the run "
             "again with --start_over"
         )
-    return None
+    return found
 
 
 def load_newest(
@@ -188,17 +184,12 @@ def load_newest(
 
     Read-only: creates, moves and cleans up nothing. None if there is no checkpoint; errors as `restore`.
     """
-    reasons = {}
-    for step in steps(folder):
-        found = _try(folder, step, shapes, shardings, check=lambda run: None, field_of=field_of, whole=False)
-        if isinstance(found, Restored):
-            if reasons:
-                logging.warning("%s: damaged: %s; using checkpoint %d", folder, _list(reasons), step)
-            return found
-        reasons[step] = found
-    if reasons:
-        raise UserError(f"no checkpoint in {folder} can be read ({_list(reasons)}); put back a copy of one")
-    return None
+    found, damaged = _newest(folder, shapes, shardings, check=lambda run: None, field_of=field_of, whole=False)
+    if found is None and damaged:
+        raise AllDamaged(f"no checkpoint in {folder} can be read ({_list(damaged)}); put back a copy of one")
+    if found is not None and damaged:
+        logging.warning("%s: damaged: %s; using checkpoint %d", folder, _list(damaged), found.step)
+    return found
 
 
 def steps(folder: AnyPath) -> list[int]:
@@ -228,6 +219,17 @@ def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
 
 def _list(reasons: Mapping[int, str]) -> str:
     return "; ".join(f"checkpoint {step}: {why}" for step, why in reasons.items())
+
+
+def _newest(folder: AnyPath, shapes: Any, shardings: Any, **rules: Any) -> tuple[Restored | None, dict[int, str]]:
+    """The newest checkpoint that matches its digests, if there is one, and why each newer one does not."""
+    damaged = {}
+    for step in steps(folder):
+        found = _try(folder, step, shapes, shardings, **rules)
+        if isinstance(found, Restored):
+            return found, damaged
+        damaged[step] = found
+    return None, damaged
 
 
 def _try(folder: AnyPath, step: int, shapes: Any, shardings: Any, **rules: Any) -> Restored | str:

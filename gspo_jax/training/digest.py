@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 
 class Digest(NamedTuple):
-    """What is known of an array's content."""
+    """Digest of an array, and the number of its elements that are not finite."""
 
     words: str
     """The two words of the digest, in hexadecimal."""
