@@ -35,7 +35,9 @@ jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "model
 LONGEST_FIRST = (
     "test_plan",
     "test_pod",
+    "test_faults",
     "test_family",
+    "test_resume",
     "test_update",
     "test_train",
     "test_tpu_compile",
