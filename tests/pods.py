@@ -63,15 +63,15 @@ class Pod:
             process.kill()
             process.communicate()
 
-    def finish(self) -> list[str]:
+    def finish(self, seconds: float = 400) -> list[str]:
         """Wait for all processes and return their outputs."""
-        return [process.communicate(timeout=400)[0] for process in self.processes]
+        return [process.communicate(timeout=seconds)[0] for process in self.processes]
 
 
-def run_processes(count: int, *words: str) -> list[str]:
-    """Run `count` processes, assert that all exit with code 0, and return their outputs."""
+def run_processes(count: int, *words: str, seconds: float = 400) -> list[str]:
+    """Run `count` processes, assert that all exit with code 0 within `seconds`, and return their outputs."""
     with Pod(count, *words) as pod:
-        said = pod.finish()
+        said = pod.finish(seconds)
     assert [process.returncode for process in pod.processes] == [0] * count, "\n".join(said)
     return said
 

@@ -30,6 +30,8 @@ PER_MINUTE = 12
 """Iterations per minute of faults: more than a disturbed run makes."""
 PATIENCE_S = 300.0
 """Seconds after which a run that makes no progress has not survived."""
+SLOWEST_S = 20.0
+"""Seconds that an iteration may take on a slow machine."""
 DISK = "192m"
 
 
@@ -206,7 +208,8 @@ def soak(minutes: float, seed: int, folder: Path) -> dict:
 
     iterations = max(20, round(PER_MINUTE * minutes))
     begun = time.monotonic()
-    run_processes(2, "-m", "gspo_jax.train", *words(folder / "whole", folder, iterations))
+    whole = words(folder / "whole", folder, iterations)
+    run_processes(2, "-m", "gspo_jax.train", *whole, seconds=PATIENCE_S + SLOWEST_S * iterations)
     whole_s = time.monotonic() - begun
     print(f"the undisturbed run of {iterations} iterations took {whole_s:.0f} s", flush=True)
     with small_disk(folder / "run"):

@@ -119,6 +119,16 @@ def test_arrays_of_any_shape_beside_the_state(tmp_path):
                 np.testing.assert_array_equal(array, arrays[name])
 
 
+def test_a_save_in_flight_is_not_the_newest(tmp_path):
+    with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(2)}, RUN)
+        assert checkpointer.latest is None
+        checkpointer.wait()
+        assert checkpointer.latest == 1
+        checkpointer.save(2, {"w": jnp.ones(2)}, RUN)
+        assert checkpointer.latest == 1
+
+
 def test_nothing_to_restore(tmp_path):
     assert restore(tmp_path, *spec({"data": 8}), check=ANY) is None
     assert load_newest(tmp_path, {}, {}) is None

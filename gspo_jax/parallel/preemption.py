@@ -30,9 +30,14 @@ class Preemption:
         self._noticed, self._lock = threading.Event(), threading.Lock()
         self._polls = 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether this process is the whole run."""
+        return distributed.global_state.client is None
+
     def agreed(self) -> bool:
         """Whether all processes stop here; each has to ask at the same points of the program."""
-        if distributed.global_state.client is None:
+        if self.alone:
             return self._noticed.is_set()
         self._polls += 1
         if not multihost_utils.reached_preemption_sync_point(self._polls):
@@ -43,7 +48,7 @@ class Preemption:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Notice SIGTERM inside the block instead of dying of it; enter it in the main thread."""
-        with self._listen_alone() if distributed.global_state.client is None else self._listen_together():
+        with self._listen_alone() if self.alone else self._listen_together():
             yield
 
     @contextmanager

@@ -116,6 +116,11 @@ class Run:
         return self.boundary.done
 
     @property
+    def settled(self) -> bool:
+        """Whether the newest boundary is saved, or is the beginning of the run."""
+        return self.boundary.done == (self.checkpointer.latest or 0)
+
+    @property
     def minibatches(self) -> int:
         """Updates per iteration."""
         return self.config.training.minibatches
@@ -299,13 +304,14 @@ class Run:
             self.save()
             self.checkpointer.wait()
         self._note_saved()
-        self.phases.saved = self.boundary.done
 
     def _note_saved(self) -> None:
         """Note in the run folder that there is a committed checkpoint."""
         latest = self.checkpointer.latest
-        if latest is not None and processes.is_first():
-            write_saved(self.files.local, latest)
+        if latest is not None:
+            self.phases.saved = latest
+            if processes.is_first():
+                write_saved(self.files.local, latest)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Wait for the last checkpoint; print and return the first and the last evaluation."""
@@ -337,7 +343,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
     with ExitStack() as stack:
         confirm_lease = stack.enter_context(lease.hold(place))
         files = stack.enter_context(open_folder(place))
-        phases = stack.enter_context(open_phases(config, files.local))
+        phases = stack.enter_context(open_phases(config, files))
         phases.saved = next(iter(steps(files.checkpoints)), None)
         folder = policy.initial_folder(config, files.local)
         tokenizer = None
@@ -360,10 +366,10 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
         )
         stack.callback(checkpointer.close)
+        phases.saved = checkpointer.latest
         log = stack.enter_context(log_lib.open_log(config, files.local, after_step=start.step, done=start.iteration))
         phases.show = log.progress.phase
         if start.step is not None:
-            phases.saved = start.iteration
             log.progress.say(f"resuming from iteration {start.iteration} in {place}")
         log.guard_config(made.objective, group_size=config.sampling.group_size)
         player = sampling.make_player(config, tokenizer, made.sampler)
@@ -388,6 +394,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             phases=phases,
             confirm_lease=confirm_lease,
         )
+        phases.settled = lambda: run.settled
         try:
             yield run, start.state
         except StopRequested:

@@ -91,13 +91,9 @@ class Checkpointer:
         self._options = ocp.Context()
         # Replicas share the writing of an array by slicing it, a compiled program per shape: of use for large arrays.
         self._options.array.saving.min_slice_bytes_for_replica_parallel = 2**20
-        self._pending: Any = None
-
-    @property
-    def latest(self) -> int | None:
-        """The newest committed step, or None."""
-        newest = self._checkpointer.latest
-        return None if newest is None else newest.step
+        self._pending: tuple[int, Any] | None = None
+        self.latest: int | None = next(iter(steps(storage.find(folder))), None)
+        """The newest step known to be committed, or None; a save in flight counts only after `wait`."""
 
     def save(
         self,
@@ -138,13 +134,15 @@ class Checkpointer:
             saved["arrays"] = some
         metrics: Any = None if accuracy is None else {_ACCURACY: accuracy}
         with self._options:
-            self._pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True, metrics=metrics)
+            pending = self._checkpointer.save_checkpointables_async(step, saved, overwrite=True, metrics=metrics)
+        self._pending = step, pending
 
     def wait(self) -> None:
         """Block until the save in flight is committed; raise its error."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            (step, pending), self._pending = self._pending, None
             pending.result()
+            self.latest = step
 
     def close(self) -> None:
         """Finish the save in flight and close the folder."""
