@@ -65,6 +65,27 @@ def release_programs() -> Iterator[None]:
         jax.clear_caches()
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """Return a temporary folder that all workers of the session share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """Return the folder of the data sets that runs generate."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def whole(shared, data) -> Path:
+    """Return the folder of an undisturbed `tests.pods.field_run`."""
+    from tests.pods import undisturbed
+
+    return undisturbed(shared / "whole", data)
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage less often, and never among the imports: tracing creates many objects that live long."""
     gc.collect()

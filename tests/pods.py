@@ -1,5 +1,6 @@
 """Helpers to run several processes on one machine and to compare the runs' metrics."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -35,6 +36,24 @@ def environment(count: int = 1, number: int = 0, port: int = 0) -> Mapping[str, 
 def train_flags(config: str, workdir: Path, settings: Mapping[str, object]) -> list[str]:
     """Return the flags of a run of `--config` in a folder, with fields of the config by their dotted names."""
     return [f"--config={config}", f"--workdir={workdir}", *(f"--config.{name}={x}" for name, x in settings.items())]
+
+
+def field_run(workdir: Path, data: Path, *, iterations: int = 4, **settings: object) -> list[str]:
+    """Return the flags of a run of DAPO with partial rollouts and a KL; all its runs share their compiled programs."""
+    chosen = {"model.folder": ROOT / "tests" / "golden" / "adder", "data.data_dir": data, "iterations": iterations}
+    chosen |= {"sampling.slots": 32, "reference.kl_weight": 0.01}
+    return train_flags(f"{ROOT}/tests/pod_config.py:dapo,partial", workdir, chosen | settings)
+
+
+def undisturbed(folder: Path, data: Path) -> Path:
+    """Return the folder of a `field_run` of one process, which the first call makes for all workers of a session."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            run_processes(1, "-m", "gspo_jax.train", *field_run(folder / "run", data))
+            (folder / "made").touch()
+    return folder / "run"
 
 
 class Pod:

@@ -23,48 +23,23 @@ from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
 from gspo_jax.run.stragglers import describe
 from gspo_jax.types import UserError
-from tests.pods import ROOT, Pod, assert_same_metrics, environment, rows_of, run_processes, train_flags, wait_for
+from tests.pods import (
+    ROOT,
+    Pod,
+    assert_same_metrics,
+    environment,
+    field_run,
+    rows_of,
+    run_processes,
+    train_flags,
+    wait_for,
+)
 
 HEARTBEAT_S, LATE_S = 5, 5
 """The heartbeat of tests/pod_config.py, and the slack that a process gets beyond it."""
 CONFIG = f"{ROOT}/tests/pod_config.py"
 TRAIN = ("-m", "gspo_jax.train")
-PARTIAL, TURNS = "dapo,partial", "steps"
-RUNS = {
-    PARTIAL: ("adder", {"sampling.slots": 32, "reference.kl_weight": 0.01}),
-    TURNS: (
-        "counter",
-        {
-            "data.max_prompt_length": 16,
-            "environment.name": "countdown_feedback",
-            "training.old_logprobs": "recompute",
-            "routing.replay": "r2",
-        },
-    ),
-}
-"""Policy in tests/golden and settings of each kind of run; the kind is the argument of its config."""
 slow, faults = pytest.mark.slow, pytest.mark.faults
-
-
-def command(kind: str, workdir: Path, data: Path, *, iterations: int = 4) -> list[str]:
-    """Return the flags of a run of this kind."""
-    policy, settings = RUNS[kind]
-    chosen = {"model.folder": f"{ROOT}/tests/golden/{policy}", "data.data_dir": data, "iterations": iterations}
-    return train_flags(f"{CONFIG}:{kind}", workdir, settings | chosen)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """Return the folder of the data sets."""
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory) -> Path:
-    """Return the folder of a one-process run with partial rollouts."""
-    folder = tmp_path_factory.mktemp("whole")
-    run_processes(1, *TRAIN, *command(PARTIAL, folder, data))
-    return folder
 
 
 def test_rows_are_spread_and_put_together_again():
@@ -81,8 +56,17 @@ def test_rows_of_four_processes():
 def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
     """Two processes that shard rows, weights and experts log the metrics of one, and leave the same run folder."""
     one, two = tmp_path / "one", tmp_path / "two"
-    run_processes(1, *TRAIN, *command(TURNS, one, data, iterations=2))
-    words = command(TURNS, two, data, iterations=2)
+    settings = {
+        "model.folder": ROOT / "tests" / "golden" / "counter",
+        "data.data_dir": data,
+        "data.max_prompt_length": 16,
+        "environment.name": "countdown_feedback",
+        "training.old_logprobs": "recompute",
+        "routing.replay": "r2",
+        "iterations": 2,
+    }
+    run_processes(1, *TRAIN, *train_flags(f"{CONFIG}:steps", one, settings))
+    words = train_flags(f"{CONFIG}:steps", two, settings)
     first, second = run_processes(2, *TRAIN, *words)
     assert_same_metrics(one, two)
     assert max(row["actor/grad_norm"] for row in rows_of(one)[1:]) > 0.1, "some update has a gradient"
@@ -97,16 +81,6 @@ def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
     assert "iteration 2: mean@4" in first and second == ""
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["accuracy"] == pytest.approx(rows_of(one)[-1]["eval/accuracy"]) and facts["accuracy"] > 0
-
-
-@faults
-def test_a_run_goes_on_with_another_number_of_processes(whole, data, tmp_path):
-    """One process, then two, then one: the metrics are those of one process, unfinished responses included."""
-    for count, iterations in ((1, 1), (2, 3), (1, 4)):
-        said = run_processes(count, *TRAIN, *command(PARTIAL, tmp_path, data, iterations=iterations))
-    assert "resuming from iteration 3" in said[0]
-    assert_same_metrics(whole, tmp_path)
-    assert max(row.get("response/older", 0) for row in rows_of(tmp_path)[-2:]) > 0, "some responses are resumed"
 
 
 @slow
@@ -127,7 +101,7 @@ def test_a_cold_start_of_two_processes_is_that_of_one(data, tmp_path):
 @faults
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_a_process_is_killed_the_others_end(victim, data, tmp_path):
-    with Pod(2, *TRAIN, *command(PARTIAL, tmp_path, data, iterations=500)) as pod:
+    with Pod(2, *TRAIN, *field_run(tmp_path, data, iterations=500)) as pod:
         dies, other = pod.processes[victim], pod.processes[1 - victim]
         wait_for((tmp_path / "checkpoints" / "1").exists, dies)
         dies.kill()
@@ -141,7 +115,7 @@ def test_when_a_process_is_killed_the_others_end(victim, data, tmp_path):
 @faults
 def test_a_second_run_on_a_folder_is_refused_and_the_first_goes_on(data, tmp_path):
     """All of its processes end with the same sentence, before they have written anything."""
-    words = command(PARTIAL, tmp_path, data, iterations=3)
+    words = field_run(tmp_path, data, iterations=3)
     with Pod(1, *TRAIN, *words) as first:
         wait_for((tmp_path / "lease.json").exists, first.processes[0])
         with Pod(2, *TRAIN, *words) as second:
@@ -308,7 +282,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
     """After one process is killed, the launcher resumes the run, and its metrics equal those of an undisturbed run."""
     workdir = tmp_path / "run"
-    process = launch(repository, "2", *command(PARTIAL, workdir, data))
+    process = launch(repository, "2", *field_run(workdir, data))
     try:
         wait_for((workdir / "checkpoints" / "2").exists, process)
         os.kill(processes_of(workdir)[1], signal.SIGKILL)
@@ -326,7 +300,7 @@ def test_the_launcher_starts_a_run_again(repository, whole, data, tmp_path):
 @faults
 @needs_proc
 def test_ctrl_c_saves_the_run_and_ends_all_processes(repository, data, tmp_path):
-    process = launch(repository, "2", *command(PARTIAL, tmp_path / "run", data, iterations=500))
+    process = launch(repository, "2", *field_run(tmp_path / "run", data, iterations=500))
     try:
         wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
         assert len(processes_of(tmp_path / "run")) == 2

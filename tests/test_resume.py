@@ -15,7 +15,7 @@ def command(workdir: Path, data: Path) -> list[str]:
     return ["-m", "gspo_jax.train", *train_flags("tests/pod_config.py:calculator,partial", workdir, settings)]
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_kill_9_and_resume_of_unfinished_episodes_is_bitwise_equal(tmp_path):
     whole, broken, data = tmp_path / "whole", tmp_path / "broken", tmp_path / "data"
     run_processes(1, *command(whole, data))
