@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
-PER_MINUTE = 12
+PER_MINUTE = 8
 """Iterations per minute of faults: more than a disturbed run makes."""
 PATIENCE_S = 300.0
 """Seconds after which a run that makes no progress has not survived."""

@@ -42,10 +42,12 @@ def _everywhere(array: jax.Array) -> Sharding | None:
 
 @functools.cache
 def _program(place: Sharding | None) -> jax.stages.Wrapped:
-    def digest_all(arrays: list[jax.Array]) -> UInt32[Array, "n 3"]:
-        return jnp.stack([_facts(x) for x in arrays])
-
     return jax.jit(digest_all, out_shardings=place)
+
+
+def digest_all(arrays: list[jax.Array]) -> UInt32[Array, "n 3"]:
+    """Both words of each array's digest, and the number of its elements that are not finite."""
+    return jnp.stack([_facts(x) for x in arrays])
 
 
 def _facts(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
