@@ -1,16 +1,23 @@
-"""A training run in which something goes wrong at an exact point: `python -m tests.faulty FAULT [flags of train]`.
+"""A training run in which something goes wrong at an exact point: `python -m tests.faulty FAULTS [flags of train]`.
 
-FAULT is ACTION:PHASE:NUMBER[:PROCESS]. When process PROCESS (default 0) enters PHASE for the NUMBER-th time, it
+FAULTS are joined by commas; each is ACTION:PHASE:NUMBER[:PROCESS]. When process PROCESS (default 0) enters PHASE for
+the NUMBER-th time, it
 
-- `TERM`, `KILL` …: gets that signal;
-- `slow`: sleeps for three seconds, then and every time it enters the phase.
+- `TERM`, `KILL` …: gets that signal, and goes on once it has noticed, if it ever does;
+- `later`: gets SIGTERM 0.3 s later;
+- `slow`: sleeps for three seconds, then and every time it enters the phase;
+- `clock`: has its clock set back by five hours or ahead by nine, in turn, then and every time it enters the phase;
+- `power`: loses its power. What was not synced is lost, or cut where more was added to what was; checkpoints stay.
 """
 
 import os
 import runpy
 import signal
+import stat
 import sys
+import threading
 import time
+from pathlib import Path
 
 from gspo_jax.parallel import processes
 from gspo_jax.run.phases import Phases
@@ -20,6 +27,7 @@ def inject(fault: str) -> None:
     """Make this process suffer `fault`."""
     action, phase, number, *process = fault.split(":")
     enter, seen = Phases.enter, []
+    synced = watch_syncs() if action == "power" else {}
 
     def faulty(self: Phases, name: str) -> None:
         enter(self, name)
@@ -28,12 +36,55 @@ def inject(fault: str) -> None:
         seen.append(name)
         if action == "slow" and len(seen) >= int(number):
             time.sleep(3)
+        elif action == "clock" and len(seen) >= int(number):
+            set_clock(hours=9 if len(seen) % 2 else -5)
+        elif action == "power" and len(seen) == int(number):
+            cut_power(self._files.local, synced)
+        elif action == "later" and len(seen) == int(number):
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
         elif len(seen) == int(number):
             os.kill(os.getpid(), signal.Signals[f"SIG{action}"])
+            deadline = time.monotonic() + 5
+            while not self.noticed() and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     Phases.enter = faulty
 
 
+def set_clock(*, hours: float) -> None:
+    """Shift the time that Python code of this process sees from now on."""
+    earlier = time.time
+    time.time = lambda: earlier() + 3600 * hours
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+
+def watch_syncs() -> dict[int, bytes]:
+    """Return what every file holds when it is synced, by inode, from now on."""
+    synced, fsync = {}, os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        file = os.fstat(descriptor)
+        if stat.S_ISREG(file.st_mode):
+            if file.st_ino not in synced:
+                os.dup(descriptor)  # as long as it is open, no other file gets its inode
+            synced[file.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+
+    os.fsync = watched
+    return synced
+
+
+def cut_power(folder: Path, synced: dict[int, bytes]) -> None:
+    """End the process, and leave in a run folder what a disk may hold after a loss of power."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_relative_to(folder / "checkpoints"):
+            kept, whole = synced.get(path.stat().st_ino, b""), path.read_bytes()
+            added = whole[len(kept) :] if kept and whole.startswith(kept) else b""
+            path.write_bytes(kept + added[: len(added) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    inject(sys.argv.pop(1))
+    for each in sys.argv.pop(1).split(","):
+        inject(each)
     runpy.run_module("gspo_jax.train", run_name="__main__")
