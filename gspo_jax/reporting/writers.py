@@ -347,7 +347,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _whole_fields(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line that was cut off, without the field in which it was cut; None if no step is left."""
     row = None
-    while row is None and (line := line.rpartition(b", ")[0]):  # which may also stand inside a list
+    while row is None and (line := line.rpartition(b",")[0]):  # which may also stand inside a list
         row = _row(line + b"}")
     return row
 

@@ -94,6 +94,10 @@ class Checkpointer:
         self._options = ocp.Context()
         # Replicas share the writing of an array by slicing it, a compiled program per shape: of use for large arrays.
         self._options.array.saving.min_slice_bytes_for_replica_parallel = 2**20
+        # Otherwise, if a folder cannot be made, threads wait for it, and the end of the process for them.
+        self._options.async_options.create_directories_asynchronously = False
+        # Orbax measures by a clock that may be set ahead. Whoever waits for a save has the watchdog's deadline.
+        self._options.async_options.timeout_secs = 7 * 24 * 3600
         self._pending: tuple[int, Any] | None = None
         self.latest: int | None = next(iter(steps(self._folder)), None)
         """The newest step known to be committed, or None; a save in flight counts only after `wait`."""
