@@ -81,6 +81,7 @@ def coldstart(
     huggingface.save(model.params, model_config, unfinished)  # every process takes part
     if processes.is_first():
         tokenizer.save(unfinished)
+        storage.sync_tree(unfinished)
         os.replace(unfinished, folder)
     processes.wait_for_all("cold start")
 

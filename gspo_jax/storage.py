@@ -8,6 +8,7 @@ the newest checkpoint, so the resumed run produces them again.
 
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import tempfile
@@ -178,6 +179,30 @@ class RunFolder:
         for name in self._published.keys() - files.keys():
             (bucket / name).unlink(missing_ok=True)
             del self._published[name]
+
+
+def sync(path: Path) -> None:
+    """Return once a file's content, or the names in a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir():  # some network file systems do not sync folders
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Return once a folder, all that is in it, and its own name would survive a loss of power."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        sync(path)
+
+
+def unused(path: AnyPath) -> AnyPath:
+    """Return the path or, if it exists, the first of PATH-2, PATH-3 … that does not: a clock set back repeats names."""
+    names = (path.name if i == 1 else f"{path.stem}-{i}{path.suffix}" for i in itertools.count(1))
+    return next(found for found in (path.parent / name for name in names) if not found.exists())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import time
@@ -224,6 +225,74 @@ def test_a_file_that_is_missing_or_cut_is_noticed(damage, two, caplog):
     with contextlib.closing(Checkpointer(folder, keep=2)) as checkpointer:
         checkpointer.save(2, found.state, RUN)
     assert restore(folder, *spec({"data": 8}), check=ANY).step == 2
+
+
+LOST = {"emptied": lambda path: os.truncate(path, 0), "cut": lambda path: os.truncate(path, 7), "gone": Path.unlink}
+
+
+@pytest.mark.faults
+def test_a_half_written_checkpoint_neither_passes_nor_stops_a_run(tmp_path):
+    """Whatever a loss of power leaves of the newest checkpoint, or of the best, under its final name."""
+    saved = {"w": jnp.arange(1000.0)}
+    shapes, places = jax.eval_shape(lambda: saved), {"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+    with contextlib.closing(Checkpointer(tmp_path / "whole", keep=2, keep_best=True)) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, saved, RUN, accuracy=1 / step)
+    names = [str(path.relative_to(tmp_path / "whole" / "3")) for path in files_of(tmp_path / "whole" / "3")]
+    unsynced = [
+        name for name in names if not name.endswith(("ocdbt", "_sharding", "_strings.json")) and "/d/" not in name
+    ]
+    assert "metrics/metrics" in unsynced and len(unsynced) < len(names)
+    each = [([name], how) for name, how in zip(names, itertools.cycle(LOST), strict=False)]
+    many = [(some, how) for some in (unsynced, names) for how in LOST]
+    best = [(1, some, how) for some in (["metrics/metrics"], names) for how in ("emptied", "cut")]
+    fell_back = 0
+    for number, (step, some, how) in enumerate([*((3, *case) for case in (*each, *many)), *best]):
+        folder = tmp_path / str(number) / "checkpoints"
+        shutil.copytree(tmp_path / "whole", folder)
+        for path in files_of(folder / str(step)):
+            if str(path.relative_to(folder / str(step))) in some or (step == 1 and some == names):
+                LOST[how](path)
+        found = restore(folder, shapes, places, check=ANY)
+        fell_back += found.step == 2
+        assert found.step in ((2, 3) if step == 3 else (3,)), (some, how)
+        np.testing.assert_array_equal(found.state["w"], saved["w"])
+        with contextlib.closing(Checkpointer(folder, keep=2, keep_best=True)) as checkpointer:
+            checkpointer.save(found.step + 1, saved, RUN, accuracy=0.0)
+        assert steps(folder)[:2] == [found.step + 1, found.step], (some, how)
+    assert fell_back >= len(many) + 3
+
+
+def test_a_save_that_was_waited_for_is_on_the_disk(tmp_path, monkeypatch):
+    """Orbax leaves its JSON files and the names of its folders to the file system."""
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.add(os.fstat(descriptor).st_ino), fsync(descriptor)))
+    with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": jnp.ones(3)}, RUN, accuracy=0.5)
+            checkpointer.wait()
+            written = (tmp_path, tmp_path / str(step), *(tmp_path / str(step)).rglob("*"))
+            assert not [path for path in written if path.stat().st_ino not in synced]
+            synced.clear()
+
+
+def test_a_save_in_flight_takes_no_notice_of_the_clock(tmp_path, monkeypatch):
+    state = {"w": jax.random.normal(jax.random.key(0), (2**22,))}
+    with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
+        for step, hours in enumerate((9, -14), 1):
+            checkpointer.save(step, state, RUN)
+            monkeypatch.setattr(time, "time", lambda now=time.time, hours=hours: now() + 3600 * hours)
+            checkpointer.wait()
+    assert steps(tmp_path) == [2, 1]
+
+
+def test_a_clock_that_is_set_back_overwrites_no_damaged_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "then")
+    for _ in range(3):
+        with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+            checkpointer.save(1, {"w": jnp.ones(3)}, RUN)
+        set_all_aside(tmp_path / "checkpoints")
+    assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["1-then", "1-then-2", "1-then-3"]
 
 
 def test_if_nothing_can_be_restored_the_error_says_so_once(two):

@@ -162,39 +162,72 @@ print(os.listdir(disk))
 """
 
 SAVE = """
+import subprocess
 import jax, jax.numpy as jnp
 from absl import flags
 from gspo_jax import cli, storage
 from gspo_jax.config import base
-from gspo_jax.training.checkpoint import Checkpointer, load_newest
+from gspo_jax.training.checkpoint import Checkpointer, restore, steps
+
+def shell(line):
+    subprocess.run(["sh", "-c", line], cwd=flags.FLAGS.workdir, capture_output=True)
 
 def main(config):
-    folder = storage.find(flags.FLAGS.workdir)
+    folder = storage.find(flags.FLAGS.workdir) / "checkpoints"
     checkpointer = Checkpointer(folder, keep=2)
     checkpointer.save(1, {"w": jnp.ones(4)}, {})
     checkpointer.wait()
+    shell(flags.FLAGS.breaks)
     try:
         checkpointer.save(2, {"w": jax.random.normal(jax.random.key(0), (2**21,))}, {})
-        checkpointer.wait()
+        checkpointer.save(3, {"w": jnp.ones(4)}, {})
     finally:
+        shell(flags.FLAGS.mends)
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        print(load_newest(folder, {"w": jax.ShapeDtypeStruct((4,), "float32")}, {"w": here}).step)
+        shapes = {"w": jax.ShapeDtypeStruct((4,), "float32")}
+        found = restore(folder, shapes, {"w": here}, check=lambda run: None)
+        again = Checkpointer(folder, keep=2)
+        again.save(2, found.state, {})
+        again.close()
+        print(found.step, steps(folder))
 
-flags.DEFINE_string("workdir", None, "")
+for name in ("workdir", "breaks", "mends"):
+    flags.DEFINE_string(name, "", "")
 cli.run(main, default=base())
 """
 
 
 @pytest.mark.faults
-def test_a_checkpoint_that_does_not_fit_the_disk(tmp_path):
-    """The command ends with one sentence, also though Orbax reports no OSError; the previous checkpoint is whole."""
+@pytest.mark.parametrize(
+    ("breaks", "mends", "says"),
+    [
+        ("", "", "No space left on device; make room on that disk, for data and for inodes"),
+        (
+            "while true >filler$i; do i=$((i + 1)); done",
+            "rm filler*",
+            "No space left on device; make room on that disk, for data and for inodes",
+        ),
+        (
+            "mount -o remount,ro .",
+            "mount -o remount,rw .",
+            "Read-only file system; make that file system writable, or use another",
+        ),
+    ],
+    ids=["too small", "no inodes", "read-only"],
+)
+def test_a_disk_that_cannot_take_a_checkpoint(breaks, mends, says, tmp_path):
+    """By the next save the command ends with one sentence, also though Orbax reports no OSError.
+
+    The previous checkpoint is whole, and a run can go on from it.
+    """
     file = tmp_path / "save.py"
     file.write_text(SAVE)
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = on_tmpfs(disk, "size=4m", [sys.executable, str(file), f"--workdir={disk}"])
+    flags = [f"--workdir={disk}", f"--breaks={breaks}", f"--mends={mends}"]
+    done = on_tmpfs(disk, "size=4m,nr_inodes=500", [sys.executable, str(file), *flags])
     assert done.returncode == 1, done.stderr
-    assert done.stdout.strip() == "1", done.stdout + done.stderr
+    assert done.stdout == "1 [2, 1]\n", done.stdout + done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"error: {disk}/2.orbax") and "No space left on device; make room on that disk" in last
+    assert last.startswith(f"error: {disk}/checkpoints/2.orbax") and says in last
     assert "Traceback" not in done.stderr, done.stderr

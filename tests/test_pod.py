@@ -29,6 +29,7 @@ from tests.pods import (
     assert_same_metrics,
     environment,
     field_run,
+    free_port,
     rows_of,
     run_processes,
     train_flags,
@@ -164,21 +165,56 @@ def test_an_error_that_gloo_caused_is_found_behind_it():
 ALONE_S = 3
 
 
+def start_alone(count: int, number: int, port: int, *, seconds: int = ALONE_S) -> subprocess.Popen:
+    """Start a process of a run that waits `seconds` for the others; it prints a line when it begins to."""
+    script = f"print(flush=True); processes.start(heartbeat_s=5, start_s={seconds})"
+    words = [sys.executable, "-c", f"from gspo_jax.parallel import processes; {script}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, cwd=ROOT, env=environment(count, number, port), **pipes)
+
+
+def assert_gives_up(process: subprocess.Popen, since: float) -> None:
+    """Assert that a process ends ALONE_S after it began to wait, `since`, and says why."""
+    _, said = process.communicate(timeout=60)
+    assert ALONE_S - 1 < time.monotonic() - since < ALONE_S + LATE_S
+    assert process.returncode == exits.LOST
+    assert f"error: the other processes of the run have not joined after {ALONE_S} s; start the run again" in said
+
+
 @faults
 def test_who_is_left_alone_at_the_start_ends():
     """A process whose coordinator dies right after accepting the connection gives up after ALONE_S."""
-    start = f"from gspo_jax.parallel import processes; processes.start(heartbeat_s=5, start_s={ALONE_S})"
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
-        told = environment(2, 1, listener.getsockname()[1])
-        process = subprocess.Popen([sys.executable, "-c", start], cwd=ROOT, env=told, stderr=subprocess.PIPE, text=True)
+        process = start_alone(2, 1, listener.getsockname()[1])
         listener.accept()[0].close()
         connected = time.monotonic()
-    _, said = process.communicate(timeout=60)
-    assert ALONE_S - 1 < time.monotonic() - connected < ALONE_S + LATE_S
-    assert process.returncode == exits.LOST
-    assert f"error: the other processes of the run have not joined after {ALONE_S} s; start the run again" in said
+    assert_gives_up(process, connected)
+
+
+@faults
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_coordinator_that_is_left_alone_at_the_start_ends(joins):
+    """Of a run of three, one process never comes; another does not either, or is killed while it waits for that one."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+
+        def start(number: int, seconds: int) -> subprocess.Popen:
+            process = start_alone(3, number, port, seconds=seconds)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline()
+            return process
+
+        other = start(1, 60) if joins else None
+        coordinator = start(0, ALONE_S)
+        began = time.monotonic()
+        if other is not None:
+            there = psutil.Process(other.pid)
+            wait_for(lambda: any(to.status == "ESTABLISHED" for to in there.net_connections("tcp")), coordinator)
+            other.kill()
+        assert_gives_up(coordinator, began)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """metrics.jsonl after crashes, with a failing TensorBoard and with odd values; samples and config.json."""
 
 import json
-import os
 import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -25,14 +25,17 @@ def _write(workdir: Path, steps: range, *, after_step: int | None = None) -> Non
 
 
 def _events(workdir: Path) -> list[Event]:
+    """Return the events of a run in the order in which TensorBoard reads them, that of the files' names."""
+    return [event for path in sorted((workdir / "tb").iterdir()) for event in _events_of(path)]
+
+
+def _events_of(path: Path) -> list[Event]:
     """Read TFRecords by hand: length (8 bytes), its CRC (4), data, CRC (4)."""
-    events = []
-    for path in sorted((workdir / "tb").iterdir(), key=os.path.getmtime):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            events.append(Event.FromString(data[12 : 12 + length]))
-            data = data[16 + length :]
+    events, data = [], path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
     return events
 
 
@@ -107,6 +110,26 @@ def test_no_step_twice_and_none_missing_wherever_the_line_was_cut(tmp_path, afte
         assert [line["reward/mean"] for line in lines] == [step / 8 for step in range(12)]
 
 
+def test_a_line_that_is_cut_while_an_evaluation_joins_it_is_completed(tmp_path):
+    """A checkpoint covers the line but not the evaluation, which the resumed run repeats; lost data reads as zeros."""
+
+    def evaluate(writer: MetricsWriter) -> None:
+        writer.write(3, {"eval/accuracy": 0.25, "eval/failed": 0.0})
+
+    _write(tmp_path, range(4))
+    path = tmp_path / "metrics.jsonl"
+    covered = path.read_bytes()
+    with MetricsWriter(tmp_path, after_step=3) as writer:
+        evaluate(writer)
+    whole = path.read_bytes()
+    for cut in range(len(covered) - 1, len(whole)):
+        for rest in (b"", bytes(len(whole) - cut), b"\0\n"):
+            path.write_bytes(whole[:cut] + rest)
+            with MetricsWriter(tmp_path, after_step=3) as writer:
+                evaluate(writer)
+            assert path.read_bytes() == whole, cut
+
+
 def test_resume_keeps_lines_byte_for_byte(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(0, {"x": 0.1 + 0.2, "y": float("nan"), "z": [1, 2.5], "f": np.float32(1 / 3)})
@@ -156,6 +179,21 @@ def test_tensorboard_gets_scalars_and_spread_lists(tmp_path):
     assert (2, "routing/flip_rate_per_layer/1", 0.5) in seen
     # The second file opens by telling TensorBoard to drop step 2 of the first.
     assert [event.step for event in events if event.session_log.status] == [0, 2]
+
+
+def test_tensorboard_follows_a_clock_that_was_set_back(tmp_path, monkeypatch):
+    """TensorBoard reads the files in the order of their names; events reach the disk within seconds all the same."""
+    now = time.time()
+    for start in range(3):
+        monkeypatch.setattr(time, "time", lambda hours=start: now - 3600 * hours)
+        _write(tmp_path, range(start, start + 1), after_step=start - 1 if start else None)
+    assert [event.step for event in _events(tmp_path) if event.summary.value] == [0, 1, 2]
+    monkeypatch.setattr(writers, "_TB_FLUSH_S", 0.0)
+    with MetricsWriter(tmp_path, after_step=2) as writer:
+        for step in (3, 4):
+            writer.write(step, {"x": 0.5})
+            monkeypatch.setattr(time, "time", lambda: now - 36000)
+        assert _events_of(max((tmp_path / "tb").iterdir()))[-1].step == 4
 
 
 @pytest.mark.parametrize("when", ["at the start", "later"])

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -19,6 +19,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from gspo_jax import storage
 from gspo_jax.types import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,8 +36,8 @@ class MetricsWriter:
 
     No step appears twice, even after a crash: with `after_step=N` the run continues from step N, and lines of later
     steps and a half-written last line are removed first, atomically. With `after_step=None` the run starts from the
-    beginning, and lines of an earlier start are moved to `metrics.jsonl.old`. If step N is written before the
-    checkpoint of step N is committed, no step is missing either.
+    beginning, and lines of an earlier start are moved to `metrics.jsonl.old`. If step N is written, and `sync` called,
+    before the checkpoint of step N is saved, no step is missing either.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, after_step: int | None = None):
@@ -80,6 +81,11 @@ class MetricsWriter:
         self.last_step, self._names = step, known | set(fresh)
         self._tensorboard.write(step, now, fresh)
 
+    def sync(self) -> None:
+        """Return once all lines written so far would survive a loss of power; call it before their checkpoint."""
+        storage.sync(self._path)
+        storage.sync(self._path.parent)
+
     def close(self) -> None:
         """Close metrics.jsonl and the TensorBoard file; a second call does nothing."""
         self._file.close()
@@ -101,9 +107,12 @@ class MetricsWriter:
                 os.replace(self._path, aside)
             return
         rows, broken = _parse(self._path)
-        if damaged := [number for number, is_last in broken if not is_last]:
+        # A line that the checkpoint covers can only be cut in what was added to it later, and is added again.
+        cut = [row for line in broken if (row := _whole_fields(line.text)) and row["step"] == after_step]
+        if damaged := [line.number for line in broken if not line.is_last]:
             logging.warning("%s: dropped lines %s, which are not metrics", self._path, damaged)
         kept = [row for row in rows if row["step"] <= after_step]
+        kept += [] if kept and kept[-1]["step"] == after_step else cut[:1]
         _write_atomically(self._path, "".join(_dumps(row) + "\n" for row in kept))
         if kept:
             self.last_step, self._names = kept[-1]["step"], set(kept[-1])
@@ -129,10 +138,12 @@ class _TensorBoard:
         self._flushed = 0.0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.time_ns() % 10**9}")
+            # TensorBoard reads files in the order of their names, and the clock in them may have been set back.
+            start = f"events.start-{len(list(folder.iterdir())):04}"
+            self._writer = EventsWriter(str(folder / start), f".{os.getpid()}.{time.time_ns() % 10**9}")
             # Makes TensorBoard discard events of this and later steps in earlier files.
-            start = Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
-            self._writer.write_event(start)
+            begin = Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+            self._writer.write_event(begin)
         except Exception as error:
             self._disable(error)
 
@@ -142,9 +153,9 @@ class _TensorBoard:
         try:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(metrics)]
             self._writer.write_event(Event(step=step, wall_time=now, summary=Summary(value=values)))
-            if now - self._flushed >= _TB_FLUSH_S:
+            if time.monotonic() - self._flushed >= _TB_FLUSH_S:
                 self._writer.flush()
-                self._flushed = now
+                self._flushed = time.monotonic()
         except Exception as error:  # whatever the backend raises, training continues
             self._disable(error)
 
@@ -205,9 +216,9 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{path} is missing: {workdir} is not a run folder, or its run has not begun to train yet")
     rows, broken = _parse(path)
-    for number, is_last in broken:
-        if not is_last:
-            raise UserError(f"{path} line {number} is not a JSON object with a step; remove that line")
+    for line in broken:
+        if not line.is_last:
+            raise UserError(f"{path} line {line.number} is not a JSON object with a step; remove that line")
     return rows
 
 
@@ -301,22 +312,44 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bool]]]:
-    """Return the valid rows, and (line number, is it the last) of lines that are not objects with an integer step."""
+class _Broken(NamedTuple):
+    """A line that is not an object with an integer step."""
+
+    number: int
+    is_last: bool
+    text: bytes
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], list[_Broken]]:
+    """Return the valid rows and the other lines."""
     lines = path.read_bytes().split(b"\n")
     rows, broken = [], []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        row = _row(line)
+        if row is None:
+            broken.append(_Broken(number, number == len(lines), line))  # a line without a line feed is the last
         else:
-            broken.append((number, number == len(lines)))  # a line without a line feed is the last
+            rows.append(row)
     return rows, broken
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return a line's row; None if it is not an object with an integer step."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _whole_fields(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line that was cut off, without the field in which it was cut; None if no step is left."""
+    row = None
+    while row is None and (line := line.rpartition(b",")[0]):  # which may also stand inside a list
+        row = _row(line + b"}")
+    return row
 
 
 def _to_python(name: str, value: Any) -> float | int | list[Any]:

@@ -54,6 +54,11 @@ class RunLog:
         if self._writer is not None:
             self._writer.write(step, metrics)
 
+    def sync(self) -> None:
+        """Return once all metrics written so far are on the disk."""
+        if self._writer is not None:
+            self._writer.sync()
+
     def updates(
         self, step: int, line: Mapping[str, Any], columns: Mapping[str, Any], metrics: list[Metrics], *, group_size: int
     ) -> None:

@@ -15,7 +15,7 @@ from gspo_jax import exits
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.reporting.writers import STOPPED_FILE, write_stopped
-from gspo_jax.storage import RunFolder
+from gspo_jax.storage import RunFolder, unused
 from gspo_jax.types import StopRequested
 
 STACKS = "stacks"
@@ -137,7 +137,8 @@ class Phases:
 
     def _end(self, why: str) -> None:
         """Write the stacks of all threads, and end the process at once."""
-        path = self._files.local / STACKS / f"{time.strftime('%Y%m%d-%H%M%S')}-process-{processes.number()}.txt"
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-process-{processes.number()}.txt"
+        path = unused(self._files.local / STACKS / name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:

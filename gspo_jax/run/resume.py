@@ -112,8 +112,10 @@ def _restore(config: ConfigDict, engine: Engine, files: RunFolder, *, start_over
             raise
         set_all_aside(files.checkpoints)
         return None
+    if restored is not None or start_over:
+        return restored
     saved = read_saved(files.local)
-    if restored is None and saved is not None and not start_over:
+    if saved is not None:
         raise UserError(
             f"the run in {files.name} had saved checkpoint {saved}, but {files.checkpoints} holds none; put the folder "
             "back, or begin the run again with --start_over"

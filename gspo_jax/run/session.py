@@ -285,7 +285,8 @@ class Run:
         """Start saving a checkpoint of the newest boundary in the background."""
         self.phases.enter("save")
         self.confirm_lease()
-        self.files.publish()  # metrics reach a bucket before the checkpoint of their step
+        self.log.sync()  # no checkpoint is newer than the metrics on the disk
+        self.files.publish()  # … or in the bucket
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
         run["key"] = jax.random.key_data(self.key).tolist()

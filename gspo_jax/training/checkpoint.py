@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -82,17 +83,23 @@ class Checkpointer:
                 get_metric_fn=lambda metrics: metrics[_ACCURACY], n=1, keep_checkpoints_without_metrics=False
             )
             kept.append(best)
+        self._folder = storage.find(folder)
+        _drop_unreadable_accuracies(self._folder)
         # A killed save leaves a temporary folder behind, which is no checkpoint.
         self._checkpointer = ocp.training.Checkpointer(
-            str(storage.find(folder)),
+            str(self._folder),
             preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
         )
         self._options = ocp.Context()
         # Replicas share the writing of an array by slicing it, a compiled program per shape: of use for large arrays.
         self._options.array.saving.min_slice_bytes_for_replica_parallel = 2**20
+        # Otherwise, if a folder cannot be made, threads wait for it, and the end of the process for them.
+        self._options.async_options.create_directories_asynchronously = False
+        # Orbax measures by a clock that may be set ahead. Whoever waits for a save has the watchdog's deadline.
+        self._options.async_options.timeout_secs = 7 * 24 * 3600
         self._pending: tuple[int, Any] | None = None
-        self.latest: int | None = next(iter(steps(storage.find(folder))), None)
+        self.latest: int | None = next(iter(steps(self._folder)), None)
         """The newest step known to be committed, or None; a save in flight counts only after `wait`."""
 
     def save(
@@ -138,11 +145,20 @@ class Checkpointer:
         self._pending = step, pending
 
     def wait(self) -> None:
-        """Block until the save in flight is committed; raise its error."""
+        """Block until the save in flight is committed, and on the disk; raise its error."""
         if self._pending is not None:
             (step, pending), self._pending = self._pending, None
             pending.result()
+            self._sync(step)
             self.latest = step
+
+    def _sync(self, step: int) -> None:
+        """Have a checkpoint on the local disk survive a loss of power, before a later save deletes the one before it.
+
+        Orbax syncs the arrays, but neither the JSON files beside them nor the folders that it renames.
+        """
+        if isinstance(self._folder, Path) and jax.process_index() == 0:
+            storage.sync_tree(self._folder / str(step))
 
     def close(self) -> None:
         """Finish the save in flight and close the folder."""
@@ -210,9 +226,27 @@ def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
     if jax.process_index() == 0:
         aside.mkdir(parents=True, exist_ok=True)
         for step in reasons:
-            (folder / str(step)).rename(aside / f"{step}-{time.strftime('%Y%m%d-%H%M%S')}")
+            (folder / str(step)).rename(storage.unused(aside / f"{step}-{time.strftime('%Y%m%d-%H%M%S')}"))
         logging.warning("%s: moved to %s: %s", folder, aside, _list(reasons))
     multihost_utils.sync_global_devices("damaged checkpoints")
+
+
+def _drop_unreadable_accuracies(folder: AnyPath) -> None:
+    """Remove accuracies cut by a loss of power, say: Orbax reads them all when it opens a folder, and fails on those.
+
+    The digests do not cover them, since a checkpoint without is as good; only `keep_best` no longer counts it.
+    """
+    if jax.process_index() == 0:
+        for step in steps(folder):
+            file = folder / str(step) / "metrics" / "metrics"
+            try:
+                float(json.loads(file.read_text())[_ACCURACY])
+            except FileNotFoundError:
+                pass
+            except (ValueError, KeyError, TypeError, RecursionError):
+                logging.warning("%s: the accuracy of checkpoint %d is damaged, and is removed", folder, step)
+                file.unlink()
+    multihost_utils.sync_global_devices("accuracies")
 
 
 def _list(reasons: Mapping[int, str]) -> str:
