@@ -23,6 +23,7 @@ from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
 from gspo_jax.run.stragglers import describe
 from gspo_jax.types import UserError
+from tests import pod_rows
 from tests.pods import (
     ROOT,
     Pod,
@@ -60,6 +61,7 @@ def command(kind: str, workdir: Path, data: Path, *, iterations: int = 4) -> lis
     """Return the flags of a run of this kind."""
     policy, settings = RUNS[kind]
     chosen = {"model.folder": f"{ROOT}/tests/golden/{policy}", "data.data_dir": data, "iterations": iterations}
+    chosen |= {"log.samples_every": 1, "log.samples": 1000}  # all of them
     return train_flags(f"{CONFIG}:{kind}", workdir, settings | chosen)
 
 
@@ -78,13 +80,20 @@ def whole(data, tmp_path_factory) -> Path:
 
 
 def test_rows_are_spread_and_put_together_again():
-    first, second = run_processes(2, "-m", "tests.pod_rows")
-    assert first == "2 processes agree\n" and second == ""
+    first, second = run_processes(2, "-m", "tests.pod_rows", "rows")
+    assert first == f"2 processes agree on prompts {pod_rows.prompt_ids()}\n" and second == ""
 
 
 @slow
 def test_rows_of_four_processes():
-    assert run_processes(4, "-m", "tests.pod_rows")[0] == "4 processes agree\n"
+    assert run_processes(4, "-m", "tests.pod_rows", "rows")[0].startswith("4 processes agree")
+
+
+@faults
+def test_four_processes_take_the_prompts_of_one():
+    """Each its own rows of every global batch, also from a position in the middle."""
+    first, *_ = run_processes(4, "-m", "tests.pod_rows")
+    assert first.splitlines()[-1] == f"4 processes agree on prompts {pod_rows.prompt_ids()}"
 
 
 @slow
@@ -116,6 +125,9 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, data, tmp_path):
         said = run_processes(count, *TRAIN, *command(PARTIAL, tmp_path, data, iterations=iterations))
     assert "resuming from iteration 3" in said[0]
     assert_same_metrics(whole, tmp_path)
+    samples = read_samples(tmp_path)
+    assert samples == read_samples(whole), "the same prompts in the same batches, and the same responses"
+    assert len(samples) == 4 and all(len(rows) == 32 for rows in samples.values())
     assert max(row.get("response/older", 0) for row in rows_of(tmp_path)[-2:]) > 0, "some responses are resumed"
 
 
