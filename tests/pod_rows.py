@@ -1,9 +1,18 @@
-"""One process of the test of hosts.py, started as `python -m tests.pod_rows`; its index comes from the environment."""
+"""One process of the tests of hosts.py, started as `python -m tests.pod_rows [rows]`.
+
+Its index comes from the environment. It checks which prompts it takes and, with `rows`, how rows are spread.
+"""
+
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from gspo_jax import cli
+from gspo_jax.data.pipeline import Batches, PromptBatch, prompt_batches
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 
@@ -38,11 +47,39 @@ def check(sizes: dict[str, int]) -> None:
     jax.tree.map(lambda x, whole: np.testing.assert_array_equal(x, whole[own]), known, batch)
 
 
+def prompt_ids(mesh: Mesh | None = None) -> list[list[int]]:
+    """Return the ids of the prompts of three batches, two of them after a resume.
+
+    The processes of a mesh take their own rows and put them together; without a mesh, this process takes all.
+    """
+    records = [
+        {"id": str(i), "question": f"{i}+{i}=", "worked": "", "answer": str(2 * i), "instruction": ""}
+        for i in range(40)
+    ]
+    tokenizer = Tokenizer.load(Path(__file__).parent / "golden" / "adder")
+
+    def open_batches() -> Batches[PromptBatch]:
+        return prompt_batches(records, tokenizer, prompts_per_batch=B, max_prompt_length=8, seed=3)
+
+    def ids(batch: PromptBatch) -> list[int]:
+        found = np.array([int(record["id"]) for record in batch.records], np.int32)
+        if mesh is None:
+            return found.tolist()
+        own = hosts.own_rows(mesh, B)
+        return hosts.allgather_rows(mesh, found[own], B).tolist()
+
+    first, resumed = open_batches(), open_batches()
+    seen = [ids(next(first))]
+    resumed.set_state(first.get_state())
+    return [*seen, *(ids(next(resumed)) for _ in range(2))]
+
+
 if __name__ == "__main__":
     count = processes.start(heartbeat_s=10, start_s=60)
     cli.simulate_devices(8 // count)
     with processes.guarded(count):
-        for each in MESHES:
+        for each in MESHES if "rows" in sys.argv else ():
             check(each)
             hosts._BLOCK = 2**28
-        print(f"{jax.process_count()} processes agree")
+        ids = prompt_ids(mesh_lib.make_mesh(MESHES[0], jax.devices()[::-1]))
+        print(f"{jax.process_count()} processes agree on prompts {ids}")

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import exits
-from gspo_jax.reporting.writers import read_metrics
+from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.training.checkpoint import steps
 from tests.pods import ROOT, Pod, assert_same_bits, assert_same_metrics, field_run, rows_of, run_processes
 
@@ -86,6 +86,9 @@ def test_two_processes_stop_together_go_on_where_one_was_and_name_a_slow_one(who
     (said,) = run_processes(1, "-m", "gspo_jax.train", *field_run(tmp_path, data))
     assert "resuming from iteration 3" in said
     assert_same_metrics(whole, tmp_path)
+    samples = read_samples(tmp_path)
+    assert samples == read_samples(whole), "the same prompts in the same batches, and the same responses"
+    assert len(samples) == 4 and all(len(rows) == 32 for rows in samples.values())
     assert max(row.get("response/older", 0) for row in rows_of(tmp_path)[-2:]) > 0, "some responses are resumed"
 
 

@@ -23,6 +23,7 @@ from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
 from gspo_jax.run.stragglers import describe
 from gspo_jax.types import UserError
+from tests import pod_rows
 from tests.pods import (
     ROOT,
     Pod,
@@ -44,13 +45,20 @@ slow, faults = pytest.mark.slow, pytest.mark.faults
 
 
 def test_rows_are_spread_and_put_together_again():
-    first, second = run_processes(2, "-m", "tests.pod_rows")
-    assert first == "2 processes agree\n" and second == ""
+    first, second = run_processes(2, "-m", "tests.pod_rows", "rows")
+    assert first == f"2 processes agree on prompts {pod_rows.prompt_ids()}\n" and second == ""
 
 
 @slow
 def test_rows_of_four_processes():
-    assert run_processes(4, "-m", "tests.pod_rows")[0] == "4 processes agree\n"
+    assert run_processes(4, "-m", "tests.pod_rows", "rows")[0].startswith("4 processes agree")
+
+
+@faults
+def test_four_processes_take_the_prompts_of_one():
+    """Each its own rows of every global batch, also from a position in the middle."""
+    first, *_ = run_processes(4, "-m", "tests.pod_rows")
+    assert first.splitlines()[-1] == f"4 processes agree on prompts {pod_rows.prompt_ids()}"
 
 
 @slow
