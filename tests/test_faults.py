@@ -60,8 +60,8 @@ def test_a_stop_in_any_phase_is_saved_and_resumes_with_the_same_bits(whole, data
     for phase, number, iterations in (
         ("evaluate", 1, 0),
         ("sample", 2, 0),
-        ("update", 1, 1),
-        ("reward", 1, 1),
+        ("update", 2, 2),
+        ("reward", 1, 2),
         ("evaluate", 1, 2),
         ("reshard", 2, 3),
     ):
