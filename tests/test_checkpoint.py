@@ -8,14 +8,20 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import logging
 
+from gspo_jax.config import base
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting.writers import write_saved
+from gspo_jax.run import resume
+from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import (
     AllDamaged,
     Checkpointer,
@@ -152,6 +158,8 @@ def test_another_architecture_is_refused_by_name(saved):
     folder, _ = saved
     with pytest.raises(UserError, match=r"checkpoint 3 does not fit.*embed.*\(64, 32\).*\(128, 32\)"):
         restore(folder, *spec({"data": 8}, dataclasses.replace(CONFIG, vocab_size=128)), check=ANY)
+    with pytest.raises(UserError, match=r"checkpoint 3 does not fit.* in the checkpoint and missing here"):
+        restore(folder, *params_alone(), check=ANY)
 
 
 def flip(path, place):
@@ -209,10 +217,17 @@ def test_no_flipped_byte_goes_unseen(two, tmp_path, caplog):
     assert noticed > 30
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])
-def test_a_file_that_is_missing_or_cut_is_noticed(damage, two, caplog):
+DAMAGE = {
+    "missing": Path.unlink,
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "changed": lambda path: flip(path, path.stat().st_size // 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_file_that_is_missing_or_cut_or_changed_is_noticed(damage, two, caplog):
     folder, saved = two
-    damage(max((folder / "2").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
+    DAMAGE[damage](max((folder / "2").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
     found = load_newest(folder, *params_alone())
     assert (
         found.step == 1
@@ -220,7 +235,7 @@ def test_a_file_that_is_missing_or_cut_is_noticed(damage, two, caplog):
         and sorted(p.name for p in folder.iterdir()) == ["1", "2"]
     )
     found = restore(folder, *spec({"data": 8}), check=ANY)
-    assert found.step == 1
+    assert found.step == 1 and steps(folder) == [1]
     assert_whole(found, saved)
     with contextlib.closing(Checkpointer(folder, keep=2)) as checkpointer:
         checkpointer.save(2, found.state, RUN)
@@ -295,6 +310,15 @@ def test_a_clock_that_is_set_back_overwrites_no_damaged_checkpoint(tmp_path, mon
     assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["1-then", "1-then-2", "1-then-3"]
 
 
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_read_again(two, monkeypatch):
+    """Here it comes back with the warning, which is between the two attempts."""
+    folder, _ = two
+    there, away = folder / "2" / "run", folder / "away"
+    there.rename(away)
+    monkeypatch.setattr(logging, "warning", lambda *given: away.exists() and away.rename(there))
+    assert load_newest(folder, *params_alone()).step == 2
+
+
 def test_if_nothing_can_be_restored_the_error_says_so_once(two):
     folder, _ = two
     for step in (1, 2):
@@ -305,9 +329,30 @@ def test_if_nothing_can_be_restored_the_error_says_so_once(two):
     ) as error:
         restore(folder, *spec({"data": 8}), check=ANY)
     assert "\n" not in str(error.value)
-    set_all_aside(folder)
-    assert restore(folder, *spec({"data": 8}), check=ANY) is None
+    begins = begin(folder.parent)
+    with pytest.raises(AllDamaged):
+        begins(start_over=False)
+    assert begins(start_over=True).iteration == 0 and steps(folder) == []
     assert len(list((folder.parent / "damaged").iterdir())) == 2
+
+
+def begin(workdir):
+    """Return `resume.start` for a run folder, with an engine whose initial weights are none."""
+    shapes, shardings = spec({"data": 8})
+    none = SimpleNamespace(frozen=None)
+    engine = SimpleNamespace(
+        state_shapes=shapes, shardings=shardings, load=lambda folder: none, begin=lambda weights: None
+    )
+    return partial(resume.start, base(), engine, RunFolder(name="run", local=workdir), None, folder=workdir)
+
+
+def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_told_so(tmp_path):
+    begins = begin(tmp_path)
+    assert begins(start_over=False).iteration == 0
+    write_saved(tmp_path, 7)
+    with pytest.raises(UserError, match=r"the run in run had saved checkpoint 7, but .* holds none; .*--start_over"):
+        begins(start_over=False)
+    assert begins(start_over=True).iteration == 0
 
 
 def test_numbers_that_are_not_finite_are_never_saved(tmp_path):

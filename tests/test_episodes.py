@@ -9,12 +9,13 @@ import pytest
 
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout import sampler as sampler_lib
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
-from gspo_jax.types import Prompts, Weights
+from gspo_jax.types import Prompts, StopRequested, Weights
 from tests.tiny import CONFIG, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
@@ -39,8 +40,8 @@ def other_params():
     return jax.tree.map(lambda x: x * 1.1, params())
 
 
-@pytest.fixture(scope="module")
-def sampler() -> Sampler:
+def make_sampler(*, poll_steps: int | None = None) -> Sampler:
+    """Return a sampler without weights."""
     return Sampler(
         GRAPH,
         SHAPES,
@@ -50,8 +51,14 @@ def sampler() -> Sampler:
         sampling=SamplingParams(),
         stop=StopRule(max_length=T, eos_ids=(5, *GOES_ON)),
         slots=4,  # fewer than responses, so that resumed ones are refilled too
+        poll_steps=poll_steps,
         router_logprobs=True,
     )
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    return make_sampler()
 
 
 @pytest.fixture(autouse=True)
@@ -271,3 +278,28 @@ def test_turns_in_parts(sampler):
 )
 def test_prompts_and_prefixes_come_in_four_lengths(longest, size, want):
     assert bucket(longest, size) == want
+
+
+def test_a_call_can_be_ended_before_and_in_the_midst_of_its_decode_steps(monkeypatch):
+    """By its `poll`; tests/test_decoder.py has the decoder that calls it."""
+
+    class Pieces:
+        def __init__(self, *, poll_steps: int, **options):
+            self.steps = poll_steps
+
+        def __call__(self, *inputs, poll, **options):
+            polls.append(self.steps)
+            poll()
+
+    def poll() -> None:
+        polls.append(0)
+        if len(polls) == 3:
+            raise StopRequested
+
+    monkeypatch.setattr(sampler_lib, "PolledDecode", Pieces)
+    polled, polls = make_sampler(poll_steps=2), []
+    polled.load(Weights.full(place(params(), MESH)))
+    polled.poll = poll
+    with pytest.raises(StopRequested):
+        polled(*some(0, 6)[:1], KEY)
+    assert polls == [0, 2, 0]

@@ -15,6 +15,7 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.run.log import response_metrics
+from gspo_jax.run.session import Run
 from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
 from gspo_jax.types import UserError
@@ -64,14 +65,35 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     assert json.loads((workdir / "config.json").read_text())["iterations"] == 2
 
 
-def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path):
-    """Parameters, optimizer state and metrics equal those of a run that never stopped; test_resume.py has kill -9."""
+def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path, monkeypatch):
+    """Parameters, optimizer state and metrics equal those of a run that never stopped; test_resume.py has kill -9.
+
+    Until the first update of an iteration there is nothing to save, and from then on there is. The best checkpoint is
+    kept beside the newest.
+    """
+    update, settled = Run.update, []
+
+    def recorded(run: Run, *given):
+        assert (run.engine.sampler.poll, run.scorer.interrupted) == (run.phases.poll, run.phases.noticed)
+        settled.append(run.phases.settled())
+        updated = update(run, *given)
+        settled.append(run.phases.settled())
+        return updated
+
+    monkeypatch.setattr(Run, "update", recorded)
     config, workdir, facts = tiny_run
     stopped = tmp_path / "stopped"
     shutil.copytree(workdir, stopped)
     shutil.rmtree(stopped / "checkpoints" / "2")
+    best = stopped / "checkpoints" / "1" / "metrics" / "metrics"
+    assert json.loads(best.read_text()) == {"accuracy": read_metrics(workdir)[2]["eval/accuracy"]}
+    best.write_text('{"accuracy": 2.0}')
+    config = config.copy_and_resolve_references()
+    config.checkpoint.update({"keep": 1, "keep_best": True})
     assert train(config, stopped)["last"] == pytest.approx(facts["last"])
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["1", "2"]
     assert_same_bits(workdir, stopped, step=2)
+    assert settled == [True, False, False, False]
     assert max(row["actor/grad_norm"] for row in read_metrics(workdir)[1:]) > 0.1, "some update has a gradient"
 
 

@@ -32,7 +32,7 @@ from gspo_jax.training.checkpoint import Checkpointer, restore
 from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
-from gspo_jax.training.update import Penalties, make_gradient, make_update, take_minibatch
+from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update, take_minibatch
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
 from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, responses, weights
 
@@ -375,6 +375,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(bad, whole
     assert metrics["update/skipped"] == 0
     assert state.skipped == 1
     assert leaf_errors(before.params, state.params) > 0
+
+
+def test_the_blame_for_a_skipped_update_counts_what_is_not_finite_in_each_leaf():
+    def gradient(objective, state, frozen, experience, index):
+        policy, critic = {"a": jnp.array([jnp.nan, 1, jnp.inf]), "b": jnp.ones(3)}, None
+        return (policy, critic), {"actor/loss": jnp.nan * index}
+
+    loss, counts = make_blame(gradient)(None, None, NONE, None, 1)
+    assert np.isnan(loss) and counts == {"policy": {"a": 2, "b": 0}, "critic": None}
 
 
 def test_batches_with_nothing_to_learn_from_are_finite_and_counted():

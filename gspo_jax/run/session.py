@@ -104,6 +104,8 @@ class Run:
     """Ends the process if another run has taken over the folder."""
     skipped: int = 0
     """Updates skipped in a row, up to the newest."""
+    updating: bool = False
+    """Whether the iteration in hand has made an update, and will therefore make all of them."""
 
     @property
     def objective(self) -> Objective:
@@ -117,8 +119,8 @@ class Run:
 
     @property
     def settled(self) -> bool:
-        """Whether the newest boundary is saved, or is the beginning of the run."""
-        return self.boundary.done == (self.checkpointer.latest or 0)
+        """Whether the newest boundary is saved, or is the beginning of the run, and no update was made since."""
+        return not self.updating and self.boundary.done == (self.checkpointer.latest or 0)
 
     @property
     def minibatches(self) -> int:
@@ -213,6 +215,7 @@ class Run:
         """
         state, metrics = self.engine.update(objective, state, self.frozen, experience, minibatch)
         metrics = jax.device_get(metrics)  # one update in flight, since simulated devices share their threads
+        self.updating = True
         self.skipped = self.skipped + 1 if metrics["update/skipped"] else 0
         if self.skipped == self.config.training.max_skipped:
             loss, counts = jax.device_get(self.engine.blame(objective, state, self.frozen, experience, minibatch))
@@ -255,6 +258,7 @@ class Run:
             unfinished=None if self.buffer is None else self.buffer.episodes,
             evaluated=not (last or done % config.eval.every == 0),
         )
+        self.updating = False
         self.evaluate_if_due()
         if last or done % config.checkpoint.every == 0:
             self.save()

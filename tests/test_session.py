@@ -1,0 +1,87 @@
+"""An open run in this process: a real SIGTERM, in a phase and in a cold start, and updates skipped in a row."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from gspo_jax import cli, coldstart
+from gspo_jax.config import base
+from gspo_jax.run import phases as phases_lib
+from gspo_jax.run.phases import open_phases
+from gspo_jax.run.session import Run
+from gspo_jax.storage import RunFolder
+from gspo_jax.train import train
+from gspo_jax.types import Diverged, StopRequested
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Let the watchdog end no test."""
+    monkeypatch.setattr(phases_lib, "SETTLED_S", 1000.0)
+
+
+def stopped(folder: Path) -> tuple[int | None, str]:
+    """Return step and phase in `stopped.json`."""
+    facts = json.loads((folder / "stopped.json").read_text())
+    return facts["step"], facts["phase"]
+
+
+def poll(look) -> None:
+    """Poll for up to ten seconds; a signal is noticed by a thread."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        look()
+        time.sleep(0.01)
+
+
+def test_a_signal_is_noticed_in_its_phase_and_stops_the_run_at_the_next_poll(tmp_path):
+    """Afterwards it is handled as before the run."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StopRequested), open_phases(base(), RunFolder(name="run", local=tmp_path)) as phases:
+        phases.enter("reward")
+        phases.poll()
+        assert not phases.noticed()
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while not phases.noticed() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        phases.enter("update")
+        poll(phases.poll)
+    assert stopped(tmp_path) == (None, "reward")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_cold_start_is_stopped_at_its_next_step(tmp_path, monkeypatch):
+    def begin(*given, on_step):
+        on_step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        poll(on_step)
+
+    monkeypatch.setattr(coldstart, "coldstart", begin)
+    config = cli.load_config(f"{ROOT}/configs/tiny.py:runlocal")
+    config.data.data_dir, config.data.options.difficulty = str(tmp_path / "data"), "easy"
+    with pytest.raises(StopRequested):
+        train(config, tmp_path / "run")
+    assert stopped(tmp_path / "run") == (None, "cold start")
+
+
+def test_only_updates_skipped_in_a_row_end_the_run_and_the_first_bad_leaf_is_named():
+    skipped = iter([1, 1, 0, 1, 1, 1])
+    engine = SimpleNamespace(
+        update=lambda objective, state, *given: (state, {"update/skipped": next(skipped)}),
+        blame=lambda *given: (np.nan, {"policy": {"embed": 0, "head": 2, "norm": 1}, "critic": None}),
+    )
+    run = SimpleNamespace(engine=engine, config=ConfigDict({"training": {"max_skipped": 3}}), frozen=None, skipped=0)
+    for _ in range(5):
+        Run.update(run, None, None, None, 0)
+    with pytest.raises(Diverged, match=r"^3 updates in a row were skipped \(.* not finite is policy\.head\)"):
+        Run.update(run, None, None, None, 0)
