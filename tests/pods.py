@@ -38,7 +38,7 @@ def train_flags(config: str, workdir: Path, settings: Mapping[str, object]) -> l
     return [f"--config={config}", f"--workdir={workdir}", *(f"--config.{name}={x}" for name, x in settings.items())]
 
 
-def field_run(workdir: Path, data: Path, *, iterations: int = 5, **settings: object) -> list[str]:
+def field_run(workdir: Path, data: Path, *, iterations: int = 6, **settings: object) -> list[str]:
     """Return the flags of a run of DAPO with partial rollouts and a KL; all its runs share their compiled programs."""
     chosen = {"model.folder": ROOT / "tests" / "golden" / "adder", "data.data_dir": data, "iterations": iterations}
     chosen |= {"sampling.slots": 32, "reference.kl_weight": 0.01, "log.samples_every": 1, "log.samples": 1000}
