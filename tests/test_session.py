@@ -54,6 +54,7 @@ def test_a_signal_is_noticed_in_its_phase_and_stops_the_run_at_the_next_poll(tmp
         deadline = time.monotonic() + 10
         while not phases.noticed() and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert phases.noticed()
         phases.enter("update")
         poll(phases.poll)
     assert stopped(tmp_path) == (None, "reward")
