@@ -38,12 +38,12 @@ begin() {
 # number. Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
 # Once the script is told to stop, hands that on as one SIGTERM to each process.
 watch() {
-  local left=$count i code ended='' lost='' before deadline=''
+  local left=$count i code ended='' lost='' before looks=''
   while [ "$left" -gt 0 ]; do
-    if [ -n "$told" ] && [ -z "$deadline" ]; then
-      deadline=$((SECONDS + stop_patience))
+    if [ -n "$told" ] && [ -z "$looks" ]; then
+      looks=$((5 * stop_patience)) # five a second, as $SECONDS jumps with a clock that is set
       kill "${pids[@]}" 2>/dev/null || true
-    elif [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ]; then
+    elif [ -n "$looks" ] && [ $((looks -= 1)) -lt 0 ]; then
       kill -9 "${pids[@]}" 2>/dev/null || true
     fi
     before=$lost

@@ -89,14 +89,15 @@ stop() {
 }
 
 end() {
-  local pid patience deadline
+  local pid patience looks
   if ! alive; then return; fi
   pid=$(cat "$home/run/pid")
   patience=$(cat "$home/run/patience")
-  deadline=$((SECONDS + patience))
+  looks=$((5 * patience)) # five a second, as $SECONDS jumps with a clock that is set
   kill -TERM "$pid" # which hands it on to the trainer alone: its reward workers are needed until it has saved
   while alive; do
-    if [ "$SECONDS" -ge "$deadline" ]; then
+    looks=$((looks - 1))
+    if [ "$looks" -lt 0 ]; then
       echo "$HOSTNAME: the run has not ended $patience s after SIGTERM, and is killed" >&2
       kill -KILL -- "-$pid" 2>/dev/null || true
       while alive; do sleep 0.1; done
