@@ -1,4 +1,8 @@
-"""One process of the test of hosts.py, started as `python -m tests.pod_rows`; its index comes from the environment."""
+"""One of several processes that have to agree: `python -m tests.pod_rows`, with its index in the environment."""
+
+import os
+import signal
+import time
 
 import jax
 import numpy as np
@@ -6,6 +10,10 @@ import numpy as np
 from gspo_jax import cli
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.preemption import Preemption
+from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.training import checkpoint
+from gspo_jax.types import StopRequested
 
 B = 16
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]
@@ -38,6 +46,38 @@ def check(sizes: dict[str, int]) -> None:
     jax.tree.map(lambda x, whole: np.testing.assert_array_equal(x, whole[own]), known, batch)
 
 
+def check_votes() -> None:
+    """Check that all processes know of a checkpoint that only the last can't read, and of a scoring that it ends."""
+    last = jax.process_index() == jax.process_count() - 1
+    processes.connect(mesh_lib.make_mesh({"data": jax.process_count(), "fsdp": jax.local_device_count()}))
+    _, why = checkpoint._attempt(lambda: 1 / (not last))
+    assert "ZeroDivisionError" in why
+    with Scorer({"exact_answer": 1.0}) as scorer:
+        scorer.interrupted = lambda: last
+        try:
+            scorer.score(["1+2="], ["3"], [{"answer": "3"}])
+        except StopRequested:
+            return
+        raise AssertionError("the scoring was not ended")
+
+
+def check_stop() -> None:
+    """Check that SIGTERM to the last process stops all at the same poll, although they poll at their own pace."""
+    noticed, polls = [], 0
+    preemption = Preemption(lambda: noticed.append(polls))
+    with preemption.listening():
+        while not preemption.agreed():
+            polls += 1
+            assert polls < 1000, "the processes have not stopped"
+            if polls == 10 and jax.process_index() == jax.process_count() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01 * (1 + jax.process_index()))
+    assert len(noticed) == 1
+    mesh = mesh_lib.make_mesh(MESHES[0], jax.devices()[::-1])
+    everyones = hosts.allgather_rows(mesh, np.full(len(hosts.own_rows(mesh, B)), polls, np.int32), B)
+    np.testing.assert_array_equal(everyones, polls)
+
+
 if __name__ == "__main__":
     count = processes.start(heartbeat_s=10, start_s=60)
     cli.simulate_devices(8 // count)
@@ -45,4 +85,6 @@ if __name__ == "__main__":
         for each in MESHES:
             check(each)
             hosts._BLOCK = 2**28
+        check_votes()
+        check_stop()
         print(f"{jax.process_count()} processes agree")

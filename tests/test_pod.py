@@ -67,13 +67,13 @@ def whole(data, tmp_path_factory) -> Path:
     return folder
 
 
-def test_rows_are_spread_and_put_together_again():
+def test_processes_agree_on_rows_on_errors_and_on_where_to_stop():
     first, second = run_processes(2, "-m", "tests.pod_rows")
-    assert first == "2 processes agree\n" and second == ""
+    assert first == "2 processes agree\n" and re.fullmatch(r".* SIGTERM caught .*\n", second)
 
 
 @slow
-def test_rows_of_four_processes():
+def test_four_processes_agree():
     assert run_processes(4, "-m", "tests.pod_rows")[0] == "4 processes agree\n"
 
 
