@@ -1,9 +1,12 @@
-"""One process of the tests of hosts.py, started as `python -m tests.pod_rows [rows]`.
+"""One of several processes that have to agree: `python -m tests.pod_rows [all]`, its index in the environment.
 
-Its index comes from the environment. It checks which prompts it takes and, with `rows`, how rows are spread.
+It checks which prompts it takes and, with `all`, how rows are spread, errors shared, and stops agreed on.
 """
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +18,10 @@ from gspo_jax.data.pipeline import Batches, PromptBatch, prompt_batches
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.preemption import Preemption
+from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.training import checkpoint
+from gspo_jax.types import StopRequested
 
 B = 16
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]
@@ -74,12 +81,47 @@ def prompt_ids(mesh: Mesh | None = None) -> list[list[int]]:
     return [*seen, *(ids(next(resumed)) for _ in range(2))]
 
 
+def check_votes() -> None:
+    """Check that all processes know of a checkpoint that only the last can't read, and of a scoring that it ends."""
+    last = jax.process_index() == jax.process_count() - 1
+    processes.connect(mesh_lib.make_mesh({"data": jax.process_count(), "fsdp": jax.local_device_count()}))
+    _, why = checkpoint._attempt(lambda: 1 / (not last))
+    assert "ZeroDivisionError" in why
+    with Scorer({"exact_answer": 1.0}) as scorer:
+        scorer.interrupted = lambda: last
+        try:
+            scorer.score(["1+2="], ["3"], [{"answer": "3"}])
+        except StopRequested:
+            return
+        raise AssertionError("the scoring was not ended")
+
+
+def check_stop() -> None:
+    """Check that SIGTERM to the last process stops all at the same poll, although they poll at their own pace."""
+    noticed, polls = [], 0
+    preemption = Preemption(lambda: noticed.append(polls))
+    with preemption.listening():
+        while not preemption.agreed():
+            polls += 1
+            assert polls < 1000, "the processes have not stopped"
+            if polls == 10 and jax.process_index() == jax.process_count() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01 * (1 + jax.process_index()))
+    assert len(noticed) == 1
+    mesh = mesh_lib.make_mesh(MESHES[0], jax.devices()[::-1])
+    everyones = hosts.allgather_rows(mesh, np.full(len(hosts.own_rows(mesh, B)), polls, np.int32), B)
+    np.testing.assert_array_equal(everyones, polls)
+
+
 if __name__ == "__main__":
     count = processes.start(heartbeat_s=10, start_s=60)
     cli.simulate_devices(8 // count)
     with processes.guarded(count):
-        for each in MESHES if "rows" in sys.argv else ():
+        for each in MESHES if "all" in sys.argv else ():
             check(each)
             hosts._BLOCK = 2**28
+        if "all" in sys.argv:
+            check_votes()
+            check_stop()
         ids = prompt_ids(mesh_lib.make_mesh(MESHES[0], jax.devices()[::-1]))
         print(f"{jax.process_count()} processes agree on prompts {ids}")

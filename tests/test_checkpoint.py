@@ -174,12 +174,18 @@ def files_of(step):
     return sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size)
 
 
+def largest(folder):
+    """Return the largest file below a folder."""
+    return max(files_of(folder), key=lambda path: path.stat().st_size)
+
+
 @pytest.fixture
 def two(tmp_path):
     """Return a folder with steps 1 and 2, and all that was saved in each, by name."""
     mesh = mesh_lib.make_mesh({"data": 2, "fsdp": 2, "expert": 2})
     state = jax.jit(partial(new_state, optimizer=OPTIMIZER))(Weights.full(place(params(), mesh)))
-    arrays = {"tokens": np.arange(60, dtype=np.int32).reshape(4, 15), "none": np.zeros((2, 0), np.int8)}
+    tokens = np.random.default_rng(0).integers(0, 2**31, (4, 100), np.int32)  # nothing to compress
+    arrays = {"tokens": tokens, "none": np.zeros((2, 0), np.int8)}
     states = {step: dataclasses.replace(state, updates=jnp.asarray(step)) for step in (1, 2)}
     with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
         for step, state in states.items():
@@ -227,7 +233,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_file_that_is_missing_or_cut_or_changed_is_noticed(damage, two, caplog):
     folder, saved = two
-    DAMAGE[damage](max((folder / "2").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()))
+    DAMAGE[damage](largest(folder / "2"))
     found = load_newest(folder, *params_alone())
     assert (
         found.step == 1
@@ -308,6 +314,14 @@ def test_a_clock_that_is_set_back_overwrites_no_damaged_checkpoint(tmp_path, mon
             checkpointer.save(1, {"w": jnp.ones(3)}, RUN)
         set_all_aside(tmp_path / "checkpoints")
     assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["1-then", "1-then-2", "1-then-3"]
+
+
+def test_a_changed_byte_beside_the_state_is_noticed(two):
+    folder, saved = two
+    DAMAGE["changed"](largest(folder / "2" / "arrays"))
+    found = restore(folder, *spec({"data": 8}), check=ANY)
+    assert found.step == 1
+    assert_whole(found, saved)
 
 
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_read_again(two, monkeypatch):

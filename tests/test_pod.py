@@ -44,14 +44,15 @@ TRAIN = ("-m", "gspo_jax.train")
 slow, faults = pytest.mark.slow, pytest.mark.faults
 
 
-def test_rows_are_spread_and_put_together_again():
-    first, second = run_processes(2, "-m", "tests.pod_rows", "rows")
-    assert first == f"2 processes agree on prompts {pod_rows.prompt_ids()}\n" and second == ""
+def test_processes_agree_on_rows_on_errors_and_on_where_to_stop():
+    first, second = run_processes(2, "-m", "tests.pod_rows", "all")
+    assert first == f"2 processes agree on prompts {pod_rows.prompt_ids()}\n"
+    assert re.fullmatch(r".* SIGTERM caught .*\n", second)
 
 
 @slow
-def test_rows_of_four_processes():
-    assert run_processes(4, "-m", "tests.pod_rows", "rows")[0].startswith("4 processes agree")
+def test_four_processes_agree():
+    assert run_processes(4, "-m", "tests.pod_rows", "all")[0].startswith("4 processes agree")
 
 
 @faults
