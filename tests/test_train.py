@@ -109,10 +109,11 @@ def test_a_sampler_with_a_mesh_of_its_own_trains_the_same(tmp_path):
     assert read_samples(own) == read_samples(shared)
 
 
-def test_a_finished_run_is_left_as_it_is(tiny_run):
+def test_a_finished_run_is_left_as_it_is(tiny_run, capsys):
     config, workdir, facts = tiny_run
     before = (workdir / "metrics.jsonl").read_text()
     assert train(config, workdir) == facts
+    assert "mean@" not in capsys.readouterr().out, "it is not evaluated again"
     assert (workdir / "metrics.jsonl").read_text() == before
 
 
