@@ -1,6 +1,7 @@
 """Helpers to run several processes on one machine and to compare the runs' metrics."""
 
 import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -93,6 +94,18 @@ def run_processes(count: int, *words: str, seconds: float = 400) -> list[str]:
         said = pod.finish(seconds)
     assert [process.returncode for process in pod.processes] == [0] * count, "\n".join(said)
     return said
+
+
+def run_faulty(fault: str, words: list[str], *, count: int = 1) -> tuple[list[int], str]:
+    """Run training with a fault of tests/faulty.py to its end; return the exit codes and all output."""
+    with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
+        said = pod.finish()
+    return [process.returncode for process in pod.processes], "\n".join(said)
+
+
+def stopped(folder: Path) -> dict:
+    """Return what `stopped.json` of a run folder says."""
+    return json.loads((folder / "stopped.json").read_text())
 
 
 def wait_for(found: Callable[[], bool], process: subprocess.Popen, seconds: float = 300) -> None:

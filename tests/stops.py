@@ -14,7 +14,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.pods import Pod, assert_same_bits, assert_same_metrics, field_run, rows_of, run_processes
+from tests.pods import (
+    assert_same_bits,
+    assert_same_metrics,
+    field_run,
+    rows_of,
+    run_faulty,
+    run_processes,
+    stopped,
+)
 
 ITERATIONS = 8
 POINTS = (
@@ -38,16 +46,11 @@ def stop_everywhere(count: int, folder: Path, data: Path) -> list[dict]:
     """Stop a run of `count` processes at every point, and let it end; return what each stop did."""
     words, facts = field_run(folder, data, iterations=ITERATIONS, **{"checkpoint.every": 5}), []
     for point, number in POINTS:
-        fault = f"TERM:{point}:{number}:{count - 1}"
-        with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
-            said = pod.finish()
-        codes = [process.returncode for process in pod.processes]
-        assert codes == [0] * count, "\n".join(said)
-        stopped = json.loads((folder / "stopped.json").read_text())
+        codes, said = run_faulty(f"TERM:{point}:{number}:{count - 1}", words, count=count)
+        assert codes == [0] * count, said
+        at = stopped(folder)
         done = max((row.get("iteration", 0) for row in rows_of(folder)), default=0)
-        facts.append(
-            {"processes": count, "point": f"{point}:{number}", **stopped, "lost": done - (stopped["step"] or 0)}
-        )
+        facts.append({"processes": count, "point": f"{point}:{number}", **at, "lost": done - (at["step"] or 0)})
         print(json.dumps(facts[-1]), flush=True)
     run_processes(count, "-m", "gspo_jax.train", *words)
     return facts

@@ -1,6 +1,5 @@
 """Runs that are stopped, hang, go bad or lose their checkpoints: what the user sees, and how they go on."""
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,17 @@ from safetensors.numpy import load_file, save_file
 from gspo_jax import exits
 from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.training.checkpoint import steps
-from tests.pods import ROOT, Pod, assert_same_bits, assert_same_metrics, field_run, rows_of, run_processes
+from tests.pods import (
+    ROOT,
+    Pod,
+    assert_same_bits,
+    assert_same_metrics,
+    field_run,
+    rows_of,
+    run_faulty,
+    run_processes,
+    stopped,
+)
 
 pytestmark = pytest.mark.faults
 ITERATIONS = 6
@@ -25,18 +34,6 @@ ITERATIONS = 6
 def command(workdir: Path, data: Path, **settings: object) -> list[str]:
     """Return the flags of a run that saves nothing before its end, unless it is stopped."""
     return field_run(workdir, data, **{"checkpoint.every": 100} | settings)
-
-
-def run(fault: str, words: list[str], *, count: int = 1) -> tuple[list[int], str]:
-    """Run training with a fault of tests/faulty.py to its end; return the exit codes and all output."""
-    with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
-        said = pod.finish()
-    return [process.returncode for process in pod.processes], "\n".join(said)
-
-
-def stopped(folder: Path) -> dict:
-    """Return what `stopped.json` says."""
-    return json.loads((folder / "stopped.json").read_text())
 
 
 def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
@@ -51,17 +48,17 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
         ("score", 2, 2),  # after sampling for iteration 3, while iteration 2 is not saved yet
         ("evaluate", 1, 3),
     ):
-        codes, said = run(f"TERM:{phase}:{number},clock:{phase}:1", command(tmp_path, data))
+        codes, said = run_faulty(f"TERM:{phase}:{number},clock:{phase}:1", command(tmp_path, data))
         facts = stopped(tmp_path)
         assert codes == [0], said
         assert (facts["step"] or 0) == iterations and phase.startswith(facts["phase"]), said
         assert 0 <= facts["seconds"] < 10
         assert f"SIGTERM in phase {facts['phase']}" in said
         assert re.search("stopped: (iteration|nothing to save yet)", said)
-    codes, said = run("KILL:reshard:2", command(tmp_path, data, **{"checkpoint.every": 1}))
+    codes, said = run_faulty("KILL:reshard:2", command(tmp_path, data, **{"checkpoint.every": 1}))
     assert codes == [-signal.SIGKILL], said
     assert not (tmp_path / "stopped.json").exists()
-    codes, said = run("clock:sample:1", command(tmp_path, data))
+    codes, said = run_faulty("clock:sample:1", command(tmp_path, data))
     assert codes == [0] and re.search("resuming from iteration [34]", said), said  # the last save may have been cut off
     assert_same_bits(whole, tmp_path, step=ITERATIONS)
     assert sum("eval/accuracy" in row for row in rows_of(tmp_path)) == 1 + ITERATIONS
@@ -73,11 +70,11 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
 def test_two_processes_stop_together_go_on_where_one_was_and_name_a_slow_one(whole, data, tmp_path):
     """A run of one process, then two, then one: the metrics are those of one, unfinished responses included."""
     run_processes(1, "-m", "gspo_jax.train", *field_run(tmp_path, data, iterations=1))
-    codes, said = run("TERM:update:2:1", command(tmp_path, data), count=2)  # once all is compiled
+    codes, said = run_faulty("TERM:update:2:1", command(tmp_path, data), count=2)  # once all is compiled
     assert codes == [0, 0], said
     facts = stopped(tmp_path)
     assert facts["seconds"] < 10 and len(re.findall(rf"stopped: iteration {facts['step']} is saved", said)) == 2, said
-    codes, said = run("slow:reward:1:1", field_run(tmp_path, data, iterations=5), count=2)
+    codes, said = run_faulty("slow:reward:1:1", field_run(tmp_path, data, iterations=5), count=2)
     assert codes == [0, 0], said
     (warning,) = re.findall(r"warning: process (\d) is slow: it works (\S+) s of an iteration, (\S+) times", said)
     assert warning[0] == "1" and float(warning[1]) >= 3 and float(warning[2]) > 1.5
@@ -96,7 +93,7 @@ def test_after_a_loss_of_power_a_run_goes_on_from_the_newest_whole_checkpoint_an
     """The newest checkpoint is half written and a byte of the one before has flipped; the bits become the same."""
     folder = tmp_path / "run"
     words = command(folder, data, **{"checkpoint.every": 1, "checkpoint.keep": 3, "checkpoint.keep_best": True})
-    codes, said = run(f"power:update:{ITERATIONS}", words)
+    codes, said = run_faulty(f"power:update:{ITERATIONS}", words)
     assert codes == [-signal.SIGKILL], said
     half, flipped, best = steps(folder / "checkpoints")[:3]
     assert max(row["iteration"] for row in read_metrics(folder)[1:]) >= half, "what a checkpoint covers is on the disk"
@@ -118,12 +115,12 @@ def test_after_a_loss_of_power_a_run_goes_on_from_the_newest_whole_checkpoint_an
     assert_same_bits(whole, folder, step=ITERATIONS)
 
     shutil.rmtree(folder / "checkpoints")
-    codes, said = run("TERM:none:1", words)
+    codes, said = run_faulty("TERM:none:1", words)
     assert codes == [exits.MISTAKE]
     assert re.search(
         rf"error: the run in .* had saved checkpoint {ITERATIONS}, but .* holds none; .*--start_over", said
     )
-    codes, said = run("TERM:sample:1", [*words, "--start_over"])
+    codes, said = run_faulty("TERM:sample:1", [*words, "--start_over"])
     assert codes == [0] and stopped(folder)["step"] in (None, 0), said
 
 
@@ -136,7 +133,7 @@ def test_gradients_that_are_not_finite_end_the_run_and_are_never_saved(data, tmp
     weights[name] = np.full_like(weights[name], 3e38)  # finite, but its products are not
     save_file(weights, model / "model.safetensors")
     settings = {"model.folder": model, "training.max_skipped": 3, "checkpoint.every": 1}
-    codes, said = run("TERM:none:1", command(tmp_path / "run", data, **settings))
+    codes, said = run_faulty("TERM:none:1", command(tmp_path / "run", data, **settings))
     assert codes == [exits.DIVERGED], said
     assert re.search(r"error: 3 updates in a row were skipped \(.*policy\.|error: 3 updates .*the loss is nan", said), (
         said

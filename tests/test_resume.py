@@ -1,5 +1,7 @@
-"""A run killed with SIGKILL and resumed ends bitwise equal to an uninterrupted one."""
+"""A run of several turns with partial rollouts, resumed, ends bitwise equal to an uninterrupted one."""
 
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,17 @@ def command(workdir: Path, data: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_kill_9_and_resume_of_unfinished_episodes_is_bitwise_equal(tmp_path):
+def test_unfinished_episodes_of_several_turns_resume_to_the_same_bits(tmp_path):
+    """From a copy of the run folder as `kill -9` would leave it, made while the process is suspended."""
     whole, broken, data = tmp_path / "whole", tmp_path / "broken", tmp_path / "data"
-    run_processes(1, *command(whole, data))
-    with Pod(1, *command(broken, data)) as pod:
-        wait_for((broken / "checkpoints" / "2").exists, pod.processes[0])
-        pod.processes[0].kill()
-        pod.processes[0].wait()
-    assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "the run was killed before its end"
+    with Pod(1, *command(whole, data)) as pod:
+        wait_for((whole / "checkpoints" / "2").exists, pod.processes[0])
+        pod.processes[0].send_signal(signal.SIGSTOP)
+        shutil.copytree(whole, broken)
+        pod.processes[0].send_signal(signal.SIGCONT)
+        (said,) = pod.finish()
+    assert pod.processes[0].returncode == 0, said
+    assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "the copy was made before the end"
     (said,) = run_processes(1, *command(broken, data))
     assert "resuming from iteration" in said
     assert_same_bits(whole, broken, step=ITERATIONS)

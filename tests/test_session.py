@@ -1,10 +1,8 @@
 """An open run in this process: a real SIGTERM, in a phase and in a cold start, and updates skipped in a row."""
 
-import json
 import os
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,20 +17,13 @@ from gspo_jax.run.session import Run
 from gspo_jax.storage import RunFolder
 from gspo_jax.train import train
 from gspo_jax.types import Diverged, StopRequested
-
-ROOT = Path(__file__).parent.parent
+from tests.pods import ROOT, stopped
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Let the watchdog end no test."""
     monkeypatch.setattr(phases_lib, "SETTLED_S", 1000.0)
-
-
-def stopped(folder: Path) -> tuple[int | None, str]:
-    """Return step and phase in `stopped.json`."""
-    facts = json.loads((folder / "stopped.json").read_text())
-    return facts["step"], facts["phase"]
 
 
 def poll(look) -> None:
@@ -57,7 +48,8 @@ def test_a_signal_is_noticed_in_its_phase_and_stops_the_run_at_the_next_poll(tmp
         assert phases.noticed()
         phases.enter("update")
         poll(phases.poll)
-    assert stopped(tmp_path) == (None, "reward")
+    facts = stopped(tmp_path)
+    assert (facts["step"], facts["phase"]) == (None, "reward")
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -72,7 +64,8 @@ def test_a_cold_start_is_stopped_at_its_next_step(tmp_path, monkeypatch):
     config.data.data_dir, config.data.options.difficulty = str(tmp_path / "data"), "easy"
     with pytest.raises(StopRequested):
         train(config, tmp_path / "run")
-    assert stopped(tmp_path / "run") == (None, "cold start")
+    facts = stopped(tmp_path / "run")
+    assert (facts["step"], facts["phase"]) == (None, "cold start")
 
 
 def test_only_updates_skipped_in_a_row_end_the_run_and_the_first_bad_leaf_is_named():

@@ -66,7 +66,7 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
 
 
 def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path, monkeypatch):
-    """Parameters, optimizer state and metrics equal those of a run that never stopped; test_resume.py has kill -9.
+    """Parameters, optimizer state and metrics equal those of a run that never stopped; test_faults.py has kill -9.
 
     Until the first update of an iteration there is nothing to save, and from then on there is. The best checkpoint is
     kept beside the newest.

@@ -399,6 +399,5 @@ def _write_atomically(path: Path, text: str) -> None:
     temporary.unlink(missing_ok=True)
     with open(temporary, "x", encoding="utf-8") as file:  # fails rather than follow a link
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    storage.sync(temporary)
     os.replace(temporary, path)

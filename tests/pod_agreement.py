@@ -1,4 +1,4 @@
-"""One of several processes that have to agree: `python -m tests.pod_rows [all]`, its index in the environment.
+"""One of several processes that have to agree: `python -m tests.pod_agreement [all]`, its index in the environment.
 
 It checks which prompts it takes and, with `all`, how rows are spread, errors shared, and stops agreed on.
 """
