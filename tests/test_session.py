@@ -53,6 +53,17 @@ def test_a_signal_is_noticed_in_its_phase_and_stops_the_run_at_the_next_poll(tmp
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_stop_names_its_phase_if_only_another_process_knew_of_the_signal(tmp_path):
+    """Scoring ends in all processes as soon as one of them knows."""
+    saved = SimpleNamespace(wait=lambda: None, latest=3)
+    run = SimpleNamespace(checkpointer=saved, boundary=SimpleNamespace(done=3), _note_saved=lambda: None)
+    with pytest.raises(StopRequested), open_phases(base(), RunFolder(name="run", local=tmp_path)) as run.phases:
+        run.phases.enter("reward")
+        Run.stop(run)
+        raise StopRequested
+    assert stopped(tmp_path)["phase"] == "reward"
+
+
 def test_a_cold_start_is_stopped_at_its_next_step(tmp_path, monkeypatch):
     def begin(*given, on_step):
         on_step()

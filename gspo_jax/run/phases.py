@@ -168,7 +168,6 @@ def open_phases(config: ConfigDict, files: RunFolder) -> Iterator[Phases]:
         try:
             yield phases
         except StopRequested:
-            phases.take_notice()  # another process may have known first
             phases.record_stop()
             raise
 

@@ -194,7 +194,6 @@ class Run:
     def advantages(self, objective: Objective, scored: Scored, old: OldPolicy, clock: Clock) -> Experience:
         """The objective's advantages for a scored batch, after reward shaping and filters."""
         clock.phase("update")
-        self.phases.poll()  # for the last time before the updates, all of which are made
         columns = (self.shaping.rewards(scored), self.shaping.trainable_rows(scored), scored.step_rewards, scored.steps)
         fields: tuple[Any, ...] = hosts.shard_rows(self.engine.meshes.trainer, columns)
         made = self.engine.experience(objective, scored.rollout, old, Rewards(*fields))
@@ -203,6 +202,7 @@ class Run:
                 "all advantages of a batch are 0, because the responses to each prompt have equal "
                 "rewards; use easier or harder prompts, larger groups, or sampling.rounds > 1"
             )
+        self.phases.poll()  # for the last time before the updates, all of which are made
         return made
 
     def update(
@@ -303,6 +303,7 @@ class Run:
 
     def stop(self) -> None:
         """Save the newest boundary, unless it is saved, and wait until the checkpoint is committed."""
+        self.phases.take_notice()  # the signal of another process may have ended the scoring before it was known here
         self.phases.enter("save")
         self.checkpointer.wait()
         if self.checkpointer.latest != self.boundary.done:
