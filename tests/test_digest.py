@@ -52,6 +52,13 @@ def test_every_sharding_has_the_same_digest():
         assert digests({"x": sharded})["x"].words == oracle(x), spec
 
 
+def test_arrays_with_and_without_a_mesh_can_be_mixed():
+    mesh = mesh_lib.make_mesh({"data": 8})
+    x, y = np.arange(32, dtype=np.float32), np.arange(3, dtype=np.int32)
+    found = digests({"y": jnp.asarray(y), "x": jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))})
+    assert [found["x"].words, found["y"].words] == [oracle(x), oracle(y)]
+
+
 def test_every_bit_and_every_place_counts():
     x = np.zeros(6, np.float32)
     seen = {digests({"x": jnp.asarray(x)})["x"].words}

@@ -8,7 +8,6 @@ import math
 
 import jax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax import cli
 from gspo_jax import engine as engine_lib
@@ -32,9 +31,8 @@ def figures():
     leaves = jax.tree.leaves(engine.state_shapes)
     places = jax.tree.leaves(engine.shardings)
     state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in zip(leaves, places, strict=True)]
-    everywhere = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):
-        traced = jax.jit(digest_all, out_shardings=everywhere).trace(state)
+        traced = digest_all.trace(state, places=tuple(places))
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     memory, found = compiled.memory_analysis(), costs.Program(compiled.as_text(), filled={}).costs()
     assert memory is not None

@@ -6,14 +6,14 @@ bijection of the bits at every index: a change to a single element always change
 leaves them equal with a probability of 2^-64. It guards against damage, not against forgery.
 """
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Shaped, UInt32
 
 
@@ -30,29 +30,55 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, Digest]:
     """The digest of each array; one program reads all of them once. Every process has to call it."""
     if not arrays:
         return {}
-    facts = np.asarray(_program(_everywhere(next(iter(arrays.values()))))(list(arrays.values())))
+    leaves = list(arrays.values())
+    facts = np.asarray(digest_all(leaves, places=tuple(x.sharding for x in leaves)))
     return {name: Digest(f"{one:08x}{two:08x}", int(bad)) for name, (one, two, bad) in zip(arrays, facts, strict=True)}
 
 
-def _everywhere(array: jax.Array) -> Sharding | None:
-    """The replicated sharding on the array's mesh; None, for the compiler to choose, if it has no mesh."""
-    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+@partial(jax.jit, static_argnames="places")
+def digest_all(arrays: list[jax.Array], *, places: tuple[Sharding, ...]) -> UInt32[Array, "n 3"]:
+    """Both words of each array's digest, and the number of its elements that are not finite.
+
+    Args:
+      arrays: the arrays; those that have a mesh have the same.
+      places: their shardings.
+    """
+    mesh = next((place.mesh for place in places if isinstance(place, NamedSharding)), None)
+    if not isinstance(mesh, Mesh):
+        return jnp.stack([_facts(x, [0] * x.ndim, shape=x.shape) for x in arrays])
+    specs = tuple(place.spec if isinstance(place, NamedSharding) else PartitionSpec() for place in places)
+    shapes = [x.shape for x in arrays]
+
+    def sum_over_devices(*shards: jax.Array) -> Array:
+        facts = [_facts_of_shard(*each, mesh) for each in zip(shards, shapes, specs, strict=True)]
+        return jax.lax.psum(jnp.stack(facts), mesh.axis_names)
+
+    return jax.shard_map(sum_over_devices, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*arrays)
 
 
-@functools.cache
-def _program(place: Sharding | None) -> jax.stages.Wrapped:
-    return jax.jit(digest_all, out_shardings=place)
+def _facts_of_shard(
+    x: Shaped[Array, "..."], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> UInt32[Array, "3"]:
+    """A device's summands: the facts of its shard of an array of this shape, zeros if another device counts it."""
+    names = [(name,) if isinstance(name, str) else name or () for name in (*spec, *[None] * (x.ndim - len(spec)))]
+    starts = [jax.lax.axis_index(axes) * size if axes else 0 for axes, size in zip(names, x.shape, strict=True)]
+    copies = tuple(axis for axis in mesh.axis_names if axis not in sum(names, ()))
+    counts = jnp.uint32(1) if not copies else (jax.lax.axis_index(copies) == 0).astype(jnp.uint32)
+    return counts * _facts(x, starts, shape=shape)
 
 
-def digest_all(arrays: list[jax.Array]) -> UInt32[Array, "n 3"]:
-    """Both words of each array's digest, and the number of its elements that are not finite."""
-    return jnp.stack([_facts(x) for x in arrays])
+@partial(jax.jit, static_argnames="shape")  # traced once for all leaves of a shape
+def _facts(
+    x: Shaped[Array, "..."], starts: Sequence[jax.typing.ArrayLike], *, shape: tuple[int, ...]
+) -> UInt32[Array, "3"]:
+    """Both words of the digest, and the number of elements that are not finite, of a block of an array.
 
-
-def _facts(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
-    """Both words of the digest, and the number of elements that are not finite."""
-    place = _mix(_indices(x.shape))
+    Args:
+      x: the block.
+      starts: index in the array of the block's first element, for each axis.
+      shape: that of the array.
+    """
+    place = _mix(_indices(x.shape, starts, shape))
     # The index counts elements, so the halves of a wide element need hashes of their own.
     halves = _bits(x)
     one = sum(_mix(bits ^ (place + jnp.uint32(i))) for i, bits in enumerate(halves))
@@ -63,11 +89,14 @@ def _facts(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
     return jnp.stack([jnp.sum(one, dtype=jnp.uint32), jnp.sum(two, dtype=jnp.uint32), bad])
 
 
-def _indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Row-major index of every element, modulo 2^32."""
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
-    for axis in reversed(range(len(shape))):
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+def _indices(
+    block: tuple[int, ...], starts: Sequence[jax.typing.ArrayLike], shape: tuple[int, ...]
+) -> UInt32[Array, "..."]:
+    """Row-major index, in an array of this shape, of every element of a block of it, modulo 2^32."""
+    index, stride = jnp.zeros(block, jnp.uint32), 1
+    for axis in reversed(range(len(block))):
+        along = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.asarray(starts[axis], jnp.uint32)
+        index += along * jnp.uint32(stride % 2**32)
         stride *= shape[axis]
     return index
 
