@@ -2,8 +2,8 @@
 # Runs all checks and the default tests: bash launch/test.sh [pytest arguments …]
 # Checks style, import layers, shell scripts and types, runs the tests, and requires that they cover every line and branch of
 # gspo_jax/objectives. A selection of tests (a path, -k, -m, --lf …) runs alone, without the checks. Creates .venv if it is missing.
-# Two groups of tests are skipped by default: -m slow runs more cases, and those that need the TPU's compiler; -m faults runs real
-# runs that are killed or interrupted, lose a process, or go on with others.
+# Two groups of tests are skipped by default: -m slow runs more cases, and those that need the TPU's compiler; -m faults tries
+# what a run must survive, with real processes, signals, disks, and damaged or foreign files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh

@@ -154,6 +154,7 @@ def test_what_a_killed_save_leaves_behind_is_no_checkpoint(saved):
     assert not list(folder.glob("*tmp*"))
 
 
+@pytest.mark.faults
 def test_another_architecture_is_refused_by_name(saved):
     folder, _ = saved
     with pytest.raises(UserError, match=r"checkpoint 3 does not fit.*embed.*\(64, 32\).*\(128, 32\)"):

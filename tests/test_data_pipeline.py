@@ -99,6 +99,7 @@ def test_a_state_of_another_run_is_refused(source, tokenizer, change, message):
         batches(**({"source": source, "tokenizer": tokenizer} | change)).set_state(state)
 
 
+@pytest.mark.faults
 def test_unusable_prompts_are_counted_and_left_out(source, tokenizer, caplog):
     caplog.set_level(standard_logging.WARNING, logger="absl")
     source[3] = make_record(3, "12345678")  # exactly as long as the limit

@@ -220,6 +220,7 @@ def test_a_flipped_byte_costs_one_named_record(small):
     assert len(bad) == 1
 
 
+@pytest.mark.faults
 def test_no_flipped_byte_changes_a_record_silently(small):
     options, shard = small
     intact, content = list(tasks.load("arithmetic", split="train", **options)), shard.read_bytes()
@@ -439,6 +440,7 @@ METADATA = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("case", METADATA)
 def test_a_prepared_folder_runs_no_code_and_opens_no_other_file(case, built, tmp_path, monkeypatch):
     (tmp_path / f"{PLANTED}.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")

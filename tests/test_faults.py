@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -122,6 +124,42 @@ def test_after_a_loss_of_power_a_run_goes_on_from_the_newest_whole_checkpoint_an
     )
     codes, said = run_faulty("TERM:sample:1", [*words, "--start_over"])
     assert codes == [0] and stopped(folder)["step"] in (None, 0), said
+
+
+def test_mistakes_are_one_sentence_and_leave_a_run_as_it_is(whole, data, tmp_path):
+    """A mistyped field, a mesh that divides nothing, and another model than the run's."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for setting, says in (
+        ({"iteratons": 3}, "did you mean 'iterations'"),
+        ({"mesh.data": 3}, "prompts_per_batch 8 is not divisible by what data×fsdp×expert = 12.* use 12"),
+        ({"model.folder": ROOT / "tests" / "golden" / "counter"}, "counter' here and .*adder' in the run .*--workdir"),
+    ):
+        codes, said = run_faulty("TERM:none:1", command(folder, data, **setting))
+        assert codes == [exits.MISTAKE] and re.search(rf"^error: .*{says}", said, re.MULTILINE), said
+        assert "Traceback" not in said
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+WITHOUT_TENSORFLOW = """
+import runpy, sys
+try:
+    runpy.run_module("gspo_jax.train", run_name="__main__")
+finally:
+    assert "tensorflow" not in sys.modules
+"""
+
+
+def test_a_run_needs_neither_network_nor_tensorflow(tmp_path):
+    """In a network namespace without any interface, where users may make one."""
+    words = [sys.executable, "-c", WITHOUT_TENSORFLOW, *command(tmp_path / "run", tmp_path / "data", iterations=1)]
+    alone = ["unshare", "-rn"]
+    if shutil.which("unshare") and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0:
+        words = [*alone, *words]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert max(row["iteration"] for row in rows_of(tmp_path / "run")[1:]) == 1
 
 
 def test_gradients_that_are_not_finite_end_the_run_and_are_never_saved(data, tmp_path):

@@ -101,6 +101,7 @@ def changed(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     return ConfigDict(tree)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", numeric_fields())
 def test_a_number_out_of_range_is_refused(name):
     kind, allowed = numeric_fields()[name], legitimate(name)

@@ -472,6 +472,7 @@ def test_shards_may_be_links_as_in_the_cache_of_hugging_face(copy: Callable[[str
     assert_same(huggingface.load(snapshot)[0], loaded("qwen3_moe_fused")[0])
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusals(copy: Callable[[str], pathlib.Path], case: str) -> None:
     name, spoil, message = REFUSALS[case]

@@ -191,6 +191,7 @@ def test_a_call_cannot_forge_a_score_through_its_worker_s_descriptors(workers):
     assert all(outcome.value not in (None, 99.0) for outcome in outcomes[1:])
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("end", "expected"),
     [

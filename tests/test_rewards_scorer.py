@@ -138,6 +138,7 @@ def test_a_weight_of_zero_only_records(fakes):
     np.testing.assert_array_equal(scores.total, np.asarray([math.nan, 0.5, 0.5], np.float32))
 
 
+@pytest.mark.faults
 def test_a_function_that_always_raises_ends_the_run(fakes):
     with (
         Scorer({"moody": 1.0, "broken": 1.0}, **fakes) as scorer,
@@ -157,6 +158,7 @@ def test_all_that_hang_are_counted_not_raised(fakes):
         assert run(scorer, ["fine"]).total.tolist() == [0.5]
 
 
+@pytest.mark.faults
 def test_a_process_that_dies_is_replaced_and_the_sample_retried_once(fakes, tmp_path, caplog):
     with Scorer({"picky": 1.0}, **fakes) as scorer:
         before = pids(scorer)
@@ -209,6 +211,7 @@ HANGS = {
 }
 
 
+@pytest.mark.faults
 def test_hanging_answers_are_killed_and_the_others_scored(verifier):
     """An answer that hangs scores NaN in time and costs no worker; all other answers keep their scores."""
     fine = [r"\boxed{3}", r"\boxed{4}", "#### 3"] * 3

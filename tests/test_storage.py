@@ -49,6 +49,7 @@ def test_a_folder_of_this_machine_stays_what_it_is(tmp_path, monkeypatch):
 LINKS = ("config.json", "config.json.tmp", "metrics.jsonl", "metrics.jsonl.old", "samples", "samples/step_000001.jsonl")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", [*LINKS, "tb", "report", "checkpoints", "checkpoints/1"])
 @pytest.mark.parametrize("target", ["{}/victim", "{}/nothing", "../victim"])
 def test_a_run_folder_with_a_link_out_of_it_is_refused(tmp_path, name, target):

@@ -177,6 +177,7 @@ def test_bad_templates_say_so(trained, tmp_path, template, message):
         Tokenizer.load(folder)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("template", "message"),
     [

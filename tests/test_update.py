@@ -181,7 +181,7 @@ def test_one_checkpoint_on_two_meshes_has_the_same_bits_and_next_loss(experience
     batches = [experience, dataclasses.replace(experience, advantages=centred.reshape(-1))]
     run, state = {"key": [1, 2], "prompts": "7"}, new_state(weights(), optimizer=optimizer()[0])
     rng = np.random.default_rng(2)
-    moments = jax.tree.map(lambda x: np.float32(1e-3 * rng.random(x.shape)) if x.ndim else x, state.policy.opt_state)
+    moments = jax.tree.map(lambda x: jnp.float32(1e-3 * rng.random(x.shape)) if x.ndim else x, state.policy.opt_state)
     state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, opt_state=moments))
     with contextlib.closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, state, run)

@@ -94,6 +94,7 @@ def test_lines_are_on_disk_before_the_process_dies(tmp_path):
     assert [row["x"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("after_step", [3, 5])
 def test_no_step_twice_and_none_missing_wherever_the_line_was_cut(tmp_path, after_step):
     whole = tmp_path / "whole"
@@ -196,6 +197,7 @@ def test_tensorboard_follows_a_clock_that_was_set_back(tmp_path, monkeypatch):
         assert _events_of(max((tmp_path / "tb").iterdir()))[-1].step == 4
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("when", ["at the start", "later"])
 def test_training_goes_on_without_tensorboard(tmp_path, monkeypatch, caplog, when):
     if when == "at the start":
