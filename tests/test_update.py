@@ -386,6 +386,7 @@ def test_the_blame_for_a_skipped_update_counts_what_is_not_finite_in_each_leaf()
     assert np.isnan(loss) and counts == {"policy": {"a": 2, "b": 0}, "critic": None}
 
 
+@pytest.mark.faults
 def test_batches_with_nothing_to_learn_from_are_finite_and_counted():
     """Rewards that are all equal, responses of nothing but an EOS, and only truncated ones, which are to be dropped."""
     trainer, plain, B = make_trainer(), responses(P, G, T), P * G
