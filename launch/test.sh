@@ -3,7 +3,7 @@
 # Checks style, import layers, shell scripts and types, runs the tests, and requires that they cover every line and branch of
 # gspo_jax/objectives. A selection of tests (a path, -k, -m, --lf …) runs alone, without the checks. Creates .venv if it is missing.
 # Two groups of tests are skipped by default: -m slow runs more cases, and those that need the TPU's compiler; -m faults tries
-# what a run must survive, with real processes, signals, disks, and damaged or foreign files.
+# what a run must survive, with real processes, signals and disks, and bad input.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh

@@ -183,10 +183,16 @@ def any_shard(here: Bool[Array, ""]) -> Bool[Array, ""]:
     return jax.lax.pmax(here.astype(jnp.int32), axes) > 0 if axes else here
 
 
+def axes_by_dimension(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Return the mesh axes over which a spec shards each dimension that it names."""
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+
+
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Return a spec with these mesh axes removed."""
-    parts = ((part,) if isinstance(part, str) else part or () for part in spec)
-    return PartitionSpec(*(tuple(axis for axis in part if axis not in axes) or None for part in parts))
+    return PartitionSpec(
+        *(tuple(axis for axis in part if axis not in axes) or None for part in axes_by_dimension(spec))
+    )
 
 
 def varying(x: jax.Array, *axes: str) -> jax.Array:

@@ -1,13 +1,14 @@
 """Digests of arrays that do not depend on how the arrays are sharded, computed where their shards live.
 
 The digest of an array is a sum over its elements, modulo 2^32, of a hash of the element's index and bits. A sum has no
-order, so every device adds up its own elements, and two words per array are all that devices exchange. The hash is a
+order, so every device adds up its own elements, and a few words per array are all that devices exchange. The hash is a
 bijection of the bits at every index: a change to a single element always changes both words, and any other change
 leaves them equal with a probability of 2^-64. It guards against damage, not against forgery.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Shaped, UInt32
+
+from gspo_jax.parallel import mesh as mesh_lib
 
 
 class Digest(NamedTuple):
@@ -60,9 +63,9 @@ def _facts_of_shard(
     x: Shaped[Array, "..."], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> UInt32[Array, "3"]:
     """A device's summands: the facts of its shard of an array of this shape, zeros if another device counts it."""
-    names = [(name,) if isinstance(name, str) else name or () for name in (*spec, *[None] * (x.ndim - len(spec)))]
-    starts = [jax.lax.axis_index(axes) * size if axes else 0 for axes, size in zip(names, x.shape, strict=True)]
-    copies = tuple(axis for axis in mesh.axis_names if axis not in sum(names, ()))
+    over = mesh_lib.axes_by_dimension(spec)
+    starts = [jax.lax.axis_index(axes) * size if axes else 0 for axes, size in zip_longest(over, x.shape, fillvalue=())]
+    copies = tuple(axis for axis in mesh.axis_names if axis not in sum(over, ()))
     counts = jnp.uint32(1) if not copies else (jax.lax.axis_index(copies) == 0).astype(jnp.uint32)
     return counts * _facts(x, starts, shape=shape)
 
