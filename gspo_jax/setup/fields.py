@@ -106,6 +106,7 @@ RANGES = {
     "reference.kl_weight": NOT_NEGATIVE,
     **{f"critic.optimizer.{name}": allowed for name, allowed in _ADAMW.items()},
     "training.minibatches": COUNT,
+    "training.row_tokens": COUNT,
     "training.microbatches": COUNT,
     "training.max_skipped": COUNT,
     "training.entropy_weight": FINITE,
