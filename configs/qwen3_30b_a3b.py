@@ -87,4 +87,12 @@ def long(config: ConfigDict) -> None:
     config.training.microbatches = 4
 
 
-ARGUMENTS = {"v6e": v6e, "v5e": v5e, "long": long}
+def responses_16k(config: ConfigDict) -> None:
+    """Sample 8192 responses of up to 15,872 tokens, 2048 at a time, and train on rows of 16,384 tokens per chip."""
+    config.data.prompts_per_batch = 512
+    config.sampling.max_response_length = 15872
+    config.sampling.slots = 2048
+    config.training.microbatches = 32
+
+
+ARGUMENTS = {"v6e": v6e, "v5e": v5e, "long": long, "16k": responses_16k}

@@ -239,7 +239,8 @@ def parser() -> Parser:
     }.items():
         default = defaults[name]
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; default {default}")
-    parser.add_argument("--lengths", metavar="KIND", help="of responses, such as uniform:16:128; default --new_tokens")
+    lengths = "of responses, such as uniform:16:128 or lognormal:64:0.8; default --new_tokens"
+    parser.add_argument("--lengths", metavar="KIND", help=lengths)
     parser.add_argument("--slots", type=int, metavar="N", help="responses decoded at a time; by default all")
     parser.add_argument("--dtype", default=defaults["dtype"], help=f"compute dtype: {' or '.join(DTYPES)}")
     parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="such as fsdp:-1,expert:2; -1: the rest of the devices")

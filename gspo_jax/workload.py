@@ -10,6 +10,7 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from gspo_jax.config import base
+from gspo_jax.lengths import Lengths
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
@@ -35,7 +36,7 @@ class Workload:
     new_tokens: int = 128
     """Maximum tokens per response."""
     lengths: str | None = None
-    """Distribution of response lengths, such as uniform:16:128; None: `new_tokens` for all."""
+    """Distribution of response lengths, such as uniform:16:128 or lognormal:64:0.8; None: `new_tokens` for all."""
     slots: int | None = None
     """Responses decoded at a time; None: all."""
     minibatches: int = 4
@@ -65,18 +66,13 @@ class Workload:
         """Length of each response in tokens, the same in every iteration.
 
         Raises:
-          UserError: `lengths` is malformed or exceeds `new_tokens`.
+          UserError: `lengths` is malformed, or a uniform distribution exceeds `new_tokens`.
         """
         responses = self.prompts * self.group
         if self.lengths is None:
             return np.full(responses, self.new_tokens, np.int32)
-        kind, *ends = self.lengths.split(":")
-        if kind != "uniform" or len(ends) != 2 or not all(end.isdigit() for end in ends):
-            raise UserError(f"--lengths is {self.lengths!r}; write it as uniform:16:{self.new_tokens}")
-        low, high = map(int, ends)
-        if not 1 <= low <= high <= self.new_tokens:
-            raise UserError(f"--lengths {self.lengths} does not lie in 1 to {self.new_tokens}, which is --new_tokens")
-        return np.random.default_rng(0).integers(low, high + 1, responses).astype(np.int32)
+        lengths = Lengths(self.lengths, self.new_tokens, "--new_tokens")
+        return lengths.draw(responses, np.random.default_rng(0))
 
     @property
     def config(self) -> ConfigDict:
