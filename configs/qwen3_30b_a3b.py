@@ -36,7 +36,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.prompts_per_batch = 64
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
-    config.sampling.max_response_length = 3968  # prompt and four responses: 16384 tokens per chip and update
+    config.sampling.max_response_length = 3968
+    config.training.row_tokens = 16384  # per chip; a prompt and four responses of full length
     config.training.logprob_chunk = 64 * 1024
     config.scoring.workers = 8
     for name in filter(None, arg.split(",")):
@@ -84,7 +85,7 @@ def long(config: ConfigDict) -> None:
     config.model.remat = "full"
     config.data.max_prompt_length = 1024
     config.sampling.max_response_length = 31744
-    config.training.microbatches = 4
+    config.training.row_tokens = 32768
 
 
 def responses_16k(config: ConfigDict) -> None:
@@ -92,7 +93,6 @@ def responses_16k(config: ConfigDict) -> None:
     config.data.prompts_per_batch = 512
     config.sampling.max_response_length = 15872
     config.sampling.slots = 2048
-    config.training.microbatches = 32
 
 
 ARGUMENTS = {"v6e": v6e, "v5e": v5e, "long": long, "16k": responses_16k}

@@ -20,7 +20,7 @@ from tests.tiny import EIGHT, MESHES, mesh_id, mostly_slow, responses
 
 
 def rows_of(packer: Packer, packing, minibatch: int, lengths, prompts) -> dict[tuple, np.ndarray]:
-    """Return each row as an array of owners, by (shard, kind, turn): b + 1 for response b, -g - 1 for the prompt of g."""
+    """Return each row's owners by (shard, kind, turn): b + 1 for response b, -g - 1 for the prompt of group g."""
     found: dict[tuple, np.ndarray] = {}
     each = packing.responses.shape[1] // packer.shards
     for place, b in enumerate(packing.responses[minibatch]):
