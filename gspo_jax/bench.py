@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Workload(**given)
         work.check()
         cli.check_facts_file(file)
-        cli.trim_around_compiling()
+        cli.reuse_memory()
         if work.devices > 1:
             cli.simulate_devices(work.devices)
         if place == "ahead":
