@@ -11,7 +11,8 @@ With ep shards on the axis, n tokens of width D on each, and balanced experts, a
 gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D, capacity `factor` times that. Gather is therefore the lightest
 while ep <= K. Every buffer is sized at compile time: gather and ragged_all_to_all hold ep·n·min(K, E/ep) rows on each
 shard, though ep times fewer arrive when experts are balanced; the grouped matmul's work follows the rows that arrived.
-For gather a decode step has a second, smaller set of buffers for the usual load.
+A forward that is not differentiated (decode, prefill, scoring) has a second, smaller set of buffers for the usual
+load.
 """
 
 import dataclasses
@@ -81,7 +82,7 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
 
 
 HEADROOM = 2
-"""Size of a decode step's usual buffers, as a multiple of a balanced load."""
+"""Size of the buffers for the usual load, as a multiple of a balanced load."""
 
 
 @jax.custom_vjp
@@ -142,17 +143,49 @@ def combine_experts(
     A token's experts must differ, as a router's do, so at most min(K, E) of them are held. The weight multiplies the
     input of `down`: it is narrower than the output, which then need not be kept for the weight's gradient.
 
-    With a `layer`, and so without a gradient, buffers hold `HEADROOM` times the likely number of pairs, and fall back
-    to the worst case when more arrive: a decode step would spend most of its time on empty rows otherwise.
-
     Args:
       x: the tokens.
       experts: ids; those outside [0, E) are not held here and add nothing.
       weights: the factor of each expert's output.
       kernels: the kernels of the experts held here.
-      layer: the layer to take from kernels of all layers; None if they are one layer's.
+      layer: the layer to take from kernels of all layers, without a gradient; None if they are one layer's.
       likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
     """
+    worst = experts.shape[0] * min(experts.shape[1], kernels.gate.shape[-3])
+    if likely is None or HEADROOM * likely >= worst:
+        return _combine(x, experts, weights, kernels, layer, likely, worst)
+    return _combine_usually(x, experts, weights, kernels, layer, likely)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _combine_usually(
+    x: Array, experts: Array, weights: Array, kernels: ExpertKernels, layer: Array | None, likely: int
+) -> Array:
+    """`combine_experts` in buffers of `HEADROOM` times the likely number of pairs, in larger ones if more arrive.
+
+    Most rows of buffers for the worst case are empty: gathers and element-wise operations would take most of their time
+    on them. Differentiated, it has the buffers for the worst case alone, because the gradient of a conditional keeps
+    the residuals of both branches. jax knows whether it differentiates, so no caller has to say.
+    """
+    return _combine(x, experts, weights, kernels, layer, likely, HEADROOM * likely)
+
+
+@_combine_usually.defjvp
+def _(likely: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    worst = primals[1].shape[0] * min(primals[1].shape[1], primals[3].gate.shape[-3])
+    return jax.jvp(lambda *args: _combine(*args, likely, worst), primals, tangents)
+
+
+def _combine(
+    x: Float[Array, "N D"],
+    experts: Int[Array, "N K"],
+    weights: Float[Array, "N K"],
+    kernels: ExpertKernels,
+    layer: Int[Array, ""] | None,
+    likely: int | None,
+    usual: int,
+) -> Float[Array, "N D"]:
+    """`combine_experts` in buffers of `usual` rows, or for the worst case if more pairs arrive."""
     E, (N, K) = kernels.gate.shape[-3], experts.shape
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
     matmuls = partial(grouped_matmuls, tail=False) if layer is None else partial(stacked_matmuls, layer=layer)
@@ -168,15 +201,13 @@ def combine_experts(
         (out,) = matmuls(jax.nn.silu(gated) * raised * shares, (kernels.down,), sizes)
         return gather_up(out, source, slot)
 
-    worst = N * min(K, E)
-    usual = worst if likely is None else HEADROOM * likely
-    if layer is None or usual >= worst:
-        return within(worst)
-
     def rarely() -> Array:
         with jax.named_scope(hlo.RARELY):
             return within(worst)
 
+    worst = N * min(K, E)
+    if usual == worst:
+        return within(worst)
     return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
 
 
