@@ -86,30 +86,44 @@ HEADROOM = 2
 
 
 @jax.custom_vjp
-def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "M D"]:
-    """out[m] = x[source[m] // K]: the token of the pair in slot m; undefined in slots without a pair.
+def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "M D"]:
+    """out[m] = x[source[m]]: the row in slot m; undefined in slots without a row.
 
-    `slot` is the inverse: the slot of each pair, outside [0, M) for a pair without one. It makes the gradient a gather
+    `slots` is the inverse: those of each row, outside [0, M) where it has fewer than J. It makes the gradient a gather
     (`gather_up`) where it would otherwise be a scatter, which is slow on every backend.
     """
-    return x.at[source // slot.shape[1]].get(mode="clip")
+    return x.at[source].get(mode="clip")
 
 
 @jax.custom_vjp
-def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "N D"]:
-    """out[n] = Σ_k y[slot[n, k]] over the pairs that have a slot; the gradient is `spread`."""
-    each = y.at[slot].get(mode="clip")
-    return jnp.where(((slot >= 0) & (slot < source.size))[..., None], each, 0).sum(axis=1)
+def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "N D"]:
+    """out[n] = Σ_j y[slots[n, j]] over a row's slots; the gradient is `spread`."""
+    slots = slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
+    each = y.at[slots].get(mode="clip")
+    return jnp.where(((slots >= 0) & (slots < source.size))[..., None], each, 0).sum(axis=0)
 
 
 spread.defvjp(
-    lambda x, source, slot: (spread(x, source, slot), (source, slot)),
-    lambda pairs, grads: (gather_up(grads, *pairs), None, None),
+    lambda x, source, slots: (spread(x, source, slots), (source, slots)),
+    lambda places, grads: (gather_up(grads, *places), None, None),
 )
 gather_up.defvjp(
-    lambda y, source, slot: (gather_up(y, source, slot), (source, slot)),
-    lambda pairs, grads: (spread(grads, *pairs), None, None),
+    lambda y, source, slots: (gather_up(y, source, slots), (source, slots)),
+    lambda places, grads: (spread(grads, *places), None, None),
 )
+
+
+def _first_slots(slot: Int[Array, "N K"], most: int, rows: int) -> Int[Array, "N J"]:
+    """The slots of a token's pairs that have one, in [0, `rows`), in order and at most `most`; `rows` for want of one.
+
+    Few of a token's pairs are held where few experts are, and a sum over all K would read mostly what it leaves out.
+    """
+    if most == slot.shape[1]:
+        return slot
+    has = slot < rows
+    # By comparison, because on TPU neither a sort nor a gather of single numbers is fast.
+    ranks = jnp.where(has, jnp.cumsum(has, axis=1) - 1, most)
+    return jnp.where(ranks[:, None] == jnp.arange(most)[None, :, None], slot[:, None], rows).min(axis=2)
 
 
 def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int[Array, " P"], Int[Array, " G"]]:
@@ -196,10 +210,11 @@ def _combine(
     def within(room: int) -> Array:
         source = order[:room]
         slot = jnp.where(held, place.reshape(N, K), room)
-        rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
+        token, slots = source // K, _first_slots(slot, min(K, E), room)
+        rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
         gated, raised = (checkpoint_name(y, "dot") for y in matmuls(rows, (kernels.gate, kernels.up), sizes))
         (out,) = matmuls(jax.nn.silu(gated) * raised * shares, (kernels.down,), sizes)
-        return gather_up(out, source, slot)
+        return gather_up(out, token, slots)
 
     def rarely() -> Array:
         with jax.named_scope(hlo.RARELY):
@@ -212,7 +227,7 @@ def _combine(
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
-    """`spread` for values of pairs, not of tokens: out[m] = the weight of the pair in slot m, [M, 1]."""
+    """out[m] = the weight of the pair in slot m, [M, 1]."""
     return spread(weights.reshape(-1, 1), source, slot.reshape(-1, 1))
 
 
@@ -306,8 +321,9 @@ def _pairs(
     """Pack pairs by their expert's shard, send them with their weights, and sum the outputs that come back."""
     held, shards = kernels.gate.shape[-3], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
-    sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), source, slot)
+    token = source // experts.shape[1]
+    sent = there(spread(x, token, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
+    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), token, slot)
     dropped = (slot >= source.size) & (experts < held * shards)
     return y, dropped.sum(axis=1, dtype=jnp.int32)
 
