@@ -165,7 +165,7 @@ def combine_experts(
       layer: the layer to take from kernels of all layers, without a gradient; None if they are one layer's.
       likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
     """
-    worst = experts.shape[0] * min(experts.shape[1], kernels.gate.shape[-3])
+    worst = _most_pairs(experts, kernels)
     if likely is None or HEADROOM * likely >= worst:
         return _combine(x, experts, weights, kernels, layer, likely, worst)
     return _combine_usually(x, experts, weights, kernels, layer, likely)
@@ -186,8 +186,13 @@ def _combine_usually(
 
 @_combine_usually.defjvp
 def _(likely: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    worst = primals[1].shape[0] * min(primals[1].shape[1], primals[3].gate.shape[-3])
-    return jax.jvp(lambda *args: _combine(*args, likely, worst), primals, tangents)
+    _, experts, _, kernels, _ = primals
+    return jax.jvp(partial(_combine, likely=likely, usual=_most_pairs(experts, kernels)), primals, tangents)
+
+
+def _most_pairs(experts: Int[Array, "N K"], kernels: ExpertKernels) -> int:
+    """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
+    return experts.shape[0] * min(experts.shape[1], kernels.gate.shape[-3])
 
 
 def _combine(
@@ -220,7 +225,7 @@ def _combine(
         with jax.named_scope(hlo.RARELY):
             return within(worst)
 
-    worst = N * min(K, E)
+    worst = _most_pairs(experts, kernels)
     if usual == worst:
         return within(worst)
     return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
