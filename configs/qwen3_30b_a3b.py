@@ -10,7 +10,7 @@ reads one prompt and four responses per chip, 16,384 tokens; parameters and Adam
 
 an update needs 53 of a chip's 103 GB. The lower bounds of its operations add up to 1.14 s, plus 0.24 s of attention,
 and each chip sends 180 GB, which takes 0.30 s, 0.11 s of it not hidden. With --config.model.remat=full it needs 17 GB,
-1.24 s and 0.31 s of attention. A decode step of all 1024 responses at their maximum length, 4480 tokens, takes 4.8 ms.
+1.24 s and 0.31 s of attention. A decode step of all 1024 responses at their maximum length, 4480 tokens, takes 4.5 ms.
 Likewise, in memory per chip and seconds of operations plus attention:
 
     --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       17 of 34 GB, 1.29 s + 0.15 s
