@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from gspo_jax.kernels.backend import unchecked
 from gspo_jax.types import UserError
 
 _LANES = 128
@@ -38,19 +38,6 @@ class _Visits(NamedTuple):
     """Offset in the tile of the group's first row."""
     end: Int[Array, " V"]
     """Offset in the tile just past the group's last row."""
-
-
-def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
-    """Run a kernel whose output types do not declare the manual mesh axes they vary over, and add the declaration.
-
-    `jax.shard_map` checks these types and would reject the kernel otherwise.
-    """
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
-    if not axes:
-        return kernel(*args)
-    whole = PartitionSpec()
-    out = jax.shard_map(kernel, in_specs=(whole,) * len(args), out_specs=whole, check_vma=False)(*args)
-    return jax.lax.pcast(out, tuple(axes), to="varying")
 
 
 def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
@@ -102,7 +89,7 @@ def _visits(
         interpret=interpret,
         name="grouped_visits",
     )
-    *visits, counts = _unchecked(run, group_sizes.astype(jnp.int32))
+    *visits, counts = unchecked(run, group_sizes.astype(jnp.int32))
     return _Visits(*visits), counts
 
 
@@ -283,7 +270,7 @@ def _products(
             name="grouped_matmul_transposed" if transposed else "grouped_matmul",
         )(*args)
 
-    return _unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
+    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
 
 
 def matmuls(
@@ -428,4 +415,4 @@ def outer(
         )(*args)
 
     # Groups without rows are visited too: their gradient is zero and must be written.
-    return _unchecked(run, counts[1], *visits, rows, grads)
+    return unchecked(run, counts[1], *visits, rows, grads)
