@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
@@ -115,6 +116,16 @@ def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int
     while tile > 16 and 2 * size * tile * width > _VMEM // 3:
         tile //= 2
     return min(tile, rows)
+
+
+def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
+    """Rows that a kernel with `tile` rows per tile computes: for each group, whole, every tile that holds a row of it.
+
+    The name of a kernel ends in its tile.
+    """
+    ends = np.cumsum(group_sizes)
+    tiles = -(-ends // tile) - (ends - group_sizes) // tile
+    return tile * int(tiles[group_sizes > 0].sum())
 
 
 def _splits(size: int) -> list[int]:
@@ -239,7 +250,7 @@ def _products(
                 transcendentals=0,
             ),
             interpret=interpret,
-            name="grouped_matmul_transposed" if transposed else "grouped_matmul",
+            name=f"grouped_matmul_transposed_{tile}" if transposed else f"grouped_matmul_{tile}",
         )(*args)
 
     return _unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
@@ -379,7 +390,7 @@ def outer(
                 transcendentals=0,
             ),
             interpret=interpret,
-            name="grouped_outer",
+            name=f"grouped_outer_{tile}",
         )(*args)
 
     # Groups without rows are visited too: their gradient is zero and must be written.
