@@ -1,12 +1,12 @@
 """Ahead-of-time compilation of every program of an iteration for a TPU slice: does it fit, and what does it cost?
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
-        [--programs=update,score] [--json=FILE] [--dump=DIR]
+        [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE]
 
 Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
-off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, and a projection
-calibrated on published v5p results: an ahead-of-time estimate, not a measurement. Compiled programs are cached by
-content, so a second plan takes seconds.
+off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, what is executed
+(planning/executed.py, at the rates of parallel/rates.py), and a projection calibrated on published v5p results: an
+ahead-of-time estimate, not a measurement. Compiled programs are cached by content, so a second plan takes seconds.
 """
 
 import os
@@ -33,7 +33,7 @@ from gspo_jax.parallel.topology import CHIPS
 from gspo_jax.planning import cycles, executed, memory, programs
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_header, show_program
+from gspo_jax.planning.show import show_cycles, show_header, show_program
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
@@ -113,8 +113,11 @@ def plan(
     dump: Path | None = None,
     rates: Path | None = None,
     console: Console | None = None,
+    with_cycles: bool = False,
 ) -> dict[str, Any]:
     """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
+
+    `with_cycles` also prints the executed times beside the compiler's estimates, which the facts always have.
 
     Raises:
       UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
@@ -137,6 +140,8 @@ def plan(
         found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
         if console is not None:
             show_program(console, one, found)
+            if with_cycles and found["fits"]:
+                show_cycles(console, found)
     return facts
 
 
@@ -159,8 +164,9 @@ def main(config: ConfigDict) -> None:
         dump=Path(f.dump) if f.dump else None,
         rates=Path(f.rates) if f.rates else None,
         console=Console(),
+        with_cycles=f.cycles,
     )
-    cli.write_facts(f.json, facts)
+    cli.write_facts(f.json, {"arguments": sys.argv[1:]} | facts)
     if not all(program["fits"] for program in facts["programs"].values()):
         sys.exit(1)
 
@@ -171,6 +177,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("programs", [], f"Plan only these, of {', '.join(programs.NAMES)}.")
     flags.DEFINE_string("json", None, "Also write the facts to this file.")
     flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
+    flags.DEFINE_bool("cycles", False, "Also print the executed times beside the compiler's estimates of cycles.")
     flags.DEFINE_string("rates", None, "Rates of the chip, as written by gspo_jax.bench --calibrate; without, assumed.")
     flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
     cli.run(main)

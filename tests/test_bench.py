@@ -14,6 +14,7 @@ import pytest
 
 from gspo_jax import bench, workload
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import calibration
 from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import CONFIG
 
@@ -26,8 +27,8 @@ NAMES = ("sample", "score", "update", "iteration")
 @pytest.fixture
 def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small matrices for the floor speed."""
-    monkeypatch.setattr(bench, "SIDES", {"cpu": (64,)})
-    monkeypatch.setattr(bench, "MATMUL_S", 0.0)
+    monkeypatch.setattr(calibration, "SIDES", {"cpu": (64,)})
+    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
 
 
 @pytest.mark.slow
@@ -131,12 +132,13 @@ def test_flops_by_hand() -> None:
 
 
 def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SIDES", {"cpu": (64, 128)})
-    monkeypatch.setattr(bench, "MATMUL_S", 0.0)
+    monkeypatch.setattr(calibration, "SIDES", {"cpu": (64, 128)})
+    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
     ticks = itertools.count()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))  # everything that is timed takes one second
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(ticks))  # everything that is timed takes one second
     speeds = [
-        bench.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16") for n in (1, 4)
+        calibration.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16")
+        for n in (1, 4)
     ]
     assert speeds == [64**3 + 128**3, 4 * (64**3 + 128**3)], "2 n³ operations, averaged over the two sizes"
 

@@ -35,7 +35,7 @@ class Rates:
     """Where each of the figures above is from."""
 
 
-MEASURED = tuple(field.name for field in dataclasses.fields(Rates) if field.name != "sources")
+FIGURES = tuple(field.name for field in dataclasses.fields(Rates) if field.name != "sources")
 """Names of the figures."""
 
 _PEAK = "published peak, docs.cloud.google.com/tpu"
@@ -75,7 +75,7 @@ def read(path: Path, *, generation: str) -> Rates:
     again = "write it with python -m gspo_jax.bench --calibrate"
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        measured = {name: float(found[name]) for name in MEASURED}
+        measured = {name: float(found[name]) for name in FIGURES}
         of, sources = str(found["generation"]), dict(found["sources"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--rates={path} cannot be used: {error!r}; {again}") from None

@@ -53,6 +53,17 @@ CHIPS = {
 }
 """Chips by generation. `memory` is the limit that the compiler reports when a program does not fit."""
 
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+"""Generations by the device kinds that jax reports."""
+
 _MEGACORE = {"v4": "v4", "v5p": "v5"}
 """Generations whose chips are one device with two cores, in a 3D torus; values are libtpu's names."""
 

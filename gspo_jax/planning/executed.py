@@ -27,7 +27,7 @@ DRAWS = 16
 def kernels(setting: Setting, name: str) -> Kernels:
     """Return the functions for the executed work of the kernels in one program."""
     splash, grouped = _splash(setting, name), _grouped(setting, name)
-    return {"splash_": splash, **{begin: grouped for begin in GROUPED}}
+    return {"splash_": splash, **dict.fromkeys(GROUPED, grouped)}
 
 
 def _splash(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
@@ -39,7 +39,9 @@ def _splash(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
         computed = attention_tpu.computed_products(T, T, heads=heads, prompt=prompt, responses=responses)
         count = next(count for begin, count in computed.items() if call.name.startswith(begin))
         *rows, group, queries, width = next(a.dims for a in call.operands if a.dtype in ("bf16", "f32"))
-        assert group == heads and 0 <= queries - T < T, f"{call.name} has queries {queries} by {group}, not {T} by {heads}"
+        assert group == heads and 0 <= queries - T < T, (
+            f"{call.name} has queries {queries} by {group}, not {T} by {heads}"
+        )
         return Work(2.0 * width * count * math.prod(rows), call.declared.bytes)
 
     return work
@@ -71,7 +73,7 @@ def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
 
 
 def parts(costs: Costs, rates: Rates) -> dict[str, float]:
-    """Seconds that a program executes, by kind of operation: attention, grouped and other matmuls, memory, latency, …"""
+    """Executed seconds by kind of operation: attention, grouped and other matmuls, memory, latency, collectives."""
     found: Counter[str] = Counter()
     for cost in costs.operations:
         found[_part(cost, rates)] += cost.times * cost.seconds(rates)  # pyright: ignore[reportArgumentType]
