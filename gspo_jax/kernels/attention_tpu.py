@@ -115,6 +115,7 @@ def computed_products(T: int, N: int, *, heads: int, prompt: int = 0, responses:
     info, _ = splash_attention_mask_info.process_mask(  # cached: tracing the kernel has called it
         splash_attention_mask.MultiHeadMask([mask] * heads), (blocks.block_q, blocks.block_kv)
     )
+    assert info.block_mask is not None
     visited = heads * blocks.block_q * blocks.block_kv * int(np.count_nonzero(info.block_mask[0]))
     backward = {"splash_mqa_dkv": 5} if blocks.use_fused_bwd_kernel else {"splash_mqa_dkv": 4, "splash_mqa_dq": 3}
     return {name: count * visited for name, count in ({"splash_mqa_fwd": 2} | backward).items()}

@@ -135,7 +135,8 @@ def links(mesh: Mesh) -> float:
 
 def generation(device: Any) -> str:
     """Return a device's generation, such as v5p; for a device that is not a known TPU, its kind."""
-    return KINDS.get(device.device_kind, device.device_kind)
+    kind: str = device.device_kind
+    return KINDS.get(kind, kind)
 
 
 def measure(mesh: Mesh) -> Rates:

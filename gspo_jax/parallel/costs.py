@@ -421,10 +421,11 @@ class _CostCollector:
         """
         name, program = operation.name, self.program
         flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
-        estimated = flops is not None and moves is not None
-        declared = Work(float(flops), float(moves)) if estimated else Work(0.0, moved)
-        if not estimated:
+        if flops is None or moves is None:
             self.kernels[re.sub(r"[.\d]+$", "", name)] += times  # pyright: ignore[reportArgumentType]
+            declared = Work(0.0, moved)
+        else:
+            declared = Work(float(flops), float(moves))
         fill = next((f for begin, f in program.filled.items() if name.startswith(begin)), 1.0)
         needed = executed = declared._replace(flops=fill * declared.flops)
         for begin, work in program.kernels.items():

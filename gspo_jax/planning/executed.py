@@ -16,9 +16,9 @@ from gspo_jax.parallel.costs import Cost, Costs, KernelCall, Kernels, Work
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.planning.setting import Setting
 
-GROUPED = ("grouped_matmul", "grouped_outer")
+GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Beginnings of the names of the grouped matmul kernels."""
-ATTENTION = ("splash_", "ring_softmax")
+ATTENTION: tuple[str, ...] = ("splash_", "ring_softmax")
 """Beginnings of the names of the attention kernels."""
 DRAWS = 16
 """Random expert loads over which executed rows are averaged."""

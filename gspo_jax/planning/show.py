@@ -1,7 +1,7 @@
 """A plan printed on the terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -93,4 +93,9 @@ def cycles_table(found: Mapping[str, Any]) -> list[str]:
     ratio = f"{found['estimated_s'] / max(found['executed_s'], 1e-12):.2f}"
     rows.append(["all with an estimate", "", "", *total, ratio, ""])
     rows.append(["all without", "", "", f"{1e3 * found['without_estimate_s']:.2f}", "", "", ""])
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return markdown_table(head, rows)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a markdown table."""
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
