@@ -2,8 +2,9 @@
 # Plans every recipe for its slice, and the 30B recipe's update with one field changed at a time, and writes the tables of
 # docs/plan.md:
 #   bash launch/plans.sh [--runs=DIR] [--page=FILE] [--dry-run]
-# Without flags: plans in runs/plans, tables in docs/plan.md. Needs no TPU: the compiler runs on this machine, for minutes per recipe,
-# and programs that were compiled before are not compiled again. --dry-run prints the commands. Creates .venv if it is missing.
+# Without flags: plans in runs/plans, tables in docs/plan.md. Needs no TPU: the compiler runs on this machine, for minutes per
+# recipe, and programs that were compiled before are not compiled again. --dry-run prints the commands. Creates .venv if it is
+# missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -34,7 +35,9 @@ run mkdir -p "$runs"
 recipes=()
 while read -r name config topology; do
   recipes+=("$runs/$name.json")
-  if [ "$name" = 30b ]; then plan "$name" "$config" "$topology"; else plan "$name" "$config" "$topology" --programs=update,sample_decode; fi
+  only=(--programs=update,sample_decode)
+  if [ "$name" = 30b ]; then only=(); fi # shown in full
+  plan "$name" "$config" "$topology" ${only[@]+"${only[@]}"}
 done <<'LIST'
 30b qwen3_30b_a3b.py v5p:4x4x4
 30b-long qwen3_30b_a3b.py:long v5p:4x4x4

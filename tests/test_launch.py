@@ -439,9 +439,7 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
     shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-slow")
     assert _bash(copy, 'bash launch/plans.sh "$@"', "--runs=a", "--page=b.md").returncode == 0
     *plans, tables = _calls(copy)
-    assert all(
-        plan.startswith("-m gspo_jax.plan --config=configs/qwen3_") and "--rates=r.json" in plan for plan in plans
-    )
+    assert all(plan.startswith("-m gspo_jax.plan --config=configs/qwen3_") for plan in plans)
     made = [plan.rpartition("--json=")[2] for plan in plans]
     assert len(set(made)) == 12 and sum("--programs=update --config." in plan for plan in plans) == 5
     assert tables == f"-m gspo_jax.planning.tables b.md --recipes {' '.join(made[:7])} --choices {' '.join(made[7:])}"
