@@ -16,7 +16,7 @@ from gspo_jax.models.published import find
 from gspo_jax.parallel import costs, hlo, rates, topology
 from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
-from gspo_jax.planning import cycles, executed, memory
+from gspo_jax.planning import cycles, executed, memory, tables
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import cycles_table
 from gspo_jax.rollout.sampling import StopRule
@@ -197,8 +197,75 @@ def test_executed_times_beside_the_compilers_estimates():
     assert found["without_estimate_s"] == pytest.approx(moved)
     assert found["lines"][0]["why"] == "estimated at 0.84 TB/s, a change of layout"
     table = cycles_table(found)
-    assert table[2] == "| `a/b` copy | memory | 1 | 0.00 | 0.01 | 3.30 | estimated at 0.84 TB/s, a change of layout |"
+    assert table[2] == "| `copy a/b` | memory | 1 | 0.00 | 0.01 | 3.30 | estimated at 0.84 TB/s, a change of layout |"
     assert table[3] == "| small operations | latency | 1 | 0.00 | 0.00 | 1.01 |  |"
+
+
+def planned(*arguments, **programs):
+    """Return a plan as it is written, with one line of estimates for each of its programs."""
+    line = {"scope": "", "opcode": "copy", "bound": "memory", "count": 3, "executed_s": 0.1, "estimated_s": 0.2}
+    found = {"executed_s": 0.1, "estimated_s": 0.2, "without_estimate_s": 0.5, "lines": [line | {"why": "because"}]}
+    facts = {
+        "peak_bytes": 53.48e9,
+        "resident_bytes": 5.7e9,
+        "limit_bytes": 102.8e9,
+        "flops": 418.6e12,
+        "ici_bytes": 180.5e9,
+        "binds": "hbm",
+        "projected_step_s": [2.2, 2.5],
+        "executed_by": {"attention": 0.51, "latency": 0.0089},
+        "cycles": found,
+    }
+    times = {"compute": 0.9, "hbm": 0.7, "ici": 0.301, "attention": 0.238, "per_op": 1.135, "executed": 1.824}
+    times |= {"exposed": 0.103, "floor": 0.854}
+    return {
+        "arguments": ["--config=configs/some.py:v6e", "--topology=v5p:4x4x4", *arguments],
+        "topology": "v5p:4x4x4",
+        "programs": {name: facts | {"seconds": times | changed} for name, changed in programs.items()},
+    }
+
+
+NAMES = ("recipes", "in full", "parts", "choices", *(f"cycles of {name}" for name in tables.ESTIMATED))
+
+
+def test_tables_of_the_page_are_written_from_plans(tmp_path):
+    page, files = tmp_path / "plan.md", []
+    for i, arguments in enumerate([(), ("--config.model.remat=full", "--config.mesh.tensor=2")]):
+        files.append(str(tmp_path / f"{i}.json"))
+        step = {"per_op": 0.0048, "exposed": None, "executed": 0.0116}
+        programs = {"update": {}} if i else {"update": {}, "score": {}, "sample_decode": step}
+        Path(files[-1]).write_text(json.dumps(planned(*arguments, **programs)))
+    page.write_text("\n".join(f"text\n<!-- table: {name} -->\nold\n<!-- end -->" for name in NAMES) + "\nafter\n")
+    for _ in range(2):  # a page that has its tables is rewritten
+        assert tables.main([str(page), "--recipes", files[0], "--choices", files[1]]) == 0
+        written = page.read_text()
+        assert "old" not in written and written.endswith("after\n") and written.count("text\n") == len(NAMES)
+        for line in (
+            "| `configs/some.py:v6e` | `v5p:4x4x4` | 102.8 | 53.5 | 1135 | 238 | 1824 | 301, 103 | memory | 854 "
+            "| 53.5 + 5.7 | 4.8 | 11.6 |",
+            "| `sample_decode` | 53.5 | 5.7 | 418.6 | 900 | 700 | 301, – | 4.8 | 238 | 11.6 | 854 | 2200 to 2500 |",
+            "| `update` | 1824 | 510 | 0.0 | 0.0 | 0.0 | 0.0 | 8.9 |",
+            "| `model.remat=full`, `mesh.tensor=2` | 53.5 | 1135 | 238 | 1824 | 301, 103 | 180.5 |",
+            "| `copy` | memory | 3 | 100.00 | 200.00 | 2.00 | because |",
+        ):
+            assert line in written.splitlines()
+
+
+def test_pages_and_plans_without_what_the_tables_need(tmp_path, capsys):
+    plan_file, page = tmp_path / "plan.json", tmp_path / "page.md"
+    page.write_text("<!-- table: recipes -->\n<!-- end -->\n")
+    plan_file.write_text("{}")
+    assert tables.main([str(page), "--recipes", str(plan_file)]) == 2
+    assert "plan.json is not a plan" in capsys.readouterr().err
+    plan_file.write_text(json.dumps(planned(update={}, score={}, sample_decode={})))
+    assert tables.main([str(page), "--recipes", str(plan_file)]) == 2
+    assert "the page has 0 tables 'in full'" in capsys.readouterr().err
+
+
+def test_the_page_has_every_table():
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    for name in NAMES:
+        assert page.count(f"<!-- table: {name} -->") == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

@@ -80,7 +80,7 @@ def cycles_table(found: Mapping[str, Any]) -> list[str]:
     head = ["operation", "bound by", "count", "executed", "estimated", "ratio", "why"]
     rows = [
         [
-            " ".join(filter(None, (f"`{line['scope']}`" if line["opcode"] else line["scope"], line["opcode"]))),
+            f"`{line['opcode']} {line['scope']}`".replace(" `", "`") if line["opcode"] else line["scope"],
             line["bound"],
             f"{line['count']}",
             *(f"{1e3 * line[of]:.2f}" for of in ("executed_s", "estimated_s")),
