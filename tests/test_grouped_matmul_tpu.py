@@ -212,7 +212,7 @@ def test_kernels_say_what_they_cost():
     )
 
 
-@pytest.mark.parametrize("sizes", [[70, 0, 130, 1, 99], [0, 0, 0, 300, 0], [64, 64, 64, 64, 44], [0, 0, 0, 0, 0]])
+@pytest.mark.parametrize("sizes", [[40, 40, 40, 0, 40], [0, 0, 0, 300, 0], [64, 64, 64, 64, 44], [0, 0, 0, 0, 0]])
 def test_executed_rows_are_those_of_the_tiles_that_the_kernel_visits(sizes):
     _, counts = grouped_matmul_tpu._visits(jnp.array(sizes), 300, 64, interpret=True)
     assert grouped_matmul_tpu.executed_rows(np.array(sizes), 64) == 64 * counts[0]
