@@ -1,12 +1,12 @@
 """Ahead-of-time compilation of every program of an iteration for a TPU slice: does it fit, and what does it cost?
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
-        [--programs=update,score] [--json=FILE] [--dump=DIR]
+        [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE]
 
 Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
-off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, and a projection
-calibrated on published v5p results: an ahead-of-time estimate, not a measurement. Compiled programs are cached by
-content, so a second plan takes seconds.
+off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, what is executed
+(planning/executed.py, at the rates of parallel/rates.py), and a projection calibrated on published v5p results: an
+ahead-of-time estimate, not a measurement. Compiled programs are cached by content, so a second plan takes seconds.
 """
 
 import os
@@ -27,20 +27,19 @@ from gspo_jax import engine as engine_lib
 from gspo_jax.kernels import backend
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import jaxpr, topology
+from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.parallel.ahead import compile_ahead
 from gspo_jax.parallel.topology import CHIPS
-from gspo_jax.planning import memory, programs
+from gspo_jax.planning import cycles, executed, memory, programs
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_header, show_program
+from gspo_jax.planning.show import show_cycles, show_header, show_program
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
-GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
-"""Prefixes of the names of the grouped matmul kernels."""
 LARGEST = 10
 """Number of buffers listed for a program that does not fit."""
 
@@ -56,8 +55,9 @@ def plan_program(
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{name}.hlo").write_text(compiled.text)
-    resident, filled = setting.resident(name), {kernel: setting.filled(name) for kernel in GROUPED}
-    module, chip = costs_lib.Program(compiled.text, filled=filled), setting.chip
+    resident, filled = setting.resident(name), dict.fromkeys(executed.GROUPED, setting.filled(name))
+    kernels, chip = executed.kernels(setting, name), setting.chip
+    module = costs_lib.Program(compiled.text, filled=filled, kernels=kernels)
     facts: dict[str, Any] = {
         "fits": compiled.fits and compiled.peak_bytes + resident <= chip.memory,
         "peak_bytes": compiled.peak_bytes,
@@ -80,6 +80,7 @@ def plan_program(
     costs = whole if name != "sample_decode" else module.loop() or whole
     traced_flops = jaxpr.product_flops(traced.jaxpr, filled=filled) / setting.mesh.size
     facts |= figures(costs, name, setting, traced_flops=traced_flops, scheduled=module if costs is whole else None)
+    facts["cycles"] = cycles.compared(costs, setting)
     facts["warnings"] += warnings(costs, setting, slices)
     return facts
 
@@ -110,9 +111,13 @@ def plan(
     only: Sequence[str] = (),
     cache: Path,
     dump: Path | None = None,
+    rates: Path | None = None,
     console: Console | None = None,
+    with_cycles: bool = False,
 ) -> dict[str, Any]:
     """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
+
+    `with_cycles` also prints the executed times beside the compiler's estimates, which the facts always have.
 
     Raises:
       UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
@@ -122,7 +127,9 @@ def plan(
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
     meshes = make_meshes(config, model, mesh)
     stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
-    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[topology.generation(name)])
+    kind = topology.generation(name)
+    used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
+    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[kind], used)
     facts = topology_facts(name, slices, mesh)
     with jax.set_mesh(mesh):
         key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
@@ -133,6 +140,8 @@ def plan(
         found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
         if console is not None:
             show_program(console, one, found)
+            if with_cycles and found["fits"]:
+                show_cycles(console, found)
     return facts
 
 
@@ -153,9 +162,11 @@ def main(config: ConfigDict) -> None:
         only=f.programs,
         cache=Path(f.cache) if f.cache else default_cache(),
         dump=Path(f.dump) if f.dump else None,
+        rates=Path(f.rates) if f.rates else None,
         console=Console(),
+        with_cycles=f.cycles,
     )
-    cli.write_facts(f.json, facts)
+    cli.write_facts(f.json, {"arguments": sys.argv[1:]} | facts)
     if not all(program["fits"] for program in facts["programs"].values()):
         sys.exit(1)
 
@@ -166,5 +177,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("programs", [], f"Plan only these, of {', '.join(programs.NAMES)}.")
     flags.DEFINE_string("json", None, "Also write the facts to this file.")
     flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
+    flags.DEFINE_bool("cycles", False, "Also print the executed times beside the compiler's estimates of cycles.")
+    flags.DEFINE_string("rates", None, "Rates of the chip, as written by gspo_jax.bench --calibrate; without, assumed.")
     flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
     cli.run(main)

@@ -49,7 +49,7 @@ def compiled(f, *shapes, grads):
 
 def read(program):
     """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
-    names = re.findall(r"%(\w+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
+    names = re.findall(r"%(\w+?)(?:_\d+)?[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
     memory = program.memory_analysis()
     assert memory
     return {"kernels": Counter(names), "temporaries": memory.temp_size_in_bytes}
