@@ -15,6 +15,7 @@ from gspo_jax.models.dispatch import HEADROOM
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.parallel.topology import Chip
+from gspo_jax.training.packing import full_row, turns_at_full_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +64,33 @@ class Setting:
         elif name == "reshard":
             whole = flops_lib.Work(0, 0, 0)
         else:
-            rows, share = self._learned(name)
-            whole = flops_lib.of_rows(rows, prompt=S, response=T, share=share)
+            whole = self._padded_work(name) if self.engine.packer is None else self._packed_work(name)
         return whole / self.mesh.size
+
+    def _padded_work(self, name: str) -> flops_lib.Work:
+        """The work of an update or of scoring, on all chips together, with padded rows."""
+        rows, share = self._learned(name)
+        size = self.config.data.max_prompt_length, self.config.sampling.max_response_length
+        return flops_lib.of_rows(rows, prompt=size[0], response=size[1], share=share)
+
+    def _packed_work(self, name: str) -> flops_lib.Work:
+        """The same with packed rows: all of a row's positions pass through the layers and predict something."""
+        packer, size = self.engine.packer, self.row_size
+        assert packer is not None
+        responses = self.config.data.prompts_per_batch * packer.group_size // packer.minibatches
+        (turns, *_) = turns_at_full_length(responses // packer.shards, packer.row_lengths, **size)
+        groups, count = full_row(packer.row_lengths[0], **size)
+        S, T, times = size["prompt"], size["response"], packer.minibatches if name == "score" else 1
+        pairs = responses * (S * T + T * (T + 1) / 2) + responses / count * S * (S + 1) / 2
+        tokens = packer.shards * turns * packer.row_lengths[0]
+        return flops_lib.Work(times * tokens, times * tokens, times * pairs)
+
+    @property
+    def row_size(self) -> dict[str, int]:
+        """Tokens of the longest prompt and response, and responses to a prompt."""
+        data, sampling = self.config.data, self.config.sampling
+        size = {"prompt": data.max_prompt_length, "response": sampling.max_response_length}
+        return size | {"group_size": sampling.group_size}
 
     def _learned(self, name: str) -> tuple[int, int]:
         """Rows of an update, or else of a batch to score, and how many of them share a prompt."""
@@ -76,7 +101,7 @@ class Setting:
             return rows, mesh_lib.shared_rows(rows // training.microbatches, G)
 
     def attention_rows(self, name: str) -> tuple[int, int, int]:
-        """Tokens of one row that attention kernels read in a program; of them the prompt's; responses after it."""
+        """Tokens of a padded row that attention kernels read in a program; of them the prompt's; responses after it."""
         S, T = self.config.data.max_prompt_length, self.config.sampling.max_response_length
         if name not in ("update", "score"):
             return S, 0, 1

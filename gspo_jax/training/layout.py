@@ -291,7 +291,7 @@ def fold_rows(
     those that responses of full length would need.
     """
     full = turns_at_full_length(
-        responses.tokens.shape[0] // shards(),
+        packing.places.shape[1] // shards(),
         packing.row_lengths,
         prompt=responses.prompts.shape[1],
         response=responses.tokens.shape[1],

@@ -69,9 +69,14 @@ def turns_at_full_length(
 ) -> tuple[int, ...]:
     """Micro-batches of each kind of row that a shard's `responses` of full length need: full rows alone."""
     budget, *short = row_lengths
-    group = prompt + group_size * response
-    in_row = budget // group * group_size if budget >= group else (budget - prompt) // response
+    in_row = math.prod(full_row(budget, prompt=prompt, response=response, group_size=group_size))
     return (-(-responses // in_row), *[0] * len(short))
+
+
+def full_row(budget: int, *, prompt: int, response: int, group_size: int) -> tuple[int, int]:
+    """Groups in a row, and responses of each, if all responses have the full length: whole groups, or part of one."""
+    group = prompt + group_size * response
+    return (budget // group, group_size) if budget >= group else (1, (budget - prompt) // response)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
