@@ -79,7 +79,7 @@ class Setting:
         assert packer is not None
         responses = self.config.data.prompts_per_batch * packer.group_size // packer.minibatches
         (turns, *_) = turns_at_full_length(responses // packer.shards, packer.row_lengths, **size)
-        groups, count = full_row(packer.row_lengths[0], **size)
+        _, count = full_row(packer.row_lengths[0], **size)
         S, T, times = size["prompt"], size["response"], packer.minibatches if name == "score" else 1
         pairs = responses * (S * T + T * (T + 1) / 2) + responses / count * S * (S + 1) / 2
         tokens = packer.shards * turns * packer.row_lengths[0]
