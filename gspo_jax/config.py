@@ -128,6 +128,8 @@ def base() -> ConfigDict:
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per batch
+    config.training.packing = True  # responses of different lengths share rows; False: each is padded to the longest
+    config.training.row_tokens = placeholder(int)  # tokens of a packed row
     config.training.microbatches = 1  # gradient-accumulation steps per update, also of scoring; changes only memory
     config.training.max_skipped = 10  # end the run after so many updates in a row whose gradient was not finite
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update

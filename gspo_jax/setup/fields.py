@@ -107,6 +107,7 @@ RANGES = {
     **{f"critic.optimizer.{name}": allowed for name, allowed in _ADAMW.items()},
     "training.minibatches": COUNT,
     "training.microbatches": COUNT,
+    "training.row_tokens": COUNT,
     "training.max_skipped": COUNT,
     "training.entropy_weight": FINITE,
     "training.logprob_chunk": COUNT,
