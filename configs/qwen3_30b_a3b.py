@@ -92,6 +92,7 @@ def responses_16k(config: ConfigDict) -> None:
     config.data.prompts_per_batch = 512
     config.sampling.max_response_length = 15872
     config.sampling.slots = 2048
+    config.training.row_tokens = 16384
     config.training.microbatches = 32
 
 

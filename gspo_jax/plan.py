@@ -1,12 +1,15 @@
 """Ahead-of-time compilation of every program of an iteration for a TPU slice: does it fit, and what does it cost?
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
-        [--programs=update,score] [--json=FILE] [--dump=DIR]
+        [--programs=update,score] [--json=FILE] [--dump=DIR] [--lengths=lognormal:4096:0.8 [--figure=FILE.png]]
 
 Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
 off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, and a projection
 calibrated on published v5p results: an ahead-of-time estimate, not a measurement. Compiled programs are cached by
 content, so a second plan takes seconds.
+
+With `--lengths`, the time of a whole iteration is projected too, for responses with lengths drawn from a distribution
+(lengths.py), and `--figure` draws it.
 """
 
 import os
@@ -25,14 +28,16 @@ from rich.console import Console
 from gspo_jax import cli
 from gspo_jax import engine as engine_lib
 from gspo_jax.kernels import backend
+from gspo_jax.lengths import Lengths
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import jaxpr, topology
 from gspo_jax.parallel.ahead import compile_ahead
 from gspo_jax.parallel.topology import CHIPS
-from gspo_jax.planning import memory, programs
+from gspo_jax.planning import iteration, memory, programs
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_header, show_program
+from gspo_jax.planning.show import show_header, show_iteration, show_program
+from gspo_jax.planning.timeline import draw
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
@@ -76,6 +81,8 @@ def plan_program(
         facts["largest"] = [memory.described(module, buffer) for buffer in compiled.live[:LARGEST]]
     if not compiled.fits:
         return facts
+    if name == "sample_decode":
+        facts["steps"] = iteration.decode_steps(module, setting)
     whole = module.costs()
     costs = whole if name != "sample_decode" else module.loop() or whole
     traced_flops = jaxpr.product_flops(traced.jaxpr, filled=filled) / setting.mesh.size
@@ -111,14 +118,26 @@ def plan(
     cache: Path,
     dump: Path | None = None,
     console: Console | None = None,
+    lengths: str | None = None,
+    figure: Path | None = None,
 ) -> dict[str, Any]:
     """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
 
+    With `lengths`, a distribution, also those of a whole iteration, drawn to the file `figure` if there is one.
+
     Raises:
-      UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
+      UserError: the config, the topology, the mesh or `lengths` is wrong, libtpu is missing, or an iteration needs a
+        program that is not planned or does not fit.
     """
     wanted = chosen(only)
     model = check(config)
+    drawn_from = None
+    if lengths is not None:
+        drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
+        if missing := [one for one in programs.NAMES if one not in wanted]:
+            raise UserError(f"--lengths needs all programs, and --programs leaves out {', '.join(missing)}; name none")
+    elif figure is not None:
+        raise UserError(f"--figure={figure} needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
     meshes = make_meshes(config, model, mesh)
     stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
@@ -133,6 +152,13 @@ def plan(
         found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
         if console is not None:
             show_program(console, one, found)
+    if drawn_from is not None:
+        found = iteration.simulate(iteration.make_run(facts["programs"], setting), drawn_from)
+        facts["iteration"] = found.facts(drawn_from.text, mesh.size)
+        if console is not None:
+            show_iteration(console, facts["iteration"])
+        if figure is not None:
+            draw(found, drawn_from.text, f"{facts['topology']}, {mesh.size} chips", figure)
     return facts
 
 
@@ -154,6 +180,8 @@ def main(config: ConfigDict) -> None:
         cache=Path(f.cache) if f.cache else default_cache(),
         dump=Path(f.dump) if f.dump else None,
         console=Console(),
+        lengths=f.lengths,
+        figure=Path(f.figure) if f.figure else None,
     )
     cli.write_facts(f.json, facts)
     if not all(program["fits"] for program in facts["programs"].values()):
@@ -166,5 +194,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("programs", [], f"Plan only these, of {', '.join(programs.NAMES)}.")
     flags.DEFINE_string("json", None, "Also write the facts to this file.")
     flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
+    flags.DEFINE_string("lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8.")
+    flags.DEFINE_string("figure", None, "With --lengths: draw the iteration to this PNG file.")
     flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
     cli.run(main)

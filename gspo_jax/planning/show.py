@@ -65,3 +65,21 @@ def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
             f"{1e3 * high:.1f} ms with them exposed, {low / seconds['floor']:.2f} to "
             f"{high / seconds['floor']:.2f} times the floor",
         )
+
+
+def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print the phases of an iteration, and what chips wait for in each."""
+    _print(
+        console,
+        f"\n[bold]iteration[/bold] with lengths {facts['lengths']} (projected, not measured): {facts['seconds']:.1f} s, "
+        f"{facts['tokens_per_s_per_chip']:,.0f} response tokens per second and chip",
+    )
+    for phase, seconds in facts["by_phase"].items():
+        waits = ", ".join(f"{why} {s:.1f}" for why, s in facts["waits"].get(phase, {}).items() if s >= 0.05)
+        if seconds:
+            _print(console, f"  {phase:8} {seconds:7.1f} s" + (f", of it {waits}" if waits else ""))
+    _print(
+        console,
+        f"  {facts['tokens']:,.0f} tokens, {facts['decode_steps']:,.0f} decode steps in {facts['sampling_calls']:.1f} "
+        f"sampling calls, {facts['microbatches']:.1f} micro-batches per update",
+    )

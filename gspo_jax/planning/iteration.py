@@ -1,0 +1,347 @@
+"""The time of a whole iteration from its programs' times: sampling by simulation, training by counting packed rows.
+
+Response lengths are drawn from a distribution, independently of one another; prompts have their full length. Programs
+take the time that `plan` projects for them. Of a run's iterations this leaves out dynamic sampling (more than one
+round), several turns, evaluation, checkpoints and what the host does between two programs.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from gspo_jax.kernels.decode_attention_tpu import block_columns
+from gspo_jax.lengths import Lengths
+from gspo_jax.models.cache import segments
+from gspo_jax.parallel import costs as costs_lib
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import sampling
+from gspo_jax.planning.figures import EFFICIENCY
+from gspo_jax.planning.setting import Setting
+from gspo_jax.rewards import isolated
+from gspo_jax.rollout import decoder
+from gspo_jax.rollout.sampler import bucket
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
+from gspo_jax.types import UserError
+
+PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
+"""Phases of an iteration, in order."""
+PROGRAMS = ("update", "score", "sample_prefill", "sample_decode", "reshard")
+"""Programs whose times an iteration is made of."""
+ANSWER_S = {"math_verify": 0.015}
+"""Seconds of one core for an answer, by reward function that runs in worker processes; all others take none.
+
+`math_verify` took 4 to 15 ms for answers of 13,000 to 51,000 characters without a box, 1 ms for those with one, on one
+core of a CPU machine: `time.process_time` around `rewards.isolated.math_verify`.
+"""
+FILLING, MEASURED = 10, 6
+"""Iterations until the buffer of partial rollouts is as it stays, and those whose mean is reported."""
+
+
+class Rows(NamedTuple):
+    """Rows of tokens that the trainer computes for some responses, on all chips together."""
+
+    microbatches: int
+    """Micro-batches."""
+    positions: float
+    """Positions of the rows, padding included."""
+    pairs: float
+    """Pairs of a query and a key that it sees, in one layer and one head."""
+    tokens: int
+    """Positions that hold a token."""
+
+
+class Rate(NamedTuple):
+    """Time of a program that reads rows of tokens."""
+
+    position_s: float
+    """Seconds of a chip for each position of its rows, without attention."""
+    pair_s: float
+    """Seconds of a chip for each of its pairs."""
+
+    def seconds(self, rows: Rows, chips: int) -> float:
+        """Seconds for these rows, spread evenly over the chips."""
+        return (rows.positions * self.position_s + rows.pairs * self.pair_s) / chips
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the time of a run's iterations follows from."""
+
+    chips: int
+    """Chips of the slice."""
+    prompts: int
+    """Prompts of a batch, P."""
+    group_size: int
+    """Responses to each prompt, G."""
+    prompt_length: int
+    """Tokens of every prompt."""
+    limit: int
+    """Most tokens of a response."""
+    minibatches: int
+    """Updates of an iteration."""
+    in_flight: int | None
+    """Prompts of a sampling call with partial rollouts; None without."""
+    row_tokens: int | None
+    """Positions of a packed row; None: rows are padded to the longest possible responses."""
+    shards: int
+    """Batch shards of the trainer, with one row each in a packed micro-batch."""
+    padded: dict[str, Rows]
+    """Rows of "update" and "score" without packing; their `tokens` are of no meaning."""
+    reshard_s: float
+    """Seconds of a cast and reshard of the weights for the sampler."""
+    prefill_s: float
+    """Seconds of the prefill of a batch's prompts."""
+    decoder: sampling.Decoder
+    """Slots of the decoder, and costs of its steps."""
+    reward_s: float
+    """Seconds that the hosts take for the rewards of a batch."""
+    update: Rate
+    """Forward and backward pass and optimizer step."""
+    forward: Rate
+    """The trainer's forward pass, which also stands for the prefill of partial rollouts' prefixes."""
+    scores: bool
+    """True if a batch is scored: log π_old is the trainer's, or there are a reference or a critic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """The mean iteration of a run."""
+
+    by_phase: dict[str, float]
+    """Seconds of each phase."""
+    waits: dict[str, dict[str, float]]
+    """Of these, the seconds that chips spend on what is no work, by phase and reason."""
+    tokens: float
+    """Tokens of the responses that it learns from."""
+    counts: dict[str, float]
+    """Sampling calls, decode steps, and micro-batches of an update."""
+    last: sampling.Batch
+    """What the last iteration sampled."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole iteration."""
+        return sum(self.by_phase.values())
+
+    def facts(self, lengths: str, chips: int) -> dict[str, Any]:
+        """The iteration as `plan --json` writes it."""
+        return {
+            "lengths": lengths,
+            "seconds": self.seconds,
+            "tokens_per_s_per_chip": self.tokens / self.seconds / chips,
+            "by_phase": self.by_phase,
+            "waits": self.waits,
+            "tokens": self.tokens,
+            **self.counts,
+        }
+
+
+def program_seconds(facts: Mapping[str, Any]) -> float:
+    """A program's projected time, with the link time that its schedule leaves exposed."""
+    seconds = facts["seconds"]
+    return (seconds["per_op"] + seconds["attention"]) / EFFICIENCY + (seconds["exposed"] or 0.0)
+
+
+def decode_steps(module: costs_lib.Program, setting: Setting) -> list[dict[str, Any]]:
+    """Costs of a decode step in each phase, as `sampling.Step`: the slots are halved from loop to loop."""
+    chip, config = setting.chip, setting.config
+    rates = costs_lib.Rates(chip.flops, chip.bandwidth, chip.links)
+    shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
+    responses = config.data.prompts_per_batch * config.sampling.group_size
+    slots = min(config.sampling.slots or responses, responses) // shards
+    columns = math.prod(segments(config.sampling.max_response_length))
+    found = []
+    for phase, costs in enumerate(module.loops()):
+        attention = dataclasses.replace(
+            costs, operations=tuple(c for c in costs.operations if "ring_softmax" in c.operation)
+        )
+        own = attention.seconds(rates)
+        fixed_s, key_s = costs.seconds(rates) - own, own / ((slots >> phase) * columns)
+        found.append({"slots": slots >> phase, "fixed_s": fixed_s / EFFICIENCY, "key_s": key_s / EFFICIENCY})
+    return found
+
+
+def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run:
+    """What the iterations of a planned run follow from.
+
+    Raises:
+      UserError: a program is missing, or has no time because it does not fit.
+    """
+    for name in PROGRAMS:
+        if "seconds" not in programs.get(name, {}):
+            why = "does not fit" if name in programs else "is not among --programs"
+            raise UserError(f"--lengths needs the times of all programs, and {name} {why}")
+    config, chips = setting.config, setting.mesh.size
+    data, training, critic = config.data, config.training, setting.engine.critic
+    hosts = len({device.process_index for device in setting.mesh.devices.flat})
+    answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * config.scoring.workers))
+    padded, rates = {}, {}
+    for name in ("update", "score"):
+        facts, work = programs[name], setting.work(name)
+        attention = facts["seconds"]["attention"] / EFFICIENCY
+        rates[name] = Rate((program_seconds(facts) - attention) / work.tokens, attention / work.pairs)
+        padded[name] = Rows(training.microbatches, chips * work.tokens, chips * work.pairs, 0)
+    return Run(
+        chips=chips,
+        prompts=data.prompts_per_batch,
+        group_size=config.sampling.group_size,
+        prompt_length=data.max_prompt_length,
+        limit=config.sampling.max_response_length,
+        minibatches=training.minibatches,
+        in_flight=config.sampling.partial.prompts,
+        row_tokens=training.row_tokens if training.packing else None,
+        shards=mesh_lib.batch_shards(dict(setting.mesh.shape)),
+        padded=padded,
+        reshard_s=program_seconds(programs["reshard"]),
+        prefill_s=program_seconds(programs["sample_prefill"]),
+        decoder=_decoder(setting, programs["sample_decode"]["steps"]),
+        reward_s=answers * sum(ANSWER_S[name] for name in config.rewards if name in isolated.__all__),
+        update=rates["update"],
+        forward=rates["score"],
+        scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or critic is not None,
+    )
+
+
+def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
+    config, sampler, model = setting.config, setting.engine.meshes.sampler, setting.model
+    limit, unfinished = config.sampling.max_response_length, config.sampling.partial
+    shards = mesh_lib.batch_shards(dict(sampler.shape))
+    in_flight, early = config.data.prompts_per_batch, NO_EARLY_EXIT
+    if unfinished.prompts is not None:
+        in_flight = unfinished.prompts
+        early = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens).per_shard(shards)
+    column_bytes = model.num_kv_heads // sampler.shape["tensor"] * model.head_dim * setting.engine.dtype.itemsize
+    most = decoder.most_steps(
+        in_flight * config.sampling.group_size, steps[0]["slots"] * shards, setting.engine.sampler.stop
+    )
+    return sampling.Decoder(
+        shards=shards,
+        lockstep=sampler.shape["expert"],
+        steps=tuple(sampling.Step(**step) for step in steps),
+        block=block_columns(segments(limit)[1], column_bytes),
+        polled=most > config.sampling.poll_steps,
+        share=early.min_ended,
+        tokens=early.max_tokens,
+    )
+
+
+def packed_rows(lengths: Int[np.ndarray, "P G"], *, prompt: int, row_tokens: int, shards: int) -> Rows:
+    """Pack the responses of a mini-batch, or of a batch to score, into rows: one for each shard and micro-batch.
+
+    Longest first, each response goes to the first row of its group that has room for it, else to the first row that has
+    room for it and its prompt, else to a new one.
+
+    Raises:
+      UserError: a row is too short for a response and its prompt.
+    """
+    if lengths.max() + prompt > row_tokens:
+        raise UserError(
+            f"training.row_tokens is {row_tokens}, and a prompt of {prompt} tokens and a response of {lengths.max()} "
+            f"need {lengths.max() + prompt}; use at least that"
+        )
+    groups, G = lengths.shape
+    flat = lengths.reshape(-1).astype(np.int64)
+    room, holds = np.full(len(flat), row_tokens), np.zeros((len(flat), groups), bool)
+    used = 0
+    for response in np.argsort(-flat, kind="stable"):
+        length, group = flat[response], response // G
+        fits = room[:used] >= length
+        row = np.flatnonzero(fits & holds[:used, group])[:1]
+        if not len(row):
+            row = np.flatnonzero(fits & (room[:used] >= length + prompt))[:1]
+        at = int(row[0]) if len(row) else used
+        used = max(used, at + 1)
+        room[at] -= length + (0 if holds[at, group] else prompt)
+        holds[at, group] = True
+    prompts = int(holds[:used].sum())
+    pairs = prompts * prompt * (prompt + 1) / 2 + float((flat * (flat + 1) / 2 + prompt * flat).sum())
+    microbatches = -(-used // shards)
+    return Rows(microbatches, microbatches * shards * row_tokens, pairs, prompts * prompt + int(flat.sum()))
+
+
+def prefix_rows(prefix: Int[np.ndarray, " B"], *, prompt: int, limit: int) -> Rows:
+    """What a prefill computes of the responses' prefixes: all padded to the bucket of the longest."""
+    longest = int(prefix.max(initial=0))
+    width = bucket(longest, limit) if longest else 0
+    pairs = width * (width + 1) / 2 + prompt * width
+    return Rows(1, len(prefix) * width, len(prefix) * pairs, int(prefix.sum()))
+
+
+def batches(run: Run, lengths: Lengths, seed: int) -> Any:
+    """Yield what the run's iterations sample, from the first, without end."""
+    draw = partial(lengths.draw, random=np.random.default_rng(seed))
+    if run.in_flight is None:
+        return sampling.whole(run.decoder, draw, groups=run.prompts, size=run.group_size)
+    return sampling.partial(run.decoder, draw, groups=run.prompts, size=run.group_size, in_flight=run.in_flight)
+
+
+def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
+    """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer."""
+    filling = 0 if run.in_flight is None else FILLING
+    sampled = list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED))
+    each = [_measured(run, batch) for batch in sampled]
+
+    def mean(dicts: list[dict[str, float]]) -> dict[str, float]:
+        return {name: float(np.mean([one[name] for one in dicts])) for name in dicts[0]}
+
+    return Iteration(
+        by_phase=mean([phases for phases, _, _ in each]),
+        waits={phase: mean([waits[phase] for _, waits, _ in each]) for phase in each[0][1]},
+        tokens=float(np.mean([batch.lengths.sum() for batch in sampled])),
+        counts=mean([counts for _, _, counts in each]),
+        last=sampled[-1],
+    )
+
+
+def _measured(
+    run: Run, batch: sampling.Batch
+) -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, float]]:
+    """Seconds by phase, of them those of no work, and counts of one iteration."""
+    calls, prompt = batch.calls, run.prompt_length
+    prefixes = [prefix_rows(prefix, prompt=prompt, limit=run.limit) for prefix in batch.prefixes]
+    share = (run.in_flight or run.prompts) / run.prompts
+    updates = _rows(run, "update", [batch.lengths[index :: run.minibatches] for index in range(run.minibatches)])
+    scored = _rows(run, "score", [batch.lengths] if run.scores else [])
+    seconds = {
+        "reshard": run.reshard_s,
+        "prefill": sum(run.prefill_s * share + run.forward.seconds(rows, run.chips) for rows in prefixes),
+        "decode": sum(call.seconds for call in calls),
+        "reward": run.reward_s,
+        "score": sum(run.forward.seconds(rows, run.chips) for rows in scored),
+        "update": sum(run.update.seconds(rows, run.chips) for rows in updates),
+    }
+    waits = {
+        "prefill": {"padding": sum(_padding(run.forward, rows, run.chips) for rows in prefixes)},
+        "decode": {
+            "idle slots": sum(call.idle_s for call in calls),
+            "other shards": sum(call.waiting_s for call in calls),
+        },
+        "reward": {"hosts": run.reward_s},
+        "score": {"padding": sum(_padding(run.forward, rows, run.chips) for rows in scored)},
+        "update": {"padding": sum(_padding(run.update, rows, run.chips) for rows in updates)},
+    }
+    counts = {
+        "sampling_calls": len(calls),
+        "decode_steps": sum(call.steps for call in calls),
+        "microbatches": sum(rows.microbatches for rows in updates) / run.minibatches,
+    }
+    return seconds, waits, counts
+
+
+def _rows(run: Run, name: str, parts: list[np.ndarray]) -> list[Rows]:
+    """Rows for the responses of each part."""
+    prompt = run.prompt_length
+    if run.row_tokens is None:
+        return [run.padded[name]._replace(tokens=int(part.sum()) + prompt * len(part)) for part in parts]
+    return [packed_rows(part, prompt=prompt, row_tokens=run.row_tokens, shards=run.shards) for part in parts]
+
+
+def _padding(rate: Rate, rows: Rows, chips: int) -> float:
+    """Seconds of the positions that hold no token, without attention."""
+    return (rows.positions - rows.tokens) * rate.position_s / chips
