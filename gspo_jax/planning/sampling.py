@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from gspo_jax.rollout.episodes import deal
+
 NEVER = np.iinfo(np.int64).max
 """A step that is never reached."""
 
@@ -229,7 +231,7 @@ def partial(
             done = np.concatenate([done, np.zeros((groups, size), np.int64)])
         calls, prefixes = [], []
         while (complete := (done == lengths).all(axis=1)).sum() < groups:
-            chosen = np.sort(np.argsort(complete, kind="stable")[:in_flight])
+            chosen = deal(np.sort(np.argsort(complete, kind="stable")[:in_flight]), decoder.shards)
             left = lengths[chosen] - done[chosen]
             prefix = np.where(left > 0, done[chosen], 0).reshape(-1)
             calls.append(decode(decoder, prefix, left.reshape(-1)))
