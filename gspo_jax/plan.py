@@ -194,7 +194,9 @@ if __name__ == "__main__":
     flags.DEFINE_list("programs", [], f"Plan only these, of {', '.join(programs.NAMES)}.")
     flags.DEFINE_string("json", None, "Also write the facts to this file.")
     flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
-    flags.DEFINE_string("lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8.")
+    flags.DEFINE_string(
+        "lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8."
+    )
     flags.DEFINE_string("figure", None, "With --lengths: draw the iteration to this PNG file.")
     flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
     cli.run(main)

@@ -127,7 +127,9 @@ def rows(lengths: np.ndarray, *, prompt: int, row_tokens: int) -> tuple[int, int
     filled: list[tuple[int, set[int]]] = []
     pairs = 0
     for length, group in sorted(((int(n), g) for g, own in enumerate(lengths) for n in own), reverse=True):
-        pairs += sum(range(prompt + 1, prompt + length + 1)) if length < 64 else length * prompt + length * (length + 1) // 2
+        pairs += (
+            sum(range(prompt + 1, prompt + length + 1)) if length < 64 else length * prompt + length * (length + 1) // 2
+        )
         for i, (used, groups) in enumerate(filled):
             added = length + (0 if group in groups else prompt)
             if used + added <= row_tokens:

@@ -213,7 +213,9 @@ def test_every_shard_gets_groups_of_all_ages(sampler, monkeypatch):
     np.testing.assert_array_equal(deal(np.array([1, 2, 4, 5, 7, 8]), 2), [1, 4, 7, 2, 5, 8])
     player, calls = Player(sampler), []
     resume = player.resume
-    monkeypatch.setattr(player, "resume", lambda some, **how: calls.append(list(some.texts[::G])) or resume(some, **how))
+    monkeypatch.setattr(
+        player, "resume", lambda some, **how: calls.append(list(some.texts[::G])) or resume(some, **how)
+    )
     buffer = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=EarlyExit(min_ended=0.5))
     buffer.batch(dealer(player))
     assert calls[0] == [NAMES[i] for i in (0, 2, 4, 1, 3, 5)]

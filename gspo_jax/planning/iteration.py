@@ -51,9 +51,11 @@ class Rows(NamedTuple):
     positions: float
     """Positions of the rows, padding included."""
     pairs: float
-    """Pairs of a query and a key that it sees, in one layer and one head."""
+    """Pairs of a query and a key that attention computes, in one layer and one head."""
     tokens: int
     """Positions that hold a token."""
+    seen: float
+    """Pairs of a token and another one that it sees."""
 
 
 class Rate(NamedTuple):
@@ -67,6 +69,10 @@ class Rate(NamedTuple):
     def seconds(self, rows: Rows, chips: int) -> float:
         """Seconds for these rows, spread evenly over the chips."""
         return (rows.positions * self.position_s + rows.pairs * self.pair_s) / chips
+
+    def padding(self, rows: Rows, chips: int) -> float:
+        """Of these, the seconds for what is no token, or what no token sees."""
+        return self.seconds(rows, chips) - (rows.tokens * self.position_s + rows.seen * self.pair_s) / chips
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,7 @@ class Run:
     shards: int
     """Batch shards of the trainer, with one row each in a packed micro-batch."""
     padded: dict[str, Rows]
-    """Rows of "update" and "score" without packing; their `tokens` are of no meaning."""
+    """Rows of "update" and "score" without packing, before there are responses: with no tokens yet."""
     reshard_s: float
     """Seconds of a cast and reshard of the weights for the sampler."""
     prefill_s: float
@@ -186,7 +192,7 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
         facts, work = programs[name], setting.work(name)
         attention = facts["seconds"]["attention"] / EFFICIENCY
         rates[name] = Rate((program_seconds(facts) - attention) / work.tokens, attention / work.pairs)
-        padded[name] = Rows(training.microbatches, chips * work.tokens, chips * work.pairs, 0)
+        padded[name] = Rows(training.microbatches, chips * work.tokens, chips * work.pairs, 0, 0)
     return Run(
         chips=chips,
         prompts=data.prompts_per_batch,
@@ -259,10 +265,16 @@ def packed_rows(lengths: Int[np.ndarray, "P G"], *, prompt: int, row_tokens: int
         used = max(used, at + 1)
         room[at] -= length + (0 if holds[at, group] else prompt)
         holds[at, group] = True
-    prompts = int(holds[:used].sum())
-    pairs = prompts * prompt * (prompt + 1) / 2 + float((flat * (flat + 1) / 2 + prompt * flat).sum())
+    tokens, seen = real(lengths, prompt=prompt, prompts=int(holds[:used].sum()))
     microbatches = -(-used // shards)
-    return Rows(microbatches, microbatches * shards * row_tokens, pairs, prompts * prompt + int(flat.sum()))
+    return Rows(microbatches, microbatches * shards * row_tokens, seen, tokens, seen)
+
+
+def real(lengths: Int[np.ndarray, "*n"], *, prompt: int, prompts: int) -> tuple[int, float]:
+    """Tokens of responses and of `prompts` prompts that they follow, and the pairs that see each other."""
+    n = lengths.astype(np.float64)
+    seen = float((n * (n + 1) / 2 + prompt * n).sum()) + prompts * prompt * (prompt + 1) / 2
+    return int(lengths.sum()) + prompts * prompt, seen
 
 
 def prefix_rows(prefix: Int[np.ndarray, " B"], *, prompt: int, limit: int) -> Rows:
@@ -270,7 +282,7 @@ def prefix_rows(prefix: Int[np.ndarray, " B"], *, prompt: int, limit: int) -> Ro
     longest = int(prefix.max(initial=0))
     width = bucket(longest, limit) if longest else 0
     pairs = width * (width + 1) / 2 + prompt * width
-    return Rows(1, len(prefix) * width, len(prefix) * pairs, int(prefix.sum()))
+    return Rows(1, len(prefix) * width, len(prefix) * pairs, *real(prefix, prompt=prompt, prompts=0))
 
 
 def batches(run: Run, lengths: Lengths, seed: int) -> Any:
@@ -317,14 +329,14 @@ def _measured(
         "update": sum(run.update.seconds(rows, run.chips) for rows in updates),
     }
     waits = {
-        "prefill": {"padding": sum(_padding(run.forward, rows, run.chips) for rows in prefixes)},
+        "prefill": {"padding": sum(run.forward.padding(rows, run.chips) for rows in prefixes)},
         "decode": {
             "idle slots": sum(call.idle_s for call in calls),
             "other shards": sum(call.waiting_s for call in calls),
         },
         "reward": {"hosts": run.reward_s},
-        "score": {"padding": sum(_padding(run.forward, rows, run.chips) for rows in scored)},
-        "update": {"padding": sum(_padding(run.update, rows, run.chips) for rows in updates)},
+        "score": {"padding": sum(run.forward.padding(rows, run.chips) for rows in scored)},
+        "update": {"padding": sum(run.update.padding(rows, run.chips) for rows in updates)},
     }
     counts = {
         "sampling_calls": len(calls),
@@ -337,11 +349,7 @@ def _measured(
 def _rows(run: Run, name: str, parts: list[np.ndarray]) -> list[Rows]:
     """Rows for the responses of each part."""
     prompt = run.prompt_length
-    if run.row_tokens is None:
-        return [run.padded[name]._replace(tokens=int(part.sum()) + prompt * len(part)) for part in parts]
-    return [packed_rows(part, prompt=prompt, row_tokens=run.row_tokens, shards=run.shards) for part in parts]
-
-
-def _padding(rate: Rate, rows: Rows, chips: int) -> float:
-    """Seconds of the positions that hold no token, without attention."""
-    return (rows.positions - rows.tokens) * rate.position_s / chips
+    if run.row_tokens is not None:
+        return [packed_rows(part, prompt=prompt, row_tokens=run.row_tokens, shards=run.shards) for part in parts]
+    found = [real(part, prompt=prompt, prompts=len(part)) for part in parts]
+    return [run.padded[name]._replace(tokens=tokens, seen=seen) for tokens, seen in found]

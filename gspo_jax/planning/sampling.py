@@ -6,6 +6,7 @@ are what takes milliseconds in a call: moving slots between phases, loading pref
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -181,7 +182,7 @@ def _timed(
     times = np.linspace(0, total, MOMENTS, endpoint=False)
     used_at, width_at = np.zeros(MOMENTS), np.zeros(MOMENTS)
     for group in range(groups):
-        for phase, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for phase, (first, last) in enumerate(itertools.pairwise(bounds)):
             since = times - starts[phase, group]
             inside = (since >= 0) & (since < spent[phase, group])
             step = np.searchsorted(done[group], passed[phase, group] + since[inside], side="right") - 1

@@ -71,8 +71,8 @@ def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
     """Print the phases of an iteration, and what chips wait for in each."""
     _print(
         console,
-        f"\n[bold]iteration[/bold] with lengths {facts['lengths']} (projected, not measured): {facts['seconds']:.1f} s, "
-        f"{facts['tokens_per_s_per_chip']:,.0f} response tokens per second and chip",
+        f"\n[bold]iteration[/bold] with lengths {facts['lengths']} (projected, not measured): "
+        f"{facts['seconds']:.1f} s, {facts['tokens_per_s_per_chip']:,.0f} response tokens per second and chip",
     )
     for phase, seconds in facts["by_phase"].items():
         waits = ", ".join(f"{why} {s:.1f}" for why, s in facts["waits"].get(phase, {}).items() if s >= 0.05)

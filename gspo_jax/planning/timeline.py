@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gspo_jax.planning.iteration import PHASES, Iteration
-from gspo_jax.reporting.drawing import GREY, INK, PALETTE, picture
+from gspo_jax.reporting.drawing import GREY, PALETTE, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,6 @@ def _slots(axes: "Axes", iteration: Iteration, begins: list[float]) -> None:
         axes.fill_between(times, width, step="post", color=WAITING, label=labels[0])
         axes.fill_between(times, in_use, step="post", color=COLORS["decode"], label=labels[1])
         most = max(most, width.max())
-    axes.axhline(most, color=INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(0, 1.12 * most)
     axes.set_xlabel("seconds")
     axes.legend(frameon=False, fontsize=10, loc="upper right")
@@ -85,14 +84,15 @@ def _slots(axes: "Axes", iteration: Iteration, begins: list[float]) -> None:
 def _waits(axes: "Axes", iteration: Iteration) -> None:
     shown = [phase for phase in PHASES if iteration.by_phase[phase] >= 0.005 * iteration.seconds]
     for y, phase in enumerate(shown):
-        lost = {why: s for why, s in iteration.waits.get(phase, {}).items() if s > 0}
+        lost = {why: s for why, s in iteration.waits.get(phase, {}).items() if s > 0.005 * iteration.seconds}
         left = iteration.by_phase[phase] - sum(lost.values())
         axes.barh(y, left, height=0.62, color=COLORS[phase])
-        for why, seconds in lost.items():
+        for seconds in lost.values():
             axes.barh(y, seconds, left=left, height=0.62, color=WAITING, edgecolor="white", linewidth=0.8)
-            if seconds > 0.06 * iteration.seconds:
-                axes.text(left + seconds / 2, y, f"{why} {seconds:.0f}", ha="center", va="center", fontsize=10)
             left += seconds
+        text = ", ".join([f"{left:.0f} s", *(f"{why} {s:.0f}" for why, s in lost.items())])
+        axes.annotate(text, (left, y), (5, 0), textcoords="offset points", va="center", fontsize=10)
+    axes.set_xlim(0, 1.3 * max(iteration.by_phase.values()))
     axes.set_yticks(range(len(shown)), shown)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
