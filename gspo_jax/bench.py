@@ -108,9 +108,13 @@ class Iterations:
         times.append(time.perf_counter())
 
         objective = self._engine.objective
-        old = self._engine.score(weights, None, None, rollout)
+        packing = None
+        if self._engine.packer is not None:
+            packing = self._engine.packer(*hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths)))
+        old = self._engine.score(weights, None, None, rollout, packing)
         scored = Rewards(*hosts.shard_rows(self._mesh, rewards))
         experience = jax.block_until_ready(self._engine.experience(objective, rollout, old, scored))
+        experience = dataclasses.replace(experience, packing=packing)
         times.append(time.perf_counter())
 
         for minibatch in range(work.minibatches):

@@ -29,14 +29,16 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import hosts, processes
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
-from gspo_jax.setup import data, keys, policy
+from gspo_jax.setup import data, keys, learning, policy
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
+from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
-from gspo_jax.types import Responses, UserError, Weights
+from gspo_jax.types import Packing, Responses, UserError, Weights
 
 
 def coldstart(
@@ -67,6 +69,7 @@ def coldstart(
         for terse in (0.0, cold.terse)
     )
     model, step = _begin(config, model_config, mesh)
+    packer = learning.make_demonstration_packer(config, model_config, mesh_lib.batch_shards(mesh.shape))
     loss = jnp.nan
     reports = -(-cold.steps // cold.log_every)
     with Progress(reports, label="cold start") as progress:
@@ -75,7 +78,8 @@ def coldstart(
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
                 on_step()
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
-                model, loss = step(model, Responses(*hosts.shard_rows(mesh, fields)))
+                packing = None if packer is None else packer(batch.mask.sum(axis=1), batch.prompt_lengths)
+                model, loss = step(model, Responses(*hosts.shard_rows(mesh, fields)), packing)
             progress.advance(cross_entropy=float(loss))
     unfinished = folder.with_name(folder.name + ".partial")
     huggingface.save(model.params, model_config, unfinished)  # every process takes part
@@ -102,8 +106,11 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
-) -> tuple[Learner, Callable[[Learner, Responses], tuple[Learner, Float[Array, ""]]]]:
-    """Return an untrained model on the mesh, and the jitted step that lowers a batch's cross-entropy."""
+) -> tuple[Learner, Callable[[Learner, Responses, Packing | None], tuple[Learner, Float[Array, ""]]]]:
+    """Return an untrained model on the mesh, and the jitted step that lowers a batch's cross-entropy.
+
+    The step takes the rows that compute the batch, None for padded ones.
+    """
     cold = config.coldstart
     graph, shapes = transformer.abstract(
         model_config, dtype=jnp.dtype(config.model.dtype), dispatch=policy.make_dispatch(config)
@@ -111,13 +118,26 @@ def _begin(
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
     scoring = Scoring(logprob_chunk=config.training.logprob_chunk, remat=config.model.remat)
 
-    def loss(params: nnx.State, batch: Responses) -> Float[Array, ""]:
-        scores = score(graph, Weights.full(params), batch, scoring)
-        return -(token_mean(batch.mask) * jnp.where(batch.mask, scores.logprobs, 0)).sum()
+    @jax.value_and_grad
+    def loss(params: nnx.State, layout: Layout, weights: Float[Array, "B T"]) -> Float[Array, ""]:
+        scores = score(graph, Weights.full(params), layout, scoring)
+        return -jnp.where(layout.responses.mask, weights * scores.logprobs, 0).sum()
+
+    def add_rows(params: nnx.State, batch: Responses, packing: Packing) -> tuple[Array, nnx.State]:
+        batch, weights = deal((batch, token_mean(batch.mask)), packing, 0)
+
+        def add(total: tuple[Array, nnx.State], layout: Packed) -> tuple[Array, nnx.State]:
+            return jax.tree.map(jnp.add, total, loss(params, layout, weights))
+
+        nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        return fold_rows(add, nothing, batch, packing, 0, group_size=1)
 
     @partial(jax.jit, donate_argnums=0)
-    def step(learner: Learner, batch: Responses) -> tuple[Learner, Float[Array, ""]]:
-        value, gradient = jax.value_and_grad(loss)(learner.params, batch)
+    def step(learner: Learner, batch: Responses, packing: Packing | None) -> tuple[Learner, Float[Array, ""]]:
+        if packing is None:
+            value, gradient = loss(learner.params, Padded.of(batch, group_size=1), token_mean(batch.mask))
+        else:
+            value, gradient = add_rows(learner.params, batch, packing)
         return state_lib.step(learner, optimizer, gradient), value
 
     params = transformer.init_params(model_config, keys.init_key(config), mesh=mesh)

@@ -128,9 +128,14 @@ def base() -> ConfigDict:
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per batch
-    config.training.packing = True  # responses of different lengths share rows; False: each is padded to the longest
-    config.training.row_tokens = placeholder(int)  # tokens of a packed row
-    config.training.microbatches = 1  # gradient-accumulation steps per update, also of scoring; changes only memory
+    # Responses share rows of a fixed number of tokens. False: each has a row's part of the full length, for comparison.
+    config.training.packing = True
+    # Tokens of a row, of which each batch shard computes one at a time. It must hold a prompt and a response of full
+    # length; more take more memory, and fewer more padding. None: enough for several responses to one prompt.
+    config.training.row_tokens = placeholder(int)
+    # Gradient-accumulation steps per update, also of scoring, without packing; changes only memory. With packing there
+    # are as many as the lengths of a batch need, each a row of every shard, and this must be 1.
+    config.training.microbatches = 1
     config.training.max_skipped = 10  # end the run after so many updates in a row whose gradient was not finite
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss; 0: off

@@ -15,12 +15,14 @@ from ml_collections import ConfigDict
 from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
+from gspo_jax.parallel.mesh import batch_shards
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup import learning, policy, sampling
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import Policy
 from gspo_jax.training.experience import ExperienceFn, make_experience
+from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import OldPolicyFn, make_old_policy
 from gspo_jax.training.state import CriticRule, TrainState, new_state, state_shardings
 from gspo_jax.training.update import BlameFn, UpdateFn, make_blame, make_gradient, make_update
@@ -46,6 +48,8 @@ class Engine:
     """Reshards weights from trainer to sampler, prefills and decodes."""
     score: OldPolicyFn
     """Log-probs of the old policy and of the reference, and the critic's values, before an iteration's updates."""
+    packer: Packer | None
+    """Decides which row computes which response; None: rows are padded."""
     experience: ExperienceFn
     """Advantages, returns and mismatch corrections of a scored batch."""
     update: UpdateFn
@@ -116,6 +120,7 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
         optimizer=optimizer,
         sampler=make_sampler(config, made, meshes, stop),
         score=score,
+        packer=learning.make_packer(config, model, batch_shards(meshes.trainer.shape)),
         experience=make_experience(
             group_size=config.sampling.group_size,
             correction=learning.make_mismatch_correction(config),

@@ -114,6 +114,36 @@ class OldPolicy:
 
 
 @struct.dataclass
+class Packing:
+    """Rows that compute the responses of each of N mini-batches.
+
+    Every shard has Q / shards places, each for a response; places without one come last. Arrays are int32.
+    """
+
+    responses: Int[Array, "N Q"]
+    """Response in each place, counted within the mini-batch; -1 if the place is empty."""
+    places: Int[Array, "N B"]
+    """The inverse: place of each response of the mini-batch."""
+    kind: Int[Array, "N Q"]
+    """Index into `row_lengths` of the row that holds it; meaningless if the place is empty."""
+    turn: Int[Array, "N Q"]
+    """Number of that row's micro-batch among those of its kind."""
+    prompt: Int[Array, "N Q"]
+    """Offset in the row of the first token of the response's prompt."""
+    start: Int[Array, "N Q"]
+    """Offset in the row of the response's first token."""
+    turns: Int[Array, "N kinds"]
+    """Micro-batches of each kind of row."""
+    row_lengths: tuple[int, ...] = struct.field(pytree_node=False)
+    """Tokens of a row of each kind, longest first."""
+
+    @property
+    def slots(self) -> Int[Array, " N"]:
+        """Token slots that each shard executes for each mini-batch."""
+        return self.turns @ np.array(self.row_lengths)
+
+
+@struct.dataclass
 class Experience:
     """A rollout with everything the update learns from it."""
 
@@ -128,6 +158,8 @@ class Experience:
     """The critic's regression target before each token; None without a critic."""
     correction: Float[Array, "B T"] | None = None
     """Weight of each token that corrects for the mismatch between sampler and trainer; None without a correction."""
+    packing: Packing | None = None
+    """Rows that compute the responses; None: each in rows of its own, padded to the full length."""
 
     @property
     def routes(self) -> RouterRecord:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ from gspo_jax.rollout import decoder
 from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_keys
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
+from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
 from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, params, place, prompts, weights
@@ -53,9 +53,8 @@ def rollout(decoded):
 
 def scored(rollout, *, temperature):
     """Return the trainer's scores of the rollout under the same weights."""
-    return jax.jit(partial(score, GRAPH, scoring=Scoring(temperature=temperature, logprob_chunk=64)))(
-        weights(), rollout
-    )
+    scoring = Scoring(temperature=temperature, logprob_chunk=64)
+    return jax.jit(lambda w, rollout: score(GRAPH, w, Padded(rollout, share=1), scoring))(weights(), rollout)
 
 
 def test_log_probs_equal_the_trainers(rollout):

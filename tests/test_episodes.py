@@ -1,7 +1,5 @@
 """Partial rollouts and multi-turn episodes: resumed responses equal uninterrupted ones, replies are not trained on."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, deal
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, StopRequested, Weights
 from tests.tiny import CONFIG, mostly_slow, params, place, prompts, weights
@@ -97,8 +96,10 @@ def in_halves(sampler, batch: Prompts):
     return jax.tree.map(lambda *rows: np.concatenate(rows), *jax.device_get(halves))
 
 
-trainers = jax.jit(partial(score, GRAPH, scoring=Scoring(logprob_chunk=64)))
-"""The trainer's scores of a rollout under given weights."""
+@jax.jit
+def trainers(weights, rollout):
+    """Return the trainer's scores of a rollout under given weights."""
+    return score(GRAPH, weights, Padded(rollout, share=1), Scoring(logprob_chunk=64))
 
 
 def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):

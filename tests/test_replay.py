@@ -22,7 +22,8 @@ from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing import drift
 from gspo_jax.routing.replay import experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
-from gspo_jax.training.scoring import Scoring, make_old_policy, of_responses, score
+from gspo_jax.training.layout import Padded
+from gspo_jax.training.scoring import Scoring, make_old_policy, score
 from gspo_jax.training.state import new_state
 from gspo_jax.training.update import Penalties, make_gradient, make_update
 from gspo_jax.types import Experience, OldPolicy, RouterRecord, Weights
@@ -47,6 +48,11 @@ NATIVE = np.full((CONFIG.num_layers, P * G, S + T, CONFIG.experts_per_token), -1
 """A record without any route, so that the routers choose: one compiled program serves both."""
 
 
+def of_tokens(rollout, x):
+    """Return values [L, B, N, …] of whole rows at the response tokens."""
+    return x[:, :, rollout.prompts.shape[1] :]
+
+
 def learn(policy, rollout, replay=NATIVE, scoring=SCORING):
     """Return the gradient of a fixed weighted sum of log-probs, and the scores."""
     return _learn(policy, rollout, replay, scoring)
@@ -57,7 +63,7 @@ def _learn(policy, rollout, replay, scoring):
     target = jnp.cos(jnp.arange(rollout.mask.size, dtype=jnp.float32)).reshape(rollout.mask.shape)
 
     def loss(w):
-        scores = score(GRAPH, w, rollout, scoring, routing=Routing(replay))
+        scores = score(GRAPH, w, Padded(rollout, share=1), scoring, routing=Routing(replay))
         return jnp.where(rollout.mask, scores.logprobs * target, 0).sum(), scores
 
     return jax.grad(loss, has_aux=True)(policy)
@@ -124,7 +130,7 @@ def test_foreign_routes_are_taken_and_the_router_still_learns(rollout, native, f
     assert np.abs(scores.logprobs - native[1].logprobs)[mask].min() > 1e-4
     router = gradient.trainable["layers"][0]["mlp"]["router"][...]
     assert (np.abs(router).max(axis=(1, 2)) > 1e-3).all(), "the router gets a gradient in every layer"
-    at = partial(of_responses, responses=rollout)
+    at = partial(of_tokens, rollout)
     assert not drift.compare(at(foreign), at(scores.routes.experts), mask).flips.any()
     assert (drift.compare(at(foreign), at(scores.routes.native), mask).flips > 0).all()
     # Layer 0 sees the same input either way, so its own choice is the same.
@@ -221,7 +227,7 @@ def test_after_a_large_step_the_router_has_drifted_and_is_still_overruled(rollou
     record = np.moveaxis(old.routes.experts, 2, 0)
     scores = learn(policy, rollout, record.astype(np.int32))[1]
     np.testing.assert_array_equal(scores.routes.experts[:, real(rollout)], record[:, real(rollout)])
-    at = partial(of_responses, responses=rollout)
+    at = partial(of_tokens, rollout)
     flips = drift.metrics(drift.compare(at(record), at(scores.routes.chosen), rollout.mask))
     np.testing.assert_allclose(flips["routing/flip_rate"], metrics["routing/flip_rate"], rtol=1e-6)
     free = learn(policy, rollout)[1].logprobs
@@ -349,7 +355,8 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
     def metrics(scores):
         old, arrays = batch.old.logprobs, {"mask": batch.mask, "advantages": batch.advantages}
         _, info = objectives.loss(objectives.gspo(), scores.logprobs, old_logprobs=old, **arrays)
-        sums, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG)
+        rows = {"layout": Padded(batch.rollout, share=1), "routes": batch.routes}
+        sums, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, **rows)
         return metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)
 
     assert metrics(dataclasses.replace(scores, routes=routes))["routing/dropped"] == 0.25

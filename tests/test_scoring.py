@@ -14,13 +14,20 @@ from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.moe import Routing
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.training.scoring import Scoring, cut_rows, join_rows, make_old_policy, score, values
+from gspo_jax.training.batches import cut_rows, join_rows
+from gspo_jax.training.layout import Padded
+from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
 from tests.tiny import CONFIG, leaf_errors, mostly_slow, responses, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
 G, T = 2, 8
-SCORE = jax.jit(partial(score, GRAPH, scoring=SCORING))
+
+
+@jax.jit
+def alone(weights, responses, routing=None):
+    """Return the scores of responses with a row each."""
+    return score(GRAPH, weights, Padded(responses, share=1), SCORING, routing=routing)
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +43,20 @@ def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
     @partial(jax.jit, static_argnames="group_size")
     def run(params, responses, group_size):
         def loss(p):
-            scores = score(GRAPH, p, responses, Scoring(logprob_chunk=64, group_size=group_size))
+            scores = score(GRAPH, p, Padded.of(responses, group_size=group_size), SCORING)
             return jnp.where(responses.mask, scores.logprobs * target, 0).sum(), scores
 
         return jax.grad(loss, has_aux=True)(params)
 
-    (alone, expected), (shared, found) = run(weights(), rollout, 1), run(weights(), rollout, G)
-    assert leaf_errors(alone, shared) < 1e-5
+    (single, expected), (shared, found) = run(weights(), rollout, 1), run(weights(), rollout, G)
+    assert leaf_errors(single, shared) < 1e-5
     for name in ("logprobs", "entropy", "hidden"):
         a, b = (np.asarray(getattr(x, name))[rollout.mask] for x in (expected, found))
         np.testing.assert_allclose(b, a, atol=1e-4, err_msg=name)
-    in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
-    real = np.concatenate([in_prompt, rollout.mask], axis=1)
-    np.testing.assert_array_equal(*(np.asarray(x.routes.experts)[:, real] for x in (expected, found)))
+    rows = Padded(rollout, share=G)
+    experts = np.stack([rows.rows(x) for x in expected.routes.experts])
+    real = np.asarray(rows.valid)
+    np.testing.assert_array_equal(np.asarray(found.routes.experts)[:, real], experts[:, real])
 
 
 def make_critic(*, own_trunk: bool):
@@ -79,12 +87,13 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
 
     @jax.jit
     def value(responses):
-        hidden = score(GRAPH, weights(), responses, SCORING).hidden
-        return values(graph, critic, responses, SCORING, policy_hidden=hidden)
+        rows = Padded(responses, share=1)
+        hidden = score(GRAPH, weights(), rows, SCORING).hidden
+        return values(graph, critic, rows, SCORING, policy_hidden=hidden)
 
     found = np.asarray(value(rollout))
     # The trunk still equals the policy, so both critics compute the policy's hidden states times the head.
-    np.testing.assert_allclose(found, SCORE(weights(), rollout).hidden @ head, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(found, alone(weights(), rollout).hidden @ head, rtol=2e-4, atol=2e-4)
     changed = rollout.tokens.copy()
     changed[:, 3] = (changed[:, 3] + 1) % 60 + 1
     after = np.asarray(value(dataclasses.replace(rollout, tokens=changed)))
@@ -94,10 +103,10 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
 
 
 def test_routers_are_watched_at_the_experts_asked_about(rollout):
-    own = SCORE(weights(), rollout).routes
+    own = alone(weights(), rollout).routes
     asked = (own.experts + 1) % CONFIG.num_experts
     both = [
-        SCORE(weights(), rollout, routing=Routing(watch=experts)).routes.watched for experts in (own.experts, asked)
+        alone(weights(), rollout, routing=Routing(watch=experts)).routes.watched for experts in (own.experts, asked)
     ]
     np.testing.assert_allclose(both[0], own.logprobs, atol=1e-6)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
@@ -121,10 +130,10 @@ def test_the_old_policy_s_views(rollout):
     assert plain.values is plain.reference_logprobs is plain.routes is None
     whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
     found = whole(weights(), critic, reference, rollout)
-    own, mask = SCORE(weights(), rollout), rollout.mask
+    own, mask = alone(weights(), rollout), rollout.mask
     np.testing.assert_allclose(found.logprobs, own.logprobs, atol=1e-5)
     np.testing.assert_allclose(found.values, own.hidden @ head, rtol=2e-4, atol=2e-4)
-    np.testing.assert_allclose(found.reference_logprobs, SCORE(reference, rollout).logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.reference_logprobs, alone(reference, rollout).logprobs, atol=1e-5)
     assert np.abs(found.reference_logprobs - found.logprobs)[mask].max() > 0.01
     recorded, expected = np.moveaxis(np.asarray(found.routes.experts), 2, 0), np.asarray(own.routes.experts)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]

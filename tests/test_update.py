@@ -28,11 +28,14 @@ from gspo_jax.run.log import response_columns, response_metrics
 from gspo_jax.run.scored import Scored
 from gspo_jax.run.shaping import Shaping
 from gspo_jax.training import metrics as metrics_lib
+from gspo_jax.training.batches import take_minibatch
 from gspo_jax.training.checkpoint import Checkpointer, restore
 from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.training.scoring import Scoring, at_predictions, make_old_policy, score, values
+from gspo_jax.training.layout import Padded
+from gspo_jax.training.packing import Packer
+from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
-from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update, take_minibatch
+from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update
 from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
 from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, responses, weights
 
@@ -122,7 +125,8 @@ def make_trainer(*, name="gspo", sizes=None, microbatches=1, replay="none", rule
 
     def update(state, batch, i):
         with jax.set_mesh(mesh):
-            after, metrics = compiled(objective, state, NONE, hosts.shard_rows(mesh, batch), i)
+            packing, batch = batch.packing, hosts.shard_rows(mesh, dataclasses.replace(batch, packing=None))
+            after, metrics = compiled(objective, state, NONE, dataclasses.replace(batch, packing=packing), i)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the update keeps the state's sharding"
         return after, metrics
@@ -205,10 +209,10 @@ def test_one_checkpoint_on_two_meshes_has_the_same_bits_and_next_loss(experience
 
 def _said(trained, batch, replay):
     """Return scores and values of whole rows, without prompt sharing."""
-    scoring, rollout = Scoring(logprob_chunk=1024), batch.rollout
+    scoring, alone = Scoring(logprob_chunk=1024), Padded(batch.rollout, share=1)
     watch = jnp.moveaxis(batch.old.routes.experts, 2, 0)
-    scores = score(GRAPH, Weights.full(trained[0]), rollout, scoring, routing=Routing(replay, watch))
-    return scores, values(CRITIC_GRAPH, trained[1], rollout, scoring, policy_hidden=scores.hidden)
+    scores = score(GRAPH, Weights.full(trained[0]), alone, scoring, routing=Routing(replay, watch))
+    return scores, values(CRITIC_GRAPH, trained[1], alone, scoring, policy_hidden=scores.hidden)
 
 
 SAID = jax.jit(_said)
@@ -235,7 +239,8 @@ def by_the_definition(batch: Experience, name: str, replay: str):
     asked = experts_to_replay(replay, r.routes, old.routes)
     native = np.full_like(np.moveaxis(r.routes.experts, 2, 0), -1)
     scores, value = SAID(trained, batch, native if asked is None else asked)
-    shift = at_predictions(router_shift(jnp.moveaxis(old.routes.logprobs, 2, 0), scores.routes.watched), r)
+    alone = Padded(r, share=1)
+    shift = alone.predicting(router_shift(jnp.moveaxis(old.routes.logprobs, 2, 0), scores.routes.watched))
     weights = objective.weights(mask)
 
     def loss(logprobs, entropy, value):
@@ -262,7 +267,9 @@ def by_the_definition(batch: Experience, name: str, replay: str):
     def pull_back(scores, value):
         said = (scores.logprobs, scores.entropy, value)
         back, (info, sums) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*said)
-        more, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, replayed=asked)
+        more, maxima = metrics_lib.of_policy(
+            scores, batch, info, config=CONFIG, layout=alone, routes=old.routes, replayed=asked
+        )
         return back, metrics_lib.from_sums(sums | more, maxima)
 
     back, metrics = pull_back(scores, value)
@@ -495,3 +502,25 @@ def test_no_buffer_holds_the_whole_logits():
     assert memory.temp_size_in_bytes < logits // 3 + 2 * gradients, f"{memory.temp_size_in_bytes:,} of {logits:,}"
     assert f"[{B},{length},{V}]" not in compiled.as_text()
     assert f"[{B},{S + length},{V}]" not in compiled.as_text()
+
+
+def packed(experience: Experience, *, shards: int, budget: int) -> Experience:
+    """Return the experience with a packing into rows of this budget, on so many batch shards."""
+    r = experience.rollout
+    lengths = np.asarray(r.mask).sum(axis=1)
+    packer = Packer(group_size=G, minibatches=2, shards=shards, row_lengths=(budget,))
+    return dataclasses.replace(experience, packing=packer(lengths, np.asarray(r.prompt_lengths)))
+
+
+@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo",)))
+@pytest.mark.parametrize("sizes", mostly_slow([None, EIGHT], always=(None,)))
+def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, sizes, whole):
+    trainer = make_trainer(name=name, sizes=sizes, replay=replay_of(name), kl=0.1, entropy=0.01)
+    grads, metrics = gradient_and_loss(
+        packed(whole, shards=math.prod((sizes or {}).values()), budget=40), trainer=trainer
+    )
+    expected, expected_metrics = gradient_and_loss(whole, trainer=trainer)
+    assert distance(expected, grads) < 1e-6
+    assert metrics.keys() == expected_metrics.keys()
+    for metric, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=1e-5, err_msg=metric)

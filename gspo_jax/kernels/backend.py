@@ -1,6 +1,7 @@
-"""Detection of the backend that the current trace targets, and its compiler options."""
+"""Detection of the backend that the current trace targets, its compiler options, and types under manual mesh axes."""
 
 import jax
+from jax import Array
 
 
 def platform() -> str:
@@ -25,3 +26,12 @@ def compiler_options() -> dict[str, str] | None:
     kinds = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
     offload = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in kinds}
     return offload | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(2**20)}
+
+
+def varying_like(x: Array, *others: Array) -> Array:
+    """Mark x as varying over the manual mesh axes that the others vary over, as required of a loop carry."""
+    axes = (
+        frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
+        - jax.typeof(x).manual_axis_type.varying
+    )
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x

@@ -13,20 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gspo_jax.kernels import grouped_matmul_tpu
-from gspo_jax.kernels.backend import platform
+from gspo_jax.kernels.backend import platform, varying_like
 
 _BLOCK, _STEP = 64, 16
 """Rows per block on CPU, and the granularity of a group's smaller last block: large enough for the matmul to run at
 full speed, small enough that the padding rows cost little."""
-
-
-def _varying_like(x: Array, *others: Array) -> Array:
-    """Mark x as varying over the manual mesh axes that the others vary over, as required of a loop carry."""
-    axes = (
-        frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in others))
-        - jax.typeof(x).manual_axis_type.varying
-    )
-    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 class _Group(NamedTuple):
@@ -92,7 +83,7 @@ def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: boo
         return group.remainder([lambda out: out, *(partial(part, block) for block in _block_sizes(n))], out)
 
     out = jnp.zeros((n, weights.shape[1] if transposed else weights.shape[2]), rows.dtype)
-    return _for_groups(group_sizes, one, _varying_like(out, rows, weights, group_sizes))
+    return _for_groups(group_sizes, one, varying_like(out, rows, weights, group_sizes))
 
 
 def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
@@ -110,14 +101,14 @@ def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
             inside = group.in_remainder(start, block)
             return product(*(jnp.where(inside, _take(a, start, block), 0) for a in (rows, grads)))
 
-        zero = _varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
+        zero = varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
         sum_ = group.remainder([lambda: zero, *(partial(part, block) for block in _block_sizes(n))])
         if n >= _BLOCK:
             sum_ = jax.lax.fori_loop(0, group.full, whole, sum_)
         return jax.lax.dynamic_update_index_in_dim(out, sum_, e, 0)
 
     out = jnp.zeros((group_sizes.shape[0], rows.shape[1], grads.shape[1]), jnp.float32)
-    return _for_groups(group_sizes, one, _varying_like(out, rows, grads, group_sizes))
+    return _for_groups(group_sizes, one, varying_like(out, rows, grads, group_sizes))
 
 
 def _take(x: Array, start: Array, rows: int) -> Array:
@@ -139,7 +130,7 @@ def _ragged(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool
 
 def _ragged_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
     weights = jnp.zeros((group_sizes.shape[0], rows.shape[1], grads.shape[1]), jnp.float32)
-    weights = _varying_like(weights, rows, grads)
+    weights = varying_like(weights, rows, grads)
     _, vjp = jax.vjp(lambda w: jax.lax.ragged_dot(rows.astype(w.dtype), w, group_sizes), weights)
     return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
 

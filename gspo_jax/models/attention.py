@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
+from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
@@ -78,6 +79,14 @@ def attend_segments(
 
     queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
     return _on_shards(attend, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
+
+
+def attend_packed(
+    q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], spans: Spans
+) -> Float[Array, "B N H h"]:
+    """`packed_attention` on each shard's own rows and heads."""
+    queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
+    return _on_shards(packed_attention, (q, k, v, spans), (queries, keys, keys, ("batch",)), queries)
 
 
 def attend_cached(

@@ -87,3 +87,9 @@ def forward(config: ModelConfig, work: Work) -> Flops:
         attention=sum(stack.layers * work.pairs * stack.flops.attention for stack in stacks),
         head=work.predictions * 2 * config.hidden_size * config.vocab_size,
     )
+
+
+def pair_cost(config: ModelConfig) -> float:
+    """Flops of a (query, key) pair relative to those of a token, in all layers and without the head."""
+    token, pair = forward(config, Work(1, 0, 0)), forward(config, Work(0, 0, 1))
+    return pair.forward / token.forward

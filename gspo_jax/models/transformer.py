@@ -5,7 +5,7 @@ The model's family (`models/families`) says which stacks there are and what thei
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows
-from gspo_jax.models.attention import Attend, attend_cached, attend_segments, rms_norm, segment_positions
+from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.models.attention import (
+    Attend,
+    attend_cached,
+    attend_packed,
+    attend_segments,
+    rms_norm,
+    segment_positions,
+)
 from gspo_jax.models.cache import Cache, Slots, write_column
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
@@ -106,6 +114,26 @@ class Block(nnx.Module):
         return constrain(x + y, "batch", None, None), routes, kept
 
 
+class _Rows(NamedTuple):
+    """The rows of a forward."""
+
+    valid: Bool[Array, "B T"]
+    """False on padding."""
+    positions: Int[Array, "B T"]
+    """Positions for the rotation of queries and keys."""
+    attend: Attend
+    """What a query sees."""
+
+
+def _segments(valid: Bool[Array, "B T"], prompt: int, responses: int) -> _Rows:
+    """Rows of a prompt and of responses of equal length."""
+    return _Rows(
+        valid,
+        segment_positions(valid, prompt, responses),
+        lambda q, k, v: (attend_segments(q, k, v, valid, prompt, responses), None),
+    )
+
+
 class Transformer(nnx.Module):
     """A causal language model with float32 parameters, which computes in `dtype`.
 
@@ -137,31 +165,43 @@ class Transformer(nnx.Module):
         *,
         prompt: int = 0,
         responses: int = 1,
+        spans: Spans | None = None,
         routing: Routing | None = None,
         remat: Remat = "none",
     ) -> Output:
         """The training forward, in which a token sees itself and the valid tokens before it.
 
         With `prompt` = S and `responses` = G, a row is S tokens of a prompt and then G responses to it of equal length.
-        Each response sees the prompt and itself, and its positions continue from the prompt's end.
+        Each response sees the prompt and itself, and its positions continue from the prompt's end. With `spans`, rows
+        are packed: prompts and responses of any lengths, as the spans say.
 
         Args:
           tokens: [B, T]; padding may be anywhere.
           valid: False on padding, which no token sees and no position counts; None: there is no padding.
           prompt: tokens of the prompt segment.
           responses: response segments after it.
+          spans: the keys that each token of packed rows sees, which also tell the padding and the positions.
           routing: requests to the routers, such as experts to replay.
           remat: the activation checkpointing policy, one of `REMATS`.
         """
-        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-        out, _ = self._causal(tokens, valid, (prompt, responses), routing, keep_cache=False, remat=remat)
+        if spans is None:
+            valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+            rows = _segments(valid, prompt, responses)
+        else:
+            rows = _Rows(spans.valid, spans.positions, lambda q, k, v: (attend_packed(q, k, v, spans), None))
+        out, _ = self._forward(tokens, rows, routing, remat)
         return out
 
     def prefill(
         self, tokens: Int[Array, "P M"], valid: Bool[Array, "P M"], *, prompt: int, responses: int
     ) -> tuple[Output, tuple[Float[Array, "L P M Kv h"], Float[Array, "L P M Kv h"]]]:
         """The forward of `__call__`, which also returns every layer's keys and values."""
-        return self._causal(tokens, valid, (prompt, responses), None, keep_cache=True, remat="none")
+        rows = _segments(valid, prompt, responses)
+
+        def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            return rows.attend(q, k, v)[0], (k, v)
+
+        return self._forward(tokens, rows._replace(attend=keep), None, "none")
 
     def decode(self, tokens: Int[Array, " B"], slots: Slots, cache: Cache) -> tuple[Output, Cache]:
         """Feed one token to every slot; idle slots reach no expert, and their outputs are undefined."""
@@ -179,20 +219,8 @@ class Transformer(nnx.Module):
         routes = join_routes(found, positions.shape)
         return self._output(x, routes), dataclasses.replace(cache, step=cache.step + 1)
 
-    def _causal(
-        self,
-        tokens: Array,
-        valid: Array,
-        segments: tuple[int, int],
-        routing: Routing | None,
-        *,
-        keep_cache: bool,
-        remat: Remat,
-    ) -> tuple[Output, Any]:
-        positions = segment_positions(valid, *segments)
-
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return attend_segments(q, k, v, valid, *segments), (k, v) if keep_cache else None
+    def _forward(self, tokens: Array, rows: "_Rows", routing: Routing | None, remat: Remat) -> tuple[Output, Any]:
+        """The output for whole rows, and what `rows.attend` kept, layers first."""
 
         def run(block: Block, x: Array, asked: Routing | None) -> tuple[Array, tuple[Routes | None, Any]]:
             graph, stacked = nnx.split(block)
@@ -200,7 +228,7 @@ class Transformer(nnx.Module):
             def layer(x: Array, xs: tuple[nnx.State, Routing | None]) -> tuple[Array, tuple[Routes | None, Any]]:
                 params, asked = xs
                 x = checkpoint_name(x, "input")
-                x, routes, kept = nnx.merge(graph, params)(x, positions, valid, attend, asked)
+                x, routes, kept = nnx.merge(graph, params)(x, rows.positions, rows.valid, rows.attend, asked)
                 return x, (routes, kept)
 
             body = layer if remat == "none" else jax.checkpoint(layer, policy=REMATS[remat])

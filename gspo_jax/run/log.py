@@ -25,8 +25,8 @@ from gspo_jax.run.clock import Clock
 from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Scored
 from gspo_jax.run.shaping import Shaping
+from gspo_jax.training.batches import take_minibatch
 from gspo_jax.training.metrics import Metrics
-from gspo_jax.training.update import take_minibatch
 
 SHOWN_CHARACTERS = 400
 """Maximum characters of a completion shown on the terminal; the file under samples/ has the whole text."""

@@ -38,6 +38,8 @@ MAY_CHANGE = (
     "sampling.poll_steps",
     "model.dispatch",
     "model.remat",
+    "training.packing",
+    "training.row_tokens",
     "training.microbatches",
     "training.max_skipped",
     "training.logprob_chunk",

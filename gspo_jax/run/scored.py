@@ -9,7 +9,7 @@ from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
-from gspo_jax.types import EpisodeBatch, Rollout
+from gspo_jax.types import EpisodeBatch, Packing, Rollout
 
 
 @struct.dataclass
@@ -42,6 +42,8 @@ class Scored:
     """Weighted reward of a step at the token that ends it, 0 elsewhere; None without step rewards."""
     steps: Bool[np.ndarray, "B T"] | None = None
     """True at tokens that end a step; None without step rewards."""
+    packing: Packing | None = None
+    """Rows that compute the responses; None if they are padded, and before the batch is complete."""
 
     def contrast(self, group_size: int) -> Bool[np.ndarray, " P"]:
         """True for groups whose responses have different rewards, ignoring those that could not be scored."""

@@ -104,6 +104,8 @@ class Run:
     """Ends the process if another run has taken over the folder."""
     skipped: int = 0
     """Updates skipped in a row, up to the newest."""
+    packed: dict[str, float] = dataclasses.field(default_factory=dict)
+    """How well the newest batch is packed, by metric name; empty if rows are padded."""
     updating: bool = False
     """Whether the iteration in hand has made an update, and will therefore make all of them."""
 
@@ -182,14 +184,21 @@ class Run:
     def batch(self, rounds: Rounds) -> Scored:
         """The batch to learn from; the sampler's weights are released to make room for the updates."""
         self.engine.sampler.release()
-        return rounds.batch(self.engine.meshes.trainer)
+        batch, packer = rounds.batch(self.engine.meshes.trainer), self.engine.packer
+        if packer is None:
+            return batch
+        columns = batch.lengths, hosts.allgather(batch.rollout.prompt_lengths)
+        packing = packer(*columns)
+        self.packed = packer.metrics(packing, *columns)
+        return dataclasses.replace(batch, packing=packing)
 
     def score(self, state: TrainState, scored: Scored, clock: Clock) -> OldPolicy:
         """Log-probs, values and routes that stay fixed during the iteration's updates."""
         clock.phase("score")
         self.phases.poll()
         critic = None if state.critic is None else state.critic.params
-        return jax.block_until_ready(self.engine.score(self.weights(state), critic, self.reference, scored.rollout))
+        weights = self.weights(state)
+        return jax.block_until_ready(self.engine.score(weights, critic, self.reference, scored.rollout, scored.packing))
 
     def advantages(self, objective: Objective, scored: Scored, old: OldPolicy, clock: Clock) -> Experience:
         """The objective's advantages for a scored batch, after reward shaping and filters."""
@@ -197,6 +206,7 @@ class Run:
         columns = (self.shaping.rewards(scored), self.shaping.trainable_rows(scored), scored.step_rewards, scored.steps)
         fields: tuple[Any, ...] = hosts.shard_rows(self.engine.meshes.trainer, columns)
         made = self.engine.experience(objective, scored.rollout, old, Rewards(*fields))
+        made = dataclasses.replace(made, packing=scored.packing)
         if objective.critic is None and not jnp.any(made.advantages):
             self.log.warn(
                 "all advantages of a batch are 0, because the responses to each prompt have equal "
@@ -238,7 +248,7 @@ class Run:
             self.log.warn(slow, about=slow.partition(":")[0])
         done, step, config = iteration + 1, int(state.updates), self.config
         last = done == config.iterations
-        line = {"iteration": done, **log_lib.iteration_metrics(clock, rounds, self.engine.sampler)}
+        line = {"iteration": done, **log_lib.iteration_metrics(clock, rounds, self.engine.sampler), **self.packed}
         if self.buffer is not None:
             line |= {"partial/calls": self.buffer.calls, "partial/left": len(self.buffer)}
         columns = log_lib.response_columns(

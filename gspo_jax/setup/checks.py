@@ -32,6 +32,7 @@ def check(config: ConfigDict) -> ModelConfig:
     _check_learning(config, objective)
     _check_routing(config, objective)
     _check_updates(config)
+    _check_packing(config)
     model = policy.model_config(config)
     check_dense(config, model)
     meshes.check_axes(config)
@@ -116,6 +117,28 @@ def _check_updates(config: ConfigDict) -> None:
             make_optimizer(total_updates=total, **at(config, section))
         except UserError as error:
             raise UserError(f"{section}: {error}") from None
+
+
+def _check_packing(config: ConfigDict) -> None:
+    """Check that a row has room for the longest prompt and response, and that only padded rows are cut into parts."""
+    training, prompt, response = config.training, config.data.max_prompt_length, config.sampling.max_response_length
+    if not training.packing:
+        if training.row_tokens is not None:
+            raise UserError(
+                f"training.row_tokens is {training.row_tokens} and training.packing False: only packed rows have a "
+                "budget; leave it None, or set training.packing to True"
+            )
+        return
+    if training.microbatches != 1:
+        raise UserError(
+            f"training.microbatches is {training.microbatches}, but packed rows are as many as the lengths need; set "
+            "it to 1 and bound the memory by training.row_tokens, or set training.packing to False"
+        )
+    if training.row_tokens is not None and training.row_tokens < prompt + response:
+        raise UserError(
+            f"training.row_tokens is {training.row_tokens}, too few for data.max_prompt_length {prompt} and "
+            f"sampling.max_response_length {response}, since no response is cut; use {prompt + response} or more"
+        )
 
 
 def _check_routing(config: ConfigDict, objective: Objective) -> None:

@@ -9,11 +9,14 @@ from ml_collections import ConfigDict
 
 from gspo_jax import objectives
 from gspo_jax.models import critic as critic_lib
+from gspo_jax.models import flops
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.setup import policy as policy_lib
 from gspo_jax.setup import sampling
+from gspo_jax.training import packing
+from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.state import CriticRule, make_optimizer
 from gspo_jax.training.update import Penalties
@@ -85,6 +88,41 @@ def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
         dispatch=policy_lib.make_dispatch(config),
     )
     return CriticRule(graph, shapes, make_optimizer(total_updates=total_updates(config), **config.critic.optimizer)[0])
+
+
+def make_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer | None:
+    """The packer of a training batch, for the trainer's batch shards; None if rows are padded."""
+    group_size, minibatches = config.sampling.group_size, config.training.minibatches
+    responses = config.data.prompts_per_batch * group_size // minibatches
+    return _packer(config, model, shards, responses, group_size=group_size, minibatches=minibatches)
+
+
+def make_demonstration_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer | None:
+    """The packer of a cold start's batches; None if rows are padded."""
+    return _packer(config, model, shards, config.coldstart.batch, group_size=1, minibatches=1)
+
+
+def _packer(
+    config: ConfigDict, model: ModelConfig, shards: int, responses: int, *, group_size: int, minibatches: int
+) -> Packer | None:
+    """The packer of mini-batches of so many responses; rows are no longer than a shard's share of these can fill."""
+    training = config.training
+    if not training.packing:
+        return None
+    size: dict[str, int] = {
+        "prompt": config.data.max_prompt_length,
+        "response": config.sampling.max_response_length,
+        "group_size": group_size,
+    }
+    share = responses // shards
+    budget = packing.default_budget(share, **size) if training.row_tokens is None else training.row_tokens
+    return Packer(
+        group_size=group_size,
+        minibatches=minibatches,
+        shards=shards,
+        row_lengths=packing.row_lengths(min(budget, packing.tokens_at_full_length(share, **size))),
+        pair_cost=flops.pair_cost(model),
+    )
 
 
 def make_scoring(config: ConfigDict) -> Scoring:

@@ -15,8 +15,9 @@ from gspo_jax.models.moe import Routes
 from gspo_jax.objectives import Info
 from gspo_jax.routing import drift as drift_lib
 from gspo_jax.routing import load as load_lib
-from gspo_jax.training.scoring import ModelScores, of_responses
-from gspo_jax.types import Experience
+from gspo_jax.training.layout import Layout, mask_of_rows
+from gspo_jax.training.scoring import ModelScores
+from gspo_jax.types import Experience, RouterRecord
 
 Metrics = dict[str, Any]
 
@@ -27,15 +28,19 @@ def of_policy(
     info: Info,
     *,
     config: ModelConfig,
-    replayed: Int[Array, "L B N K"] | None = None,
+    layout: Layout,
+    routes: RouterRecord,
+    replayed: Int[Array, "L R M K"] | None = None,
 ) -> tuple[Metrics, Metrics]:
     """A micro-batch's policy and routing statistics: (sums over its tokens, maxima over its tokens and responses).
 
     Args:
       scores: forward pass of the policy being trained.
-      batch: the micro-batch, with the old policy's log-probs and routes.
+      batch: the micro-batch, with the old policy's log-probs.
       info: ratios, gates, advantages and weights from the objective.
       config: shape of the policy; a dense one has no routing metrics.
+      layout: rows of the forward pass.
+      routes: the old policy's, at the rows' positions.
       replayed: experts that the forward pass was given to replay, -1 where the router chose; None without replay.
     """
     rollout, mask = batch.rollout, batch.mask
@@ -53,7 +58,7 @@ def of_policy(
         "clip": objectives.clip_sums(info, mask),
     }
     if config.is_routed:
-        sums["routes"] = _of_routes(scores.routes, batch, config.num_experts, replayed)
+        sums["routes"] = _of_routes(scores.routes, routes, mask_of_rows(layout, mask), config.num_experts, replayed)
     if batch.correction is not None:
         sums["correction"] = jnp.where(mask, batch.correction, 0).sum()
         sums["dropped"] = (mask & (batch.correction == 0)).sum().astype(jnp.float32)
@@ -65,27 +70,28 @@ def of_policy(
     return sums, maxima
 
 
-def _of_routes(routes: Routes, batch: Experience, num_experts: int, replayed: Array | None) -> Metrics:
+def _of_routes(
+    routes: Routes, old: RouterRecord, mask: Bool[Array, "R M"], num_experts: int, replayed: Array | None
+) -> Metrics:
     """Sums over response tokens of routing drift against the old policy, expert load, replayed and dropped pairs."""
-    rollout, mask, old = batch.rollout, batch.mask, batch.routes
 
-    def recorded(x: Array) -> Array:
-        return of_responses(jnp.moveaxis(x, 2, 0), rollout)
+    def layers_first(x: Array) -> Array:
+        return jnp.moveaxis(x, 2, 0)
 
-    now = jax.tree.map(lambda x: of_responses(jax.lax.stop_gradient(x), rollout), routes)
+    now = jax.tree.map(jax.lax.stop_gradient, routes)
     sums: Metrics = {
         "drift": drift_lib.compare(
-            recorded(old.experts),
+            layers_first(old.experts),
             now.chosen,
             mask,
-            old_logprobs=None if old.logprobs is None else recorded(old.logprobs),
+            old_logprobs=None if old.logprobs is None else layers_first(old.logprobs),
             new_logprobs=now.watched,
         ),
         "load": load_lib.expert_counts(now.experts, mask, num_experts=num_experts),
         "dropped": jnp.where(mask, now.dropped.sum(axis=0), 0).sum().astype(jnp.float32),
     }
     if replayed is not None:
-        known = (of_responses(replayed, rollout) >= 0).all(axis=3)
+        known = (replayed >= 0).all(axis=3)
         sums["replayed"] = jnp.where(mask, known.mean(axis=0), 0).sum()
     return sums
 

@@ -3,21 +3,23 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from gspo_jax.kernels.backend import compiler_options
 from gspo_jax.kernels.logprobs import token_logprobs
 from gspo_jax.models.critic import Critic
 from gspo_jax.models.moe import Routes, Routing, record
-from gspo_jax.models.transformer import Output, Remat, Transformer
-from gspo_jax.parallel.mesh import constrain, shared_rows
+from gspo_jax.models.transformer import Remat, Transformer
+from gspo_jax.parallel.rows import take_rows
 from gspo_jax.routing.replay import Replay, experts_to_replay
-from gspo_jax.types import OldPolicy, Responses, Rollout, Weights
+from gspo_jax.training.batches import cut_rows, join_minibatches, join_rows, take_minibatch
+from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
+from gspo_jax.training.packing import Packing
+from gspo_jax.types import OldPolicy, Rollout, RouterRecord, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,104 +45,48 @@ class ModelScores:
     entropy: Float[Array, "B T"]
     """Entropy of the policy's distribution for each token at the sampling temperature, in nats."""
     routes: Routes
-    """Routes of all N = S + T positions, prompts included: [L, B, N, …], L routed layers."""
-    hidden: Float[Array, "B T D"]
-    """Final hidden state that predicts each token."""
+    """Routes of the layout's rows, prompts included: [L, R, M, …], L routed layers."""
+    hidden: Float[Array, "r t D"]
+    """Final hidden state that predicts the token of each of the layout's scored positions."""
 
 
-OldPolicyFn = Callable[[Weights, nnx.State | None, Weights | None, Rollout], OldPolicy]
-"""(policy, critic's parameters, reference, rollout) -> log-probs, values and routes fixed during the updates."""
-
-
-def pack(x: Array, prompt: int, share: int) -> Array:
-    """[B, N, …] -> [B / share, S + share T, …]: each prompt once, followed by the `share` adjacent responses to it."""
-    B, N, *rest = x.shape
-    x = x.reshape(B // share, share, N, *rest)
-    own = x[:, :, prompt:].reshape(B // share, share * (N - prompt), *rest)
-    return jnp.concatenate([x[:, 0, :prompt], own], axis=1)
-
-
-def unpack(x: Array, prompt: int, share: int) -> Array:
-    """Invert `pack`: every row has its own copy of the prompt again."""
-    P, M, *rest = x.shape
-    own = x[:, prompt:].reshape(P * share, (M - prompt) // share, *rest)
-    return jnp.concatenate([jnp.repeat(x[:, :prompt], share, axis=0), own], axis=1)
-
-
-def at_predictions(x: Array, responses: Responses, share: int = 1) -> Array:
-    """[B / share, S + share T, ...] -> [B, T, ...]: values at the position that predicts each token.
-
-    Token t is predicted one position earlier, the first one by the prompt's last real token.
-    """
-    B, T = responses.tokens.shape
-    lengths = responses.prompt_lengths.reshape(B // share, share)[:, 0]
-    last = jnp.take_along_axis(x, lengths.reshape(-1, *(1,) * (x.ndim - 1)) - 1, axis=1)
-    own = x[:, responses.prompts.shape[1] :].reshape(B, T, *x.shape[2:])
-    return jnp.concatenate([jnp.repeat(last, share, axis=0), own[:, :-1]], axis=1)
-
-
-def of_responses(x: Float[Array, "L B N *rest"], responses: Responses) -> Float[Array, "L B T *rest"]:
-    """Values at the response tokens' own positions."""
-    return x[:, :, responses.prompts.shape[1] :]
-
-
-def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
-    """[B, ...] -> [count, B / count, ...] for every array: micro-batches, each spread over all shards.
-
-    Strided rather than contiguous, so that every device slices its own rows, and in units of as many adjacent rows of a
-    group as fit on one shard, so that they still share their prompt.
-    """
-
-    def cut(x: Array) -> Array:
-        rows, *rest = x.shape
-        unit = shared_rows(rows // count, group_size)
-        x = jnp.moveaxis(x.reshape(rows // (count * unit), count, unit, *rest), 1, 0)
-        return constrain(x.reshape(count, rows // count, *rest), None, "batch", *(None,) * len(rest))
-
-    return jax.tree.map(cut, batch)
-
-
-def join_rows(batch: Any, *, group_size: int) -> Any:
-    """Invert `cut_rows`."""
-
-    def join(x: Array) -> Array:
-        count, rows, *rest = x.shape
-        unit = shared_rows(rows, group_size)
-        x = jnp.moveaxis(x.reshape(count, rows // unit, unit, *rest), 0, 1)
-        return constrain(x.reshape(count * rows, *rest), "batch", *(None,) * len(rest))
-
-    return jax.tree.map(join, batch)
+OldPolicyFn = Callable[[Weights, nnx.State | None, Weights | None, Rollout, Packing | None], OldPolicy]
+"""(policy, critic's parameters, reference, rollout, packing) -> log-probs, values and routes that the updates keep."""
 
 
 def score(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
-    responses: Responses,
+    layout: Layout,
     scoring: Scoring,
     *,
     routing: Routing | None = None,
 ) -> ModelScores:
-    """The policy's scores of the response tokens, from one forward pass; logits are computed a chunk at a time."""
-    out, hidden, routes = _forward(weights.model(graph), responses, scoring, routing)
+    """The policy's scores of the response tokens, from one forward pass; logits are computed a chunk at a time.
+
+    `routing` is in terms of the layout's rows.
+    """
+    out = layout.forward(weights.model(graph), routing, scoring.remat)
+    hidden = layout.predicting(out.hidden)
     logprobs, entropy = token_logprobs(
-        hidden, out.head, responses.tokens, temperature=scoring.temperature, chunk=scoring.logprob_chunk
+        hidden, out.head, layout.targets, temperature=scoring.temperature, chunk=scoring.logprob_chunk
     )
-    return ModelScores(logprobs, entropy, routes, hidden)
+    return ModelScores(layout.scored(logprobs), layout.scored(entropy), out.routes, hidden)
 
 
 def values(
     graph: nnx.GraphDef[Critic],
     params: nnx.State,
-    responses: Responses,
+    layout: Layout,
     scoring: Scoring,
     *,
-    policy_hidden: Float[Array, "B T D"],
+    policy_hidden: Float[Array, "r t D"],
 ) -> Float[Array, "B T"]:
     """The critic's value before each response token, from its own trunk or from the policy's hidden states."""
-    critic = nnx.merge(graph, params)
-    if critic.trunk is None:
-        return critic(policy_hidden)
-    return critic(_forward(critic.trunk, responses, scoring)[1])
+    critic, hidden = nnx.merge(graph, params), policy_hidden
+    if critic.trunk is not None:
+        hidden = layout.predicting(layout.forward(critic.trunk, None, scoring.remat).hidden)
+    return layout.scored(critic(hidden))
 
 
 def make_old_policy(
@@ -152,60 +98,72 @@ def make_old_policy(
     critic: nnx.GraphDef[Critic] | None = None,
     microbatches: int = 1,
 ) -> OldPolicyFn:
-    """A jitted `old_policy(weights, critic_params, reference, rollout)`, called before an iteration's updates.
+    """A jitted `old_policy(weights, critic_params, reference, rollout, packing)`, called before an iteration's updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
     the sampler's under `replay` "r3". The reference policy always uses its own routes. The compiler removes forward
-    passes whose results are unused. Rows are processed in `microbatches` parts.
+    passes whose results are unused. Without a packing, rows are processed in `microbatches` parts.
     """
 
     def read(
-        weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout
+        weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout, layout: Layout
     ) -> OldPolicy:
-        asked = Routing(experts_to_replay(replay, rollout.routes, None) if replay == "r3" else None)
-        scores = score(graph, weights, rollout, scoring, routing=asked)
+        asked = None
+        if replay == "r3":
+            asked = Routing(experts_to_replay(replay, jax.tree.map(layout.rows, rollout.routes), None))
+        scores = score(graph, weights, layout, scoring, routing=asked)
         reference_logprobs = value = None
         if reference is not None:
-            reference_logprobs = score(graph, reference, rollout, scoring).logprobs
+            reference_logprobs = score(graph, reference, layout, scoring).logprobs
         if critic is not None:
             assert critic_params is not None
-            value = values(critic, critic_params, rollout, scoring, policy_hidden=scores.hidden)
+            value = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
         if not recompute:
             return OldPolicy(rollout.logprobs, reference_logprobs, value)
         config = weights.model(graph).config
-        routes = record(scores.routes, _inputs(rollout)[1], config) if config.is_routed else None
+        routes = None
+        if config.is_routed:
+            experts, kept = jax.tree.leaves(record(scores.routes, layout.valid, config))
+            routes = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
         return OldPolicy(scores.logprobs, reference_logprobs, value, routes)
+
+    def padded(read: Callable[[Rollout, Layout], OldPolicy], rollout: Rollout) -> OldPolicy:
+        G = scoring.group_size
+        parts = cut_rows(rollout, microbatches, group_size=G)
+        found = jax.lax.map(lambda part: read(part, Padded.of(part, group_size=G)), parts)
+        return join_rows(found, group_size=G)
+
+    def packed(read: Callable[[Rollout, Layout], OldPolicy], rollout: Rollout, packing: Packing) -> OldPolicy:
+        G, count = scoring.group_size, packing.turns.shape[0]
+
+        def minibatch(index: Array) -> OldPolicy:
+            own = deal(take_minibatch(rollout, index, count=count, group_size=G), packing, index)
+
+            def add(found: OldPolicy, layout: Packed) -> OldPolicy:
+                new = read(own, layout)
+                return jax.tree.map(lambda x, old: jnp.where(_aligned(layout.live, x), x, old), new, found)
+
+            shapes = jax.eval_shape(lambda: read(own, Packed.of(own, packing, index, 0, 0)))
+            found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            found = fold_rows(add, found, own, packing, index, group_size=G)
+            return take_rows(found, packing.places[index])
+
+        return join_minibatches(jax.lax.map(minibatch, jnp.arange(count)), group_size=G)
 
     @partial(jax.jit, compiler_options=compiler_options())
     def old_policy(
-        weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout
+        weights: Weights,
+        critic_params: nnx.State | None,
+        reference: Weights | None,
+        rollout: Rollout,
+        packing: Packing | None = None,
     ) -> OldPolicy:
-        parts = cut_rows(rollout, microbatches, group_size=scoring.group_size)
-        found = jax.lax.map(partial(read, weights, critic_params, reference), parts)
-        return join_rows(found, group_size=scoring.group_size)
+        with_models = partial(read, weights, critic_params, reference)
+        return padded(with_models, rollout) if packing is None else packed(with_models, rollout, packing)
 
     return old_policy
 
 
-def _forward(
-    model: Transformer, responses: Responses, scoring: Scoring, routing: Routing | None = None
-) -> tuple[Output, Float[Array, "B T D"], Routes]:
-    """The model's output for packed rows, the hidden states that predict each token, and routes per response."""
-    B, S = responses.prompts.shape
-    share = shared_rows(B, scoring.group_size)
-    packed, unpacked = (jax.vmap(partial(f, prompt=S, share=share)) for f in (pack, unpack))
-    if routing is not None:
-        replay, watch = jax.tree.map(packed, (routing.replay, routing.watch))
-        routing = dataclasses.replace(routing, replay=replay, watch=watch)
-    tokens, valid = (pack(x, S, share) for x in _inputs(responses))
-    out = model(tokens, valid, prompt=S, responses=share, routing=routing, remat=scoring.remat)
-    return out, at_predictions(out.hidden, responses, share), jax.tree.map(unpacked, out.routes)
-
-
-def _inputs(responses: Responses) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
-    """Prompts and responses concatenated, and a mask of their real positions."""
-    in_prompt = jnp.arange(responses.prompts.shape[1])[None] < responses.prompt_lengths[:, None]
-    return (
-        jnp.concatenate([responses.prompts, responses.tokens], axis=1),
-        jnp.concatenate([in_prompt, responses.mask], axis=1),
-    )
+def _aligned(rows: Bool[Array, " B"], x: Array) -> Array:
+    """The mask of rows, broadcastable to x."""
+    return rows.reshape(-1, *(1,) * (x.ndim - 1))

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.regularizers import kl, value_loss
 from gspo_jax.training import metrics
+from gspo_jax.training.layout import Layout
 from gspo_jax.training.metrics import Metrics
-from gspo_jax.training.scoring import ModelScores, Scoring, of_responses, values
+from gspo_jax.training.scoring import ModelScores, Scoring, values
 from gspo_jax.training.state import CriticRule
 from gspo_jax.types import Experience
 
@@ -48,6 +49,8 @@ class Seen(NamedTuple):
 
     batch: Experience
     """The micro-batch."""
+    layout: Layout
+    """The rows that compute it."""
     scores: ModelScores
     """Forward pass of the policy being trained."""
     weights: Float[Array, "B T"]
@@ -97,7 +100,7 @@ def entropy_bonus(seen: Seen, *, weight: float) -> tuple[Array, Metrics]:
 
 def router_loss(seen: Seen, *, name: Literal["balance", "z"], weight: float) -> tuple[Array, Metrics]:
     """Load-balancing loss or router z-loss of the response tokens, mean over routed layers."""
-    each = of_responses(getattr(seen.scores.routes, name), seen.batch.rollout).mean(axis=0)
+    each = seen.layout.own(getattr(seen.scores.routes, name).mean(axis=0))
     each = jnp.where(seen.batch.mask, each, 0)
     return weight * seen.weighted(each), {name: each.sum()}
 
@@ -107,7 +110,7 @@ def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: C
     batch, old_values, returns = seen.batch, seen.batch.old.values, seen.batch.returns
     assert objective.critic is not None and seen.critic_params is not None
     assert old_values is not None and returns is not None
-    now = values(critic.graph, seen.critic_params, batch.rollout, scoring, policy_hidden=seen.scores.hidden)
+    now = values(critic.graph, seen.critic_params, seen.layout, scoring, policy_hidden=seen.scores.hidden)
     losses, clipped = value_loss(now, old_values, returns, batch.mask, clip=objective.critic.value_clip)
     sums = {"critic": metrics.of_critic(now, returns, losses, clipped, batch.mask)}
     return objective.critic.value_weight * seen.weighted(losses), sums

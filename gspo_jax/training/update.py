@@ -1,5 +1,6 @@
 """One optimizer update on a mini-batch of experience."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from flax import nnx, struct
+from jaxtyping import Array, Float
 
 from gspo_jax import objectives
 from gspo_jax.kernels.backend import compiler_options
@@ -20,11 +21,14 @@ from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import Replay, experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training import terms as terms_lib
+from gspo_jax.training.batches import cut_rows, take_minibatch
+from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
 from gspo_jax.training.metrics import Metrics
-from gspo_jax.training.scoring import ModelScores, Scoring, at_predictions, cut_rows, of_responses, score
+from gspo_jax.training.packing import Packing
+from gspo_jax.training.scoring import ModelScores, Scoring, score
 from gspo_jax.training.state import CriticRule, TrainState, step
 from gspo_jax.training.terms import Penalties, Seen
-from gspo_jax.types import Experience, Weights
+from gspo_jax.types import Experience, RouterRecord, Weights
 
 Gradients = tuple[nnx.State, nnx.State | None]
 """Gradients of the policy's trainable parameters and of the critic's, None without a critic."""
@@ -32,23 +36,10 @@ GradientFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int
 """(objective, state, frozen weights, experience, mini-batch) -> the gradients and the loss's metrics."""
 UpdateFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[TrainState, Metrics]]
 """(objective, state, frozen weights, experience, mini-batch) -> the new state and the update's metrics."""
+PartFn = Callable[[Experience, Array, Layout], tuple[tuple[Array, tuple[Metrics, Metrics]], Gradients]]
+"""(micro-batch, weights of its tokens, its rows) -> (loss, (sums, maxima) for the metrics) and gradients."""
 BlameFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[Array, dict[str, Any]]]
 """(objective, state, frozen weights, experience, mini-batch) -> the loss, and non-finite elements by leaf."""
-
-
-def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
-    """Mini-batch `index` of `count`: the groups whose number is `index` modulo `count`.
-
-    Strided rather than contiguous, so that every device slices its own rows when it holds whole groups of every
-    mini-batch. `batch` is any pytree of arrays that lead with the rows.
-    """
-
-    def cut(x: Array) -> Array:
-        rows, *rest = x.shape  # no -1: a dense model's routes have no elements to infer it from
-        groups = x.reshape(rows // (count * group_size), count, group_size, *rest)
-        return groups[:, index].reshape(rows // count, *rest)
-
-    return jax.tree.map(cut, batch)
 
 
 def make_gradient(
@@ -81,12 +72,12 @@ def make_gradient(
     def gradient(
         objective: Objective, state: TrainState, frozen: nnx.State, experience: Experience, index: Array | int
     ) -> tuple[Gradients, Metrics]:
+        packing, experience = experience.packing, dataclasses.replace(experience, packing=None)
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
-        weights = objective.weights(batch.mask)
         load = None
         if penalties.balance:
             E = Weights(state.params, frozen).model(graph).config.num_experts
-            experts = of_responses(_experts(batch), batch.rollout)
+            experts = jnp.moveaxis(batch.routes.experts[:, batch.rollout.prompts.shape[1] :], 2, 0)
             load = load_lib.shares(load_lib.expert_counts(experts, batch.mask, num_experts=E))
         trained = (state.params, None if state.critic is None else state.critic.params)
         reference = batch.old.reference_logprobs is not None
@@ -100,8 +91,11 @@ def make_gradient(
             replay=replay,
             terms=terms_lib.chosen(penalties, objective, scoring, critic, reference=reference),
         )
-        micro = cut_rows((batch, weights), microbatches, group_size=group_size)
-        return _accumulate(jax.value_and_grad(loss, has_aux=True), trained, micro)
+        of_part = partial(jax.value_and_grad(loss, has_aux=True), trained)
+        given = batch, objective.weights(batch.mask)
+        if packing is None:
+            return _of_padded(of_part, *given, microbatches=microbatches, group_size=group_size)
+        return _of_packed(of_part, *given, packing=packing, minibatch=index, group_size=group_size)
 
     return gradient
 
@@ -157,17 +151,64 @@ def make_blame(gradient: GradientFn, everywhere: Any = None) -> BlameFn:
     return blame
 
 
-def _accumulate(gradient: Callable[..., Any], trained: Any, micro: Any) -> tuple[Any, Metrics]:
-    """Sum gradients over the leading axis of `micro`, a (batch, weights) pair, and turn the sums into metrics."""
+@struct.dataclass
+class _Sums:
+    """Gradients and statistics, added up over micro-batches."""
 
-    def add(grads: Any, part: tuple[Experience, Array]) -> tuple[Any, tuple[Metrics, Metrics]]:
-        (_, seen), more = gradient(trained, *part)
-        return jax.tree.map(jnp.add, grads, more), seen
+    gradients: Gradients
+    sums: Metrics
+    maxima: Metrics
 
-    grads, (sums, maxima) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), micro)
-    return grads, metrics_lib.from_sums(
-        jax.tree.map(lambda s: s.sum(axis=0), sums), jax.tree.map(lambda m: m.max(axis=0), maxima)
-    )
+    @classmethod
+    def zeros(cls, of_part: Callable[[], Any]) -> "_Sums":
+        """Nothing yet, in the shapes that a part will have."""
+        (_, (sums, maxima)), gradients = jax.eval_shape(of_part)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cls(gradients, sums, maxima))
+
+    def plus(self, part: tuple[tuple[Array, tuple[Metrics, Metrics]], Gradients]) -> "_Sums":
+        """The sums and maxima with one more part."""
+        (_, (sums, maxima)), gradients = part
+        gradients, sums = jax.tree.map(jnp.add, (self.gradients, self.sums), (gradients, sums))
+        return _Sums(gradients, sums, jax.tree.map(jnp.maximum, self.maxima, maxima))
+
+    def results(self) -> tuple[Gradients, Metrics]:
+        """The gradients, and metrics by their names."""
+        return self.gradients, metrics_lib.from_sums(self.sums, self.maxima)
+
+
+def _of_padded(
+    of_part: PartFn, batch: Experience, weights: Float[Array, "B T"], *, microbatches: int, group_size: int
+) -> tuple[Gradients, Metrics]:
+    """Gradients and metrics of a mini-batch, a part of its rows at a time."""
+    parts = cut_rows((batch, weights), microbatches, group_size=group_size)
+
+    def add(total: _Sums, part: tuple[Experience, Array]) -> tuple[_Sums, None]:
+        return total.plus(of_part(*part, Padded.of(part[0].rollout, group_size=group_size))), None
+
+    first = jax.tree.map(lambda x: x[0], parts)
+    nothing = _Sums.zeros(partial(of_part, *first, Padded.of(first[0].rollout, group_size=group_size)))
+    return jax.lax.scan(add, nothing, parts)[0].results()
+
+
+def _of_packed(
+    of_part: PartFn,
+    batch: Experience,
+    weights: Float[Array, "B T"],
+    *,
+    packing: Packing,
+    minibatch: Array | int,
+    group_size: int,
+) -> tuple[Gradients, Metrics]:
+    """Gradients and metrics of a mini-batch, a row of each shard at a time."""
+    batch, weights = deal((batch, weights), packing, minibatch)
+
+    def one(layout: Packed) -> Any:
+        own = dataclasses.replace(batch, mask=batch.mask & layout.live[:, None])
+        return of_part(own, jnp.where(layout.live[:, None], weights, 0), layout)
+
+    nothing = _Sums.zeros(lambda: one(Packed.of(batch.rollout, packing, minibatch, 0, 0)))
+    rows = partial(fold_rows, responses=batch.rollout, packing=packing, minibatch=minibatch, group_size=group_size)
+    return rows(lambda total, layout: total.plus(one(layout)), nothing).results()
 
 
 def _apply(
@@ -195,6 +236,7 @@ def _loss(
     trained: tuple[nnx.State, nnx.State | None],
     batch: Experience,
     weights: Float[Array, "B T"],
+    layout: Layout,
     *,
     frozen: nnx.State,
     load: Float[Array, "L E"] | None,
@@ -207,9 +249,12 @@ def _loss(
     """A micro-batch's share of the loss, and its (sums, maxima) for the metrics."""
     params, critic_params = trained
     policy = Weights(params, frozen)
-    rollout, mask, old = batch.rollout, batch.mask, batch.old
-    routing = Routing(experts_to_replay(replay, rollout.routes, old.routes), _experts(batch), load)
-    scores = score(graph, policy, rollout, scoring, routing=routing)
+    mask, old = batch.mask, batch.old
+    sampled, recorded = jax.tree.map(layout.rows, (batch.rollout.routes, old.routes))
+    routes = sampled if recorded is None else recorded
+    replayed = experts_to_replay(replay, sampled, recorded)
+    routing = Routing(replayed, jnp.moveaxis(routes.experts, 2, 0), load)
+    scores = score(graph, policy, layout, scoring, routing=routing)
     loss, info = objectives.loss(
         objective,
         scores.logprobs,
@@ -217,22 +262,17 @@ def _loss(
         mask=mask,
         advantages=batch.advantages,
         weights=weights if batch.correction is None else weights * batch.correction,
-        router_shift=_router_shift(scores, batch) if objective.router_shift else None,
+        router_shift=_router_shift(scores, layout, routes) if objective.router_shift else None,
     )
     sums, maxima = metrics_lib.of_policy(
-        scores, batch, info, config=policy.model(graph).config, replayed=routing.replay
+        scores, batch, info, config=policy.model(graph).config, layout=layout, routes=routes, replayed=replayed
     )
-    loss, sums = terms_lib.add(terms, Seen(batch, scores, weights, critic_params), loss, sums)
+    loss, sums = terms_lib.add(terms, Seen(batch, layout, scores, weights, critic_params), loss, sums)
     return loss, ({"loss": loss, **sums}, maxima)
 
 
-def _experts(batch: Experience) -> Int[Array, "L B N K"]:
-    """The old policy's experts, layers first."""
-    return jnp.moveaxis(batch.routes.experts, 2, 0)
-
-
-def _router_shift(scores: ModelScores, batch: Experience) -> Float[Array, "B T"]:
-    """RSPO's γ of each response token, at the position that predicts the token."""
-    assert batch.routes.logprobs is not None and scores.routes.watched is not None
-    shift = router_shift(jnp.moveaxis(batch.routes.logprobs, 2, 0), scores.routes.watched)
-    return at_predictions(shift, batch.rollout)
+def _router_shift(scores: ModelScores, layout: Layout, old: RouterRecord) -> Float[Array, "B T"]:
+    """RSPO's γ of each response token, at the position that predicts the token; `old` is at the rows' positions."""
+    assert old.logprobs is not None and scores.routes.watched is not None
+    shift = router_shift(jnp.moveaxis(old.logprobs, 2, 0), scores.routes.watched)
+    return layout.scored(layout.predicting(shift))

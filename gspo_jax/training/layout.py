@@ -1,0 +1,307 @@
+"""Rows in which the trainer computes responses: one response or group each, padded, or several, packed.
+
+A layout knows the way from what is known of each response, [B, N, …] for N = S + T positions, to the rows of a forward
+pass, [R, M, …], and from the rows back to the tokens, [B, T]. Log-probs, routes, metrics and losses are written once,
+in terms of it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int, Shaped
+
+from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.models.moe import Routing
+from gspo_jax.models.transformer import Output, Remat, Transformer
+from gspo_jax.parallel.hlo import at_most
+from gspo_jax.parallel.mesh import shared_rows
+from gspo_jax.parallel.rows import by_batch_shard, shards, take_rows
+from gspo_jax.training.packing import Packing, turns_at_full_length
+from gspo_jax.types import Responses
+
+State = TypeVar("State")
+
+
+@struct.dataclass
+class Padded:
+    """Each row is a prompt, and then as many full-length responses to it as the rows of a shard allow."""
+
+    responses: Responses
+    """The responses to compute."""
+    share: int = struct.field(pytree_node=False)
+    """Responses in a row."""
+
+    @classmethod
+    def of(cls, responses: Responses, *, group_size: int) -> "Padded":
+        """The layout of responses in groups: adjacent ones share their prompt if they live on one shard."""
+        return cls(responses, shared_rows(responses.tokens.shape[0], group_size))
+
+    @property
+    def targets(self) -> Int[Array, "B T"]:
+        """The token at each scored position."""
+        return self.responses.tokens
+
+    @property
+    def valid(self) -> Bool[Array, "R M"]:
+        """False on padding."""
+        return self.rows(_is_real(self.responses))
+
+    def forward(self, model: Transformer, routing: Routing | None, remat: Remat) -> Output:
+        """The model's output for the rows."""
+        prompt = self.responses.prompts.shape[1]
+        tokens = self.rows(_all_tokens(self.responses))
+        return model(tokens, self.valid, prompt=prompt, responses=self.share, routing=routing, remat=remat)
+
+    def rows(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "R M *rest"]:
+        """Values of the rows' positions; those of a shared prompt are the first response's."""
+        S, (B, N, *rest) = self.responses.prompts.shape[1], x.shape
+        x = x.reshape(B // self.share, self.share, N, *rest)
+        own = x[:, :, S:].reshape(B // self.share, self.share * (N - S), *rest)
+        return jnp.concatenate([x[:, 0, :S], own], axis=1)
+
+    def whole(self, x: Shaped[Array, "R M *rest"], fill: Any) -> Shaped[Array, "B N *rest"]:
+        """Invert `rows`: every response has its own copy of the prompt's values again."""
+        del fill  # the rows have every position
+        S, T = self.responses.prompts.shape[1], self.responses.tokens.shape[1]
+        own = x[:, S:].reshape(x.shape[0] * self.share, T, *x.shape[2:])
+        return jnp.concatenate([jnp.repeat(x[:, :S], self.share, axis=0), own], axis=1)
+
+    def predicting(self, x: Shaped[Array, "R M *rest"]) -> Shaped[Array, "B T *rest"]:
+        """Values at the position that predicts each scored position's token.
+
+        Token t is predicted one position earlier, the first one by the prompt's last real token.
+        """
+        B, T = self.responses.tokens.shape
+        lengths = self.responses.prompt_lengths.reshape(B // self.share, self.share)[:, 0]
+        last = jnp.take_along_axis(x, lengths.reshape(-1, *(1,) * (x.ndim - 1)) - 1, axis=1)
+        own = x[:, self.responses.prompts.shape[1] :].reshape(B, T, *x.shape[2:])
+        return jnp.concatenate([jnp.repeat(last, self.share, axis=0), own[:, :-1]], axis=1)
+
+    def scored(self, x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
+        """Values of the tokens, from those at scored positions."""
+        return x
+
+    def own(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
+        """Values at the tokens' own positions."""
+        return x[:, self.responses.prompts.shape[1] :].reshape(self.responses.tokens.shape)
+
+
+@struct.dataclass
+class Packed:
+    """A row on each batch shard, which holds prompts, each followed by responses to it, of any lengths.
+
+    The B responses are those of one mini-batch, in places of which each shard has B / shards. A place whose response is
+    in another row, or which has none, is not live: it gets zeros, and its mask is False. Scored positions are those of
+    the row, and each predicts its own token.
+    """
+
+    responses: Responses
+    """The responses in all places; `mask` is False where a place is not live."""
+    live: Bool[Array, " B"]
+    """True for places whose response is in the row."""
+    prompt: Int[Array, " B"]
+    """Offset in the row of the first token of the response's prompt."""
+    start: Int[Array, " B"]
+    """Offset in the row of the response's first token."""
+    place: Int[Array, "R M"]
+    """Place, counted within the shard, of each position's response, or of the first that has this prompt."""
+    column: Int[Array, "R M"]
+    """Which of the N positions of that response it is."""
+    in_response: Bool[Array, "R M"]
+    """True on response tokens."""
+    spans: Spans
+    """Keys that each position sees."""
+
+    @classmethod
+    def of(
+        cls, responses: Responses, packing: Packing, minibatch: Array | int, kind: int, turn: Array | int
+    ) -> "Packed":
+        """The row of one micro-batch on each shard.
+
+        Args:
+          responses: those of the mini-batch, dealt to their places.
+          packing: of the batch.
+          minibatch: index of the mini-batch.
+          kind: index of the row's length in `packing.row_lengths`.
+          turn: number of the micro-batch among those of this kind.
+        """
+        length = packing.row_lengths[kind]
+        here = (packing.kind[minibatch] == kind) & (packing.turn[minibatch] == turn)
+        lengths = responses.mask.sum(axis=1)
+        live = here & (packing.responses[minibatch] >= 0) & (lengths > 0)
+        responses = dataclasses.replace(responses, mask=responses.mask & live[:, None])
+        prompt, start = packing.prompt[minibatch], packing.start[minibatch]
+        find = by_batch_shard(partial(_positions, length=length, prompt_columns=responses.prompts.shape[1]))
+        return cls(responses, live, prompt, start, *find(live, prompt, start, responses.prompt_lengths, lengths))
+
+    @property
+    def targets(self) -> Int[Array, "R M"]:
+        """The token at each scored position."""
+        return self.rows(_all_tokens(self.responses))
+
+    @property
+    def valid(self) -> Bool[Array, "R M"]:
+        """False on padding."""
+        return self.spans.valid
+
+    def forward(self, model: Transformer, routing: Routing | None, remat: Remat) -> Output:
+        """The model's output for the rows."""
+        return model(self.targets, spans=self.spans, routing=routing, remat=remat)
+
+    def rows(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "R M *rest"]:
+        """Values of the rows' positions; those of a shared prompt are the first response's. Undefined on padding."""
+
+        def gather(x: Array, place: Array, column: Array) -> Array:
+            return x[place[0], column[0]][None]
+
+        return by_batch_shard(gather)(x, self.place, self.column)
+
+    def whole(self, x: Shaped[Array, "R M *rest"], fill: Any) -> Shaped[Array, "B N *rest"]:
+        """Invert `rows`; `fill` where a place is not live, and past the ends of prompt and response."""
+        S, T = self.responses.prompts.shape[1], self.responses.tokens.shape[1]
+
+        def cut(x: Array, live: Array, prompt: Array, start: Array, lengths: Array, mask: Array) -> Array:
+            in_prompt = (jnp.arange(S)[None] < lengths[:, None]) & live[:, None]
+            real = jnp.concatenate([in_prompt, mask], axis=1).reshape(*mask.shape[:1], S + T, *(1,) * (x.ndim - 2))
+            found = jnp.concatenate([_slices(x[0], prompt, S), _slices(x[0], start, T)], axis=1)
+            return jnp.where(real, found, jnp.asarray(fill, x.dtype))
+
+        r = self.responses
+        return by_batch_shard(cut)(x, self.live, self.prompt, self.start, r.prompt_lengths, r.mask)
+
+    def predicting(self, x: Shaped[Array, "R M *rest"]) -> Shaped[Array, "R M *rest"]:
+        """Values at the position that predicts each position's token: the one before, or the prompt's last.
+
+        Undefined on prompts and padding.
+        """
+
+        def shift(x: Array, live: Array, prompt: Array, start: Array, lengths: Array) -> Array:
+            (row,) = x
+            before = jnp.concatenate([row[:1], row[:-1]])
+            last = row[jnp.where(live, prompt + lengths - 1, 0)]
+            return before.at[jnp.where(live, start, row.shape[0])].set(last, mode="drop")[None]
+
+        return by_batch_shard(shift)(x, self.live, self.prompt, self.start, self.responses.prompt_lengths)
+
+    def scored(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
+        """Values of the tokens, from those at scored positions."""
+        return self.own(x)
+
+    def own(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
+        """Values at the tokens' own positions; 0 outside the mask."""
+        where = self.responses.mask, self.start, self.place, self.column - self.responses.prompts.shape[1]
+        return by_batch_shard(_own)(x, *where, self.in_response)
+
+
+Layout = Padded | Packed
+"""Rows of a forward pass."""
+
+
+def mask_of_rows(layout: Layout, mask: Bool[Array, "B T"]) -> Bool[Array, "R M"]:
+    """The mask at the tokens' own positions in the rows; False on prompts and padding."""
+    nothing = jnp.zeros((mask.shape[0], layout.responses.prompts.shape[1]), bool)
+    return layout.rows(jnp.concatenate([nothing, mask], axis=1)) & layout.valid
+
+
+def _all_tokens(responses: Responses) -> Int[Array, "B N"]:
+    """Prompts and responses concatenated."""
+    return jnp.concatenate([responses.prompts, responses.tokens], axis=1)
+
+
+def _is_real(responses: Responses) -> Bool[Array, "B N"]:
+    """True on the real positions of prompts and responses."""
+    in_prompt = jnp.arange(responses.prompts.shape[1])[None] < responses.prompt_lengths[:, None]
+    return jnp.concatenate([in_prompt, responses.mask], axis=1)
+
+
+def _positions(
+    live: Bool[Array, " B"],
+    prompt: Int[Array, " B"],
+    start: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    length: int,
+    prompt_columns: int,
+) -> tuple[Array, Array, Array, Spans]:
+    """Place, column, whether in a response, and spans of every position of one shard's row, [1, `length`] each."""
+    at = jnp.arange(length, dtype=jnp.int32)
+
+    def within(first: Array, count: Array) -> Bool[Array, "M B"]:
+        return live[None] & (first[None] <= at[:, None]) & (at[:, None] < (first + count)[None])
+
+    own, shared = within(start, lengths), within(prompt, prompt_lengths)
+    place = (own | shared).argmax(axis=1).astype(jnp.int32)
+    in_response, in_prompt = own.any(axis=1), shared.any(axis=1)
+    begin = jnp.where(in_response, start[place], prompt[place])
+    valid = in_response | in_prompt
+    column = jnp.where(valid, at - begin + prompt_columns * in_response, 0)
+    before = jnp.where(in_response, prompt[place], 0)
+    spans = Spans(
+        prompt_start=before,
+        prompt_end=before + jnp.where(in_response, prompt_lengths[place], 0),
+        own_start=jnp.where(valid, begin, at + 1),
+    )
+    return jax.tree.map(lambda x: x[None], (place, column, in_response, spans))
+
+
+def _slices(row: Shaped[Array, "M *rest"], starts: Int[Array, " B"], length: int) -> Shaped[Array, "B length *rest"]:
+    """row[start : start + length] for every start; zeros past the row's end."""
+    padded = jnp.pad(row, ((0, length), *((0, 0),) * (row.ndim - 1)))
+    return jax.vmap(partial(jax.lax.dynamic_slice_in_dim, padded, slice_size=length))(starts)
+
+
+@jax.custom_vjp
+def _own(x: Array, mask: Array, start: Array, place: Array, column: Array, in_response: Array) -> Array:
+    """One shard's tokens [B, T] from its row [1, M]; the gradient is the inverse, a gather as well."""
+    del place, column, in_response
+    return jnp.where(mask, _slices(x[0], start, mask.shape[1]), 0)
+
+
+def _own_backward(residuals: tuple[Array, ...], grads: Array) -> tuple[Array | None, ...]:
+    place, column, in_response = residuals
+    return jnp.where(in_response, grads[place, jnp.maximum(column, 0)], 0), None, None, None, None, None
+
+
+_own.defvjp(lambda x, mask, start, *row: (_own(x, mask, start, *row), row), _own_backward)
+
+
+def deal(tree: Any, packing: Packing, minibatch: Array | int) -> Any:
+    """A mini-batch's arrays, in the places of its packing; empty places get those of some response."""
+    return take_rows(tree, jnp.maximum(packing.responses[minibatch], 0))
+
+
+def fold_rows(
+    add: Callable[[State, Packed], State],
+    state: State,
+    responses: Responses,
+    packing: Packing,
+    minibatch: Array | int,
+    *,
+    group_size: int,
+) -> State:
+    """state = add(state, layout) for the rows of each micro-batch of a mini-batch in turn.
+
+    `responses` are the mini-batch's, dealt. There are as many micro-batches as the packing says, in loops that declare
+    those that responses of full length would need.
+    """
+    full = turns_at_full_length(
+        responses.tokens.shape[0] // shards(),
+        packing.row_lengths,
+        prompt=responses.prompts.shape[1],
+        response=responses.tokens.shape[1],
+        group_size=group_size,
+    )
+    for kind, usual in enumerate(full):
+
+        def turn(number: Array, state: State, kind: int = kind) -> State:
+            return add(state, Packed.of(responses, packing, minibatch, kind, number))
+
+        with jax.named_scope(at_most(usual)):
+            state = jax.lax.fori_loop(0, packing.turns[minibatch, kind], turn, state)
+    return state

@@ -1,0 +1,339 @@
+"""Packing: responses of different lengths share rows of a fixed number of tokens, and no shard waits for another.
+
+A micro-batch is one row on each batch shard. A row holds prompts, each followed by responses to it, one after the
+other, and padding at its end; a response is never cut. `Packer` decides on the host, from the lengths alone, which row
+computes which response; the programs of an update find everything else through it (`training.layout`).
+
+A mini-batch takes as many micro-batches as its responses need, first of rows of the full budget, then of short rows,
+which fill up what is left. Rows are filled and dealt to shards so that all shards have the same work.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Shaped
+
+from gspo_jax.training.batches import take_minibatch
+from gspo_jax.types import Packing
+
+SHORT = 4
+"""Full rows are this many times as long as short ones."""
+LEAST = 1024
+"""Least row budget in tokens: shorter rows cost more in small operations than they save in padding."""
+_LANES = 128
+_REPEATED = 0.03
+"""Share of additional tokens that repeating the prompt in every row may cost if all responses have the full length."""
+_SLACK = 0.02
+"""Excess of the busiest shard over the least possible work that the packer accepts without looking further."""
+_MOVES = 200
+"""Maximum moves of responses between rows to even out the work of shards."""
+
+
+def row_lengths(budget: int) -> tuple[int, ...]:
+    """Lengths of full and of short rows; there are no short rows if they would be shorter than `LEAST` tokens."""
+    return (budget, budget // SHORT) if budget >= SHORT * LEAST else (budget,)
+
+
+def tokens_at_full_length(responses: int, *, prompt: int, response: int, group_size: int) -> int:
+    """Tokens of a shard's `responses` of full length, with a prompt for each of its groups."""
+    share = math.gcd(responses, group_size)
+    return responses // share * (prompt + share * response)
+
+
+def default_budget(responses: int, *, prompt: int, response: int, group_size: int) -> int:
+    """Tokens of a row if a config gives none: enough for several full-length responses to one prompt.
+
+    The prompt is repeated in every row, and with full-length responses that may cost `_REPEATED` of the tokens. A row
+    is never longer than the `responses` of full length that a shard has in a mini-batch, and their prompts.
+    """
+    whole = tokens_at_full_length(responses, prompt=prompt, response=response, group_size=group_size)
+    most = (1 + _REPEATED) * (prompt / group_size + response)
+    count = next((k for k in range(1, group_size) if prompt / k + response <= most), group_size)
+    wanted = max(LEAST, prompt + count * response)
+    return min(whole, wanted + -wanted % _LANES)
+
+
+def places_per_shard(responses: int, shards: int) -> int:
+    """Responses that a shard has room for: more than its equal share, as long responses leave other shards more."""
+    share = -(-responses // shards)
+    return min(responses, share + max(share // 2, 4))
+
+
+def turns_at_full_length(
+    responses: int, row_lengths: Sequence[int], *, prompt: int, response: int, group_size: int
+) -> tuple[int, ...]:
+    """Micro-batches of each kind of row that a shard's `responses` of full length need: full rows alone."""
+    budget, *short = row_lengths
+    group = prompt + group_size * response
+    in_row = budget // group * group_size if budget >= group else (budget - prompt) // response
+    return (-(-responses // in_row), *[0] * len(short))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packer:
+    """Packs batches of responses for an update's programs."""
+
+    group_size: int
+    """Adjacent responses to one prompt."""
+    minibatches: int
+    """Mini-batches of a batch; mini-batch i has the groups whose number is i modulo this."""
+    shards: int
+    """Batch shards."""
+    row_lengths: tuple[int, ...]
+    """Tokens of a row of each kind, longest first; the first holds any response with its prompt."""
+    pair_cost: float = 0.0
+    """Work of a (query, key) pair relative to that of a token."""
+
+    def __call__(self, lengths: Int[np.ndarray, " B"], prompt_lengths: Int[np.ndarray, " B"]) -> Packing:
+        """Pack each mini-batch into as few token slots as a fast search finds, with the same work on every shard.
+
+        Args:
+          lengths: tokens of each response; a response without any takes up no slots.
+          prompt_lengths: tokens of each response's prompt.
+        """
+        found = [self._pack(*columns) for columns in zip(self.parts(lengths), self.parts(prompt_lengths), strict=True)]
+        fields: dict[str, Any] = {name: np.stack([one[name] for one in found]) for name in found[0]}
+        return Packing(**fields, row_lengths=self.row_lengths)
+
+    def parts(self, column: Shaped[np.ndarray, " B"]) -> list[Shaped[np.ndarray, " b"]]:
+        """The column of each mini-batch."""
+        return [
+            take_minibatch(column, index, count=self.minibatches, group_size=self.group_size)
+            for index in range(self.minibatches)
+        ]
+
+    def _pack(self, lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"]) -> dict[str, np.ndarray]:
+        """The fields of one mini-batch's packing."""
+        places = places_per_shard(len(lengths), self.shards)
+        least = -(-needed_tokens(lengths, prompts, self.group_size) // self.shards)
+        tries = _by_slots(self.row_lengths, least, most=places)
+        rows = next(rows for turns in tries if (rows := _Rows(lengths, prompts, self, turns=turns)).fill(places))
+        rows.even_out(places)
+        return rows.described(places)
+
+    def metrics(
+        self, packing: Packing, lengths: Int[np.ndarray, " B"], prompt_lengths: Int[np.ndarray, " B"]
+    ) -> dict[str, float]:
+        """How well a batch is packed, by metric name."""
+        columns = list(zip(self.parts(lengths), self.parts(prompt_lengths), strict=True))
+        needed = sum(needed_tokens(n, s, self.group_size) for n, s in columns)
+        loads = np.array([self.loads(packing, index, n, s) for index, (n, s) in enumerate(columns)])
+        return {
+            "packing/microbatches": float(packing.turns.sum() / len(columns)),
+            "packing/fill": needed / float(packing.slots.sum() * self.shards),
+            "packing/imbalance": float((loads.max(axis=1) / loads.mean(axis=1)).max()),
+        }
+
+    def loads(
+        self, packing: Packing, minibatch: int, lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"]
+    ) -> Float[np.ndarray, " shards"]:
+        """Work of each shard in a mini-batch, in tokens, over all of its rows."""
+        own, shared = work(lengths, prompts, self.pair_cost)
+        places = packing.responses[minibatch]
+        shard = np.arange(len(places)) // (len(places) // self.shards)
+        rows = np.stack([shard, packing.kind[minibatch], packing.turn[minibatch], packing.prompt[minibatch]])
+        live = (places >= 0) & (lengths[places] > 0)
+        total = np.bincount(shard[live], own[places[live]], self.shards)
+        prompts_of, first = np.unique(rows[:, live], axis=1, return_index=True)
+        return total + np.bincount(prompts_of[0], shared[places[live][first]], self.shards)
+
+
+def needed_tokens(lengths: Int[np.ndarray, " b"], prompts: Int[np.ndarray, " b"], group_size: int) -> int:
+    """Tokens of all responses and, once for each group with a response that has any, of its prompt."""
+    live = (lengths > 0).reshape(-1, group_size).any(axis=1)
+    return int(lengths.sum() + prompts[::group_size][live].sum())
+
+
+def work(
+    lengths: Int[np.ndarray, "*n"], prompt_lengths: Int[np.ndarray, "*n"], pair_cost: float
+) -> tuple[Float[np.ndarray, "*n"], Float[np.ndarray, "*n"]]:
+    """Work of each response without its prompt, and of each prompt, in tokens: one per token and per pair its cost."""
+    n, s = np.asarray(lengths, np.float64), np.asarray(prompt_lengths, np.float64)
+    return n + pair_cost * (s * n + n * (n + 1) / 2), s + pair_cost * s * (s + 1) / 2
+
+
+def _by_slots(row_lengths: tuple[int, ...], least: int, *, most: int) -> Iterator[tuple[int, ...]]:
+    """Micro-batches of each kind with at least `least` token slots a shard in total, the fewest slots first.
+
+    Short rows stand for less than one full row. Full rows alone go up to `most`, which is always enough: a row each.
+    """
+    full, *short = row_lengths
+    some = range(SHORT) if short else range(1)
+    first = max(0, least // full - 1)
+    every = ((a, *[b] * len(short)) for a, b in itertools.product(range(first, most + 1), some) if a + b)
+    slots = {turns: int(np.dot(turns, row_lengths)) for turns in every}
+    return (turns for turns in sorted(slots, key=lambda t: (slots[t], t[1:])) if slots[turns] >= least)
+
+
+class _Rows:
+    """Rows of all shards and micro-batches of a mini-batch, while they are filled."""
+
+    def __init__(self, lengths: np.ndarray, prompts: np.ndarray, packer: Packer, *, turns: tuple[int, ...]):
+        """Empty rows: `turns[kind]` of each kind on each shard."""
+        self.lengths, self.prompts, self.groups = lengths, prompts, np.arange(len(lengths)) // packer.group_size
+        self.own, self.shared = work(lengths, prompts, packer.pair_cost)
+        self.shards, self.turns = packer.shards, turns
+        self.kind = np.repeat(np.arange(len(turns)), [packer.shards * count for count in turns])
+        self.room = np.array(packer.row_lengths)[self.kind]
+        self._clear()
+
+    def _clear(self) -> None:
+        self.row = np.full(len(self.lengths), -1)
+        self.used, self.work = np.zeros(len(self.room), np.int64), np.zeros(len(self.room))
+        self.count = np.zeros(len(self.room), np.int64)
+        self.members = np.zeros((len(self.room), self.groups[-1] + 1), np.int32)
+
+    def fill(self, places: int) -> bool:
+        """Put every response into a row and deal the rows to shards; False if no way is found.
+
+        The longest response comes first. Rows are filled evenly if that works, else tightly; if a shard then gets more
+        than `places` responses, again with so few in each row that it cannot.
+        """
+        order = [i for i in np.argsort(-self.lengths, kind="stable") if self.lengths[i]]
+        few = max(1, places // sum(self.turns))
+        for choose, most in itertools.product((self._evenly, self._tightly), (places, few)):
+            self._clear()
+            if all(choose(i, most) for i in order):
+                self._deal()
+                if self._held().max() <= places:
+                    return True
+        return False
+
+    def _held(self) -> Int[np.ndarray, " shards"]:
+        """Responses of each shard."""
+        return np.bincount(self.shard, self.count, self.shards).astype(int)
+
+    def _fits(self, i: int, most: int) -> tuple[Bool[np.ndarray, " R"], Int[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
+        """Rows with room for response i among at most `most`, the tokens it adds, and whether its prompt is there."""
+        there = self.members[:, self.groups[i]] > 0
+        added = self.lengths[i] + np.where(there, 0, self.prompts[i])
+        return (self.used + added <= self.room) & (self.count < most), added, there
+
+    def _evenly(self, i: int, most: int) -> bool:
+        """Put response i with its group while the row has less than its share of the work, else into the emptiest."""
+        fits, _, there = self._fits(i, most)
+        if not fits.any():
+            return False
+        after = (self.work + self.own[i] + np.where(there, 0, self.shared[i])) / self.room
+        together = fits & there & (after <= self.own.sum() / self.room.sum())
+        row = np.where(together, after, -1).argmax() if together.any() else np.where(fits, after, np.inf).argmin()
+        self._add(i, int(row))
+        return True
+
+    def _tightly(self, i: int, most: int) -> bool:
+        """Put response i into the row that it leaves the least room in; a prompt that is there counts for it."""
+        fits, added, _ = self._fits(i, most)
+        if not fits.any():
+            return False
+        left = self.room - self.used - added + 2 * (added - self.lengths[i])
+        self._add(i, int(np.where(fits, left, np.inf).argmin()))
+        return True
+
+    def _add(self, i: int, row: int, sign: int = 1) -> None:
+        """Put response i into a row, or with sign -1 take it out."""
+        group = self.groups[i]
+        with_prompt = self.members[row, group] == (0 if sign > 0 else 1)
+        self.used[row] += sign * (self.lengths[i] + with_prompt * self.prompts[i])
+        self.work[row] += sign * (self.own[i] + with_prompt * self.shared[i])
+        self.members[row, group] += sign
+        self.count[row] += sign
+        self.row[i] = row if sign > 0 else -1
+
+    def _deal(self) -> None:
+        """Give every shard a row of each micro-batch: rows of like work together, the heaviest to the idlest shard."""
+        self.shard, self.turn = np.zeros_like(self.kind), np.zeros_like(self.kind)
+        load = np.zeros(self.shards)
+        for kind, count in enumerate(self.turns):
+            rows = np.flatnonzero(self.kind == kind)
+            rows = rows[np.argsort(-self.work[rows], kind="stable")].reshape(count, self.shards)
+            for turn, part in enumerate(rows):
+                idlest = np.argsort(load, kind="stable")
+                self.shard[part], self.turn[part] = idlest, turn
+                load[idlest] += self.work[part]
+
+    def even_out(self, places: int) -> None:
+        """Move and swap responses of the busiest shard until it has the least work possible, or no move helps.
+
+        The least possible is the mean over shards, or the longest response alone.
+        """
+        if self.shards == 1:
+            return
+        least = max(self.work.sum() / self.shards, (self.own + self.shared)[self.lengths > 0].max(initial=0))
+        for _ in range(_MOVES):
+            load = np.bincount(self.shard, self.work, self.shards)
+            busiest = int(load.argmax())
+            if load[busiest] <= (1 + _SLACK) * least or not self._relieve(busiest, load, places):
+                return
+
+    def _relieve(self, busiest: int, load: np.ndarray, places: int) -> bool:
+        """Make the best exchange of one response of the busiest shard for one or none of another; False if none helps.
+
+        Candidates are compared as if every response had its prompt to itself; the best is undone if it does not help.
+        """
+        each, tokens = self.own + self.shared, self.lengths + self.prompts
+        here = np.flatnonzero((self.row >= 0) & (self.shard[self.row] == busiest) & (self.lengths > 0))
+        there = np.flatnonzero((self.row >= 0) & (self.shard[self.row] != busiest) & (self.lengths > 0))
+        held = self._held()
+        rows = np.flatnonzero(self.shard != busiest)
+        # Candidates: response `here` moves to a row (swap -1), or is swapped with a response `there` of that row.
+        gain = each[here][:, None]
+        to = load[self.shard[rows]][None] + gain
+        to = np.where(self.used[rows] + tokens[here][:, None] <= self.room[rows], to, np.inf)
+        to[:, held[self.shard[rows]] >= places] = np.inf
+        moved = np.maximum(load[busiest] - gain, to)
+        change = gain - each[there][None]
+        fits = self.used[self.row[there]] - self.lengths[there] + tokens[here][:, None] <= self.room[self.row[there]]
+        back = self.used[self.row[here]] - self.lengths[here]
+        fits &= back[:, None] + tokens[there][None] <= self.room[self.row[here]][:, None]
+        swapped = np.maximum(load[busiest] - change, load[self.shard[self.row[there]]][None] + change)
+        swapped = np.where(fits & (change > 0), swapped, np.inf)
+        best = [(x.min(initial=np.inf), kind) for kind, x in enumerate((moved, swapped))]
+        value, kind = min(best)
+        if not value < load[busiest] * (1 - 1e-6):
+            return False
+        at, other = np.unravel_index((moved, swapped)[kind].argmin(), (moved, swapped)[kind].shape)
+        i, home = int(here[at]), int(self.row[here[at]])
+        away = int(rows[other]) if kind == 0 else int(self.row[there[other]])
+        exchange = [(i, home, away)] + ([(int(there[other]), away, home)] if kind else [])
+        self._exchange(exchange)
+        if np.bincount(self.shard, self.work, self.shards)[self.shard[[home, away]]].max() < load[busiest] * (1 - 1e-6):
+            return True
+        self._exchange([(response, target, source) for response, source, target in exchange])
+        return False
+
+    def _exchange(self, moves: list[tuple[int, int, int]]) -> None:
+        """Take responses out of rows and put them into others: (response, from, to)."""
+        for response, source, _ in moves:
+            self._add(response, source, -1)
+        for response, _, target in moves:
+            self._add(response, target)
+
+    def described(self, places: int) -> dict[str, np.ndarray]:
+        """The fields of `Packing` for these rows, with `places` places on each shard."""
+        fields = {name: np.zeros(self.shards * places, np.int32) for name in ("kind", "turn", "prompt", "start")}
+        responses = np.full(self.shards * places, -1, np.int32)
+        place_of = np.zeros(len(self.lengths), np.int32)
+        held, used = np.zeros(self.shards, np.int64), np.zeros(len(self.room), np.int64)
+        before: tuple[int, int] | None = None
+        prompt = 0
+        for i in np.lexsort((self.groups, self.row)):  # the responses of a row together, and in it those of a group
+            row, group = int(self.row[i]), int(self.groups[i])
+            shard = int(self.shard[row]) if row >= 0 else int(held.argmin())
+            place = shard * places + held[shard]
+            held[shard] += 1
+            responses[place], place_of[i] = i, place
+            if row < 0:
+                continue
+            if (row, group) != before:
+                before, prompt = (row, group), int(used[row])
+                used[row] += self.prompts[i]
+            for name, value in (("kind", self.kind[row]), ("turn", self.turn[row]), ("prompt", prompt)):
+                fields[name][place] = value
+            fields["start"][place] = used[row]
+            used[row] += self.lengths[i]
+        assert held.max() <= places and (used == self.used).all()
+        return {"responses": responses, "places": place_of, **fields, "turns": np.array(self.turns, np.int32)}
