@@ -93,7 +93,6 @@ def responses_16k(config: ConfigDict) -> None:
     config.sampling.max_response_length = 15872
     config.sampling.slots = 2048
     config.training.row_tokens = 16384
-    config.training.microbatches = 32
 
 
 ARGUMENTS = {"v6e": v6e, "v5e": v5e, "long": long, "16k": responses_16k}

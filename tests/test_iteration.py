@@ -15,6 +15,7 @@ from gspo_jax.planning import iteration, sampling, timeline
 from gspo_jax.planning.iteration import Rate, Rows, Run
 from gspo_jax.planning.sampling import Decoder, Step
 from gspo_jax.planning.show import show_iteration
+from gspo_jax.training.packing import Packer
 from gspo_jax.types import UserError
 from tests import stepwise
 from tests.tiny import mostly_slow
@@ -107,14 +108,19 @@ def test_partial_rollouts_take_the_same_groups(share):
 
 
 def test_rows_are_filled_alike():
+    """Rows of the packer and, longest first, of a simple filling; positions, tokens and pairs of all mini-batches."""
     lengths = LENGTHS.draw(64 * 4, np.random.default_rng(0)).reshape(64, 4)
-    found = iteration.packed_rows(lengths, prompt=20, row_tokens=300, shards=4)
-    rows, pairs = stepwise.rows(lengths, prompt=20, row_tokens=300)
-    assert found.microbatches == -(-rows // 4) and found.positions == found.microbatches * 4 * 300
-    assert found.seen == found.pairs == pytest.approx(pairs, rel=0.01)
-    assert lengths.sum() + 64 * 20 <= found.tokens <= found.positions
-    with pytest.raises(UserError, match="row_tokens is 200, and a prompt of 20 tokens and a response of"):
-        iteration.packed_rows(lengths, prompt=20, row_tokens=200, shards=4)
+    packer = Packer(group_size=4, minibatches=2, shards=4, row_lengths=(300,), pair_cost=1e-3)
+    found = iteration.packed_rows(packer, lengths, prompt=20)
+    assert len(found) == 2
+    for index, one in enumerate(found):
+        part = lengths[index::2]
+        rows, pairs = stepwise.rows(part, prompt=20, row_tokens=300)
+        assert one.positions == one.microbatches * 4 * 300
+        assert one.microbatches == pytest.approx(rows / 4, rel=0.15)
+        assert one.seen == pytest.approx(pairs, rel=0.05)
+        assert one.seen <= one.pairs <= 2 * one.seen
+        assert part.sum() + 32 * 20 <= one.tokens <= one.positions
 
 
 def test_padding_by_hand():
@@ -138,9 +144,8 @@ RECIPE = Run(
     limit=15872,
     minibatches=4,
     in_flight=None,
-    row_tokens=16384,
-    shards=64,
-    padded={"update": Rows(32, POSITIONS, PAIRS, 0, 0), "score": Rows(32, 4 * POSITIONS, 4 * PAIRS, 0, 0)},
+    packer=Packer(group_size=16, minibatches=4, shards=64, row_lengths=(16384, 4096), pair_cost=6.5e-5),
+    padded=dict.fromkeys(("update", "score"), Rows(32, POSITIONS, PAIRS, POSITIONS, PAIRS)),
     reshard_s=0.02,
     prefill_s=0.7,
     decoder=Decoder(
@@ -198,11 +203,12 @@ def stepped(run: Run, *, iterations: int, filling: int = 0, seed: int = 5) -> di
             prefill += run.forward.pair_s * len(prefix) * (width * S + width**2 / 2) / run.chips
         update = 0.0
         for part in range(run.minibatches):
-            if run.row_tokens is None:
+            if run.packer is None:
                 positions, pairs = run.padded["update"].positions, run.padded["update"].pairs
             else:
-                rows, pairs = stepwise.rows(lengths[part :: run.minibatches], prompt=S, row_tokens=run.row_tokens)
-                positions = math.ceil(rows / run.shards) * run.shards * run.row_tokens
+                row_tokens, shards = run.packer.row_lengths[0], run.packer.shards
+                rows, pairs = stepwise.rows(lengths[part :: run.minibatches], prompt=S, row_tokens=row_tokens)
+                positions = math.ceil(rows / shards) * shards * row_tokens
             update += (positions * run.update.position_s + pairs * run.update.pair_s) / run.chips
         decode = sum(seconds for seconds, _ in calls)
         found.append({"prefill": prefill, "decode": decode, "update": update})
@@ -213,14 +219,15 @@ def shrunk(run: Run) -> Run:
     """Return the run with an eighth of its chips, prompts and responses' length."""
     decoder = dataclasses.replace(run.decoder, shards=8, lockstep=4, block=124)
     in_flight = None if run.in_flight is None else run.in_flight // 8
-    padded = {name: Rows(32, p / 64, q / 512, 0, 0) for name, (_, p, q, *_) in run.padded.items()}
+    padded = {name: Rows(32, p / 64, q / 512, p / 64, q / 512) for name, (_, p, q, *_) in run.padded.items()}
+    packer = run.packer and dataclasses.replace(run.packer, shards=8, row_lengths=(2048,))
     return dataclasses.replace(
-        run, chips=8, prompts=64, prompt_length=64, limit=1984, in_flight=in_flight, shards=8, padded=padded,
-        row_tokens=run.row_tokens and run.row_tokens // 8, decoder=decoder,
+        run, chips=8, prompts=64, prompt_length=64, limit=1984, in_flight=in_flight, padded=padded, packer=packer,
+        decoder=decoder,
     )  # fmt: skip
 
 
-FOUR = [RECIPE, dataclasses.replace(RECIPE, row_tokens=None), PARTIAL, dataclasses.replace(PARTIAL, row_tokens=None)]
+FOUR = [RECIPE, dataclasses.replace(RECIPE, packer=None), PARTIAL, dataclasses.replace(PARTIAL, packer=None)]
 
 
 @pytest.mark.slow
@@ -283,7 +290,8 @@ def test_a_small_iteration_step_by_step(run):
     lengths = Lengths("lognormal:512:0.8", run.limit, "the limit")
     found = iteration.simulate(run, lengths)
     draws = [lengths.draw(1024, np.random.default_rng(i)) for i in range(4)]
-    decode = np.mean([stepwise.generate(plainly(run.decoder), 0 * n, n)[0] for n in draws])
+    whole = plainly(dataclasses.replace(run.decoder, share=1.0))
+    decode = np.mean([stepwise.generate(whole, 0 * n, n)[0] for n in draws])
     if run.in_flight is None:
         assert found.by_phase["decode"] == pytest.approx(decode, rel=0.05)
     else:

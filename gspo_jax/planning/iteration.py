@@ -8,7 +8,7 @@ round), several turns, evaluation, checkpoints and what the host does between tw
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from gspo_jax.rewards import isolated
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.sampler import bucket
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
+from gspo_jax.training.packing import Packer, turns_at_full_length
 from gspo_jax.types import UserError
 
 PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
@@ -93,12 +94,10 @@ class Run:
     """Updates of an iteration."""
     in_flight: int | None
     """Prompts of a sampling call with partial rollouts; None without."""
-    row_tokens: int | None
-    """Positions of a packed row; None: rows are padded to the longest possible responses."""
-    shards: int
-    """Batch shards of the trainer, with one row each in a packed micro-batch."""
+    packer: Packer | None
+    """Packs the responses into rows; None: rows are padded to the longest possible responses."""
     padded: dict[str, Rows]
-    """Rows of "update" and "score" without packing, before there are responses: with no tokens yet."""
+    """Rows of "update" and "score" for a mini-batch whose responses all have the full length, or are padded to it."""
     reshard_s: float
     """Seconds of a cast and reshard of the weights for the sampler."""
     prefill_s: float
@@ -189,10 +188,13 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
     answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * config.scoring.workers))
     padded, rates = {}, {}
     for name in ("update", "score"):
-        facts, work = programs[name], setting.work(name)
-        attention = facts["seconds"]["attention"] / EFFICIENCY
-        rates[name] = Rate((program_seconds(facts) - attention) / work.tokens, attention / work.pairs)
-        padded[name] = Rows(training.microbatches, chips * work.tokens, chips * work.pairs, 0, 0)
+        facts, rows = programs[name], full_rows(setting, name)
+        times, attention = (training.minibatches if name == "score" else 1), facts["seconds"]["attention"] / EFFICIENCY
+        rates[name] = Rate(
+            chips * (program_seconds(facts) - attention) / (times * rows.positions),
+            chips * attention / (times * rows.pairs),
+        )
+        padded[name] = rows
     return Run(
         chips=chips,
         prompts=data.prompts_per_batch,
@@ -201,8 +203,7 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
         limit=config.sampling.max_response_length,
         minibatches=training.minibatches,
         in_flight=config.sampling.partial.prompts,
-        row_tokens=training.row_tokens if training.packing else None,
-        shards=mesh_lib.batch_shards(dict(setting.mesh.shape)),
+        packer=setting.engine.packer,
         padded=padded,
         reshard_s=program_seconds(programs["reshard"]),
         prefill_s=program_seconds(programs["sample_prefill"]),
@@ -212,6 +213,24 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
         forward=rates["score"],
         scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or critic is not None,
     )
+
+
+def full_rows(setting: Setting, name: str) -> Rows:
+    """Rows that "update" or "score" computes for a mini-batch of responses of full length, as programs are planned."""
+    training, packer, work = setting.config.training, setting.engine.packer, setting.work(name)
+    parts = setting.mesh.size / (training.minibatches if name == "score" else 1)
+    positions, pairs, count = parts * work.tokens, parts * work.pairs, training.microbatches
+    if packer is not None:
+        data, sampling = setting.config.data, setting.config.sampling
+        count, *_ = turns_at_full_length(
+            data.prompts_per_batch * sampling.group_size // training.minibatches // packer.shards,
+            packer.row_lengths,
+            prompt=data.max_prompt_length,
+            response=sampling.max_response_length,
+            group_size=sampling.group_size,
+        )
+        positions = count * packer.shards * packer.row_lengths[0]
+    return Rows(count, positions, pairs, round(parts * work.tokens), pairs)
 
 
 def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
@@ -237,37 +256,25 @@ def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
     )
 
 
-def packed_rows(lengths: Int[np.ndarray, "P G"], *, prompt: int, row_tokens: int, shards: int) -> Rows:
-    """Pack the responses of a mini-batch, or of a batch to score, into rows: one for each shard and micro-batch.
-
-    Longest first, each response goes to the first row of its group that has room for it, else to the first row that has
-    room for it and its prompt, else to a new one.
-
-    Raises:
-      UserError: a row is too short for a response and its prompt.
-    """
-    if lengths.max() + prompt > row_tokens:
-        raise UserError(
-            f"training.row_tokens is {row_tokens}, and a prompt of {prompt} tokens and a response of {lengths.max()} "
-            f"need {lengths.max() + prompt}; use at least that"
-        )
-    groups, G = lengths.shape
-    flat = lengths.reshape(-1).astype(np.int64)
-    room, holds = np.full(len(flat), row_tokens), np.zeros((len(flat), groups), bool)
-    used = 0
-    for response in np.argsort(-flat, kind="stable"):
-        length, group = flat[response], response // G
-        fits = room[:used] >= length
-        row = np.flatnonzero(fits & holds[:used, group])[:1]
-        if not len(row):
-            row = np.flatnonzero(fits & (room[:used] >= length + prompt))[:1]
-        at = int(row[0]) if len(row) else used
-        used = max(used, at + 1)
-        room[at] -= length + (0 if holds[at, group] else prompt)
-        holds[at, group] = True
-    tokens, seen = real(lengths, prompt=prompt, prompts=int(holds[:used].sum()))
-    microbatches = -(-used // shards)
-    return Rows(microbatches, microbatches * shards * row_tokens, seen, tokens, seen)
+def packed_rows(packer: Packer, lengths: Int[np.ndarray, "P G"], *, prompt: int) -> list[Rows]:
+    """Rows of each mini-batch. A micro-batch has one row for each shard and attends as long as the busiest of them."""
+    flat, parts = lengths.reshape(-1), packer.parts(lengths.reshape(-1))
+    packing, found = packer(flat, np.full_like(flat, prompt)), []
+    for index, own in enumerate(parts):
+        at = np.flatnonzero(packing.responses[index] >= 0)
+        shard = at // (packing.responses.shape[1] // packer.shards)
+        turn = packing.kind[index][at] * (packing.turn.max() + 1) + packing.turn[index][at]
+        rows = np.stack([turn, shard, packing.prompt[index][at]])
+        prompts = np.unique(rows, axis=1)
+        n = own[packing.responses[index][at]].astype(np.float64)
+        busy = np.zeros((turn.max() + 1, packer.shards))
+        np.add.at(busy, tuple(rows[:2]), n * (n + 1) / 2 + prompt * n)
+        np.add.at(busy, tuple(prompts[:2]), prompt * (prompt + 1) / 2)
+        tokens = int(own.sum()) + prompts.shape[1] * prompt
+        positions = packer.shards * int(packing.slots[index])
+        pairs = packer.shards * float(busy.max(axis=1).sum())
+        found.append(Rows(int(packing.turns[index].sum()), positions, pairs, tokens, float(busy.sum())))
+    return found
 
 
 def real(lengths: Int[np.ndarray, "*n"], *, prompt: int, prompts: int) -> tuple[int, float]:
@@ -285,7 +292,7 @@ def prefix_rows(prefix: Int[np.ndarray, " B"], *, prompt: int, limit: int) -> Ro
     return Rows(1, len(prefix) * width, len(prefix) * pairs, *real(prefix, prompt=prompt, prompts=0))
 
 
-def batches(run: Run, lengths: Lengths, seed: int) -> Any:
+def batches(run: Run, lengths: Lengths, seed: int) -> Iterator[sampling.Batch]:
     """Yield what the run's iterations sample, from the first, without end."""
     draw = partial(lengths.draw, random=np.random.default_rng(seed))
     if run.in_flight is None:
@@ -294,62 +301,54 @@ def batches(run: Run, lengths: Lengths, seed: int) -> Any:
 
 
 def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
-    """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer."""
+    """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer.
+
+    Training, whose time hardly changes from batch to batch, is that of the last batch.
+    """
     filling = 0 if run.in_flight is None else FILLING
     sampled = list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED))
-    each = [_measured(run, batch) for batch in sampled]
+    last, calls = sampled[-1], [call for batch in sampled for call in batch.calls]
+    prefixes = [
+        prefix_rows(prefix, prompt=run.prompt_length, limit=run.limit) for batch in sampled for prefix in batch.prefixes
+    ]
+    updates = training_rows(run, "update", last.lengths)
+    scored = training_rows(run, "score", last.lengths) if run.scores else []
+    prompts_s = run.prefill_s * (run.in_flight or run.prompts) / run.prompts
 
-    def mean(dicts: list[dict[str, float]]) -> dict[str, float]:
-        return {name: float(np.mean([one[name] for one in dicts])) for name in dicts[0]}
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(sampled)
 
-    return Iteration(
-        by_phase=mean([phases for phases, _, _ in each]),
-        waits={phase: mean([waits[phase] for _, waits, _ in each]) for phase in each[0][1]},
-        tokens=float(np.mean([batch.lengths.sum() for batch in sampled])),
-        counts=mean([counts for _, _, counts in each]),
-        last=sampled[-1],
-    )
-
-
-def _measured(
-    run: Run, batch: sampling.Batch
-) -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, float]]:
-    """Seconds by phase, of them those of no work, and counts of one iteration."""
-    calls, prompt = batch.calls, run.prompt_length
-    prefixes = [prefix_rows(prefix, prompt=prompt, limit=run.limit) for prefix in batch.prefixes]
-    share = (run.in_flight or run.prompts) / run.prompts
-    updates = _rows(run, "update", [batch.lengths[index :: run.minibatches] for index in range(run.minibatches)])
-    scored = _rows(run, "score", [batch.lengths] if run.scores else [])
-    seconds = {
+    by_phase = {
         "reshard": run.reshard_s,
-        "prefill": sum(run.prefill_s * share + run.forward.seconds(rows, run.chips) for rows in prefixes),
-        "decode": sum(call.seconds for call in calls),
+        "prefill": mean(prompts_s + run.forward.seconds(rows, run.chips) for rows in prefixes),
+        "decode": mean(call.seconds for call in calls),
         "reward": run.reward_s,
         "score": sum(run.forward.seconds(rows, run.chips) for rows in scored),
         "update": sum(run.update.seconds(rows, run.chips) for rows in updates),
     }
     waits = {
-        "prefill": {"padding": sum(run.forward.padding(rows, run.chips) for rows in prefixes)},
+        "prefill": {"padding": mean(run.forward.padding(rows, run.chips) for rows in prefixes)},
         "decode": {
-            "idle slots": sum(call.idle_s for call in calls),
-            "other shards": sum(call.waiting_s for call in calls),
+            "idle slots": mean(call.idle_s for call in calls),
+            "other shards": mean(call.waiting_s for call in calls),
         },
         "reward": {"hosts": run.reward_s},
         "score": {"padding": sum(run.forward.padding(rows, run.chips) for rows in scored)},
         "update": {"padding": sum(run.update.padding(rows, run.chips) for rows in updates)},
     }
     counts = {
-        "sampling_calls": len(calls),
-        "decode_steps": sum(call.steps for call in calls),
+        "sampling_calls": len(calls) / len(sampled),
+        "decode_steps": mean(call.steps for call in calls),
         "microbatches": sum(rows.microbatches for rows in updates) / run.minibatches,
     }
-    return seconds, waits, counts
+    tokens = mean(float(batch.lengths.sum()) for batch in sampled)
+    return Iteration(by_phase=by_phase, waits=waits, tokens=tokens, counts=counts, last=last)
 
 
-def _rows(run: Run, name: str, parts: list[np.ndarray]) -> list[Rows]:
-    """Rows for the responses of each part."""
-    prompt = run.prompt_length
-    if run.row_tokens is not None:
-        return [packed_rows(part, prompt=prompt, row_tokens=run.row_tokens, shards=run.shards) for part in parts]
+def training_rows(run: Run, name: str, lengths: Int[np.ndarray, "P G"]) -> list[Rows]:
+    """Rows that "update" or "score" computes for each mini-batch."""
+    prompt, parts = run.prompt_length, [lengths[index :: run.minibatches] for index in range(run.minibatches)]
+    if run.packer is not None:
+        return packed_rows(run.packer, lengths, prompt=prompt)
     found = [real(part, prompt=prompt, prompts=len(part)) for part in parts]
     return [run.padded[name]._replace(tokens=tokens, seen=seen) for tokens, seen in found]
