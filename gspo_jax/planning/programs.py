@@ -171,7 +171,8 @@ class _Programs:
         """The packing of a batch: its shapes do not depend on the lengths."""
         if self.engine.packer is None:
             return None
-        packing = self.engine.packer(np.full(self.rows, self.T), np.full(self.rows, self.S))
+        nothing = np.zeros(self.rows, np.int32)
+        packing = self.engine.packer(nothing, nothing)
         everywhere = mesh_lib.replicated(self.mesh)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), packing)
 
