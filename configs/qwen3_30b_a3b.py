@@ -104,7 +104,7 @@ def padded_16k(config: ConfigDict) -> None:
 
 
 def partial_16k(config: ConfigDict) -> None:
-    """The same with partial rollouts: 1024 prompts in flight, until 60% of a shard's unfinished responses have ended."""
+    """The same with partial rollouts: 1024 prompts in flight, until 60% of the unfinished responses have ended."""
     responses_16k(config)
     config.sampling.partial.prompts = 1024
     config.sampling.partial.share = 0.6

@@ -9,12 +9,15 @@ calibrated on published v5p results: an ahead-of-time estimate, not a measuremen
 content, so a second plan takes seconds.
 
 With `--lengths`, the time of a whole iteration is projected too, for responses with lengths drawn from a distribution
-(lengths.py), and `--figure` draws it.
+(lengths.py), and `--figure` draws it. `--tune` also searches for the settings with the least such time (tune.py): mesh,
+sampler mesh, remat, row budget, slots and partial rollouts, with `--headroom` of a chip's memory left free.
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from gspo_jax import cli
 from gspo_jax import engine as engine_lib
 from gspo_jax.kernels import backend
 from gspo_jax.lengths import Lengths
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import jaxpr, topology
 from gspo_jax.parallel.ahead import compile_ahead
@@ -36,8 +40,9 @@ from gspo_jax.parallel.topology import CHIPS
 from gspo_jax.planning import iteration, memory, programs
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_header, show_iteration, show_program
+from gspo_jax.planning.show import show_header, show_iteration, show_program, show_try
 from gspo_jax.planning.timeline import draw
+from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
@@ -101,6 +106,43 @@ def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def prepare(config: ConfigDict, model: ModelConfig, name: str, *, slices: int) -> tuple[Setting, dict[str, Any], str]:
+    """Return the run on a slice, the facts that identify its plan, and the key of its programs in the cache."""
+    mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
+    meshes = make_meshes(config, model, mesh)
+    stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
+    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[topology.generation(name)])
+    facts = topology_facts(name, slices, mesh)
+    with jax.set_mesh(mesh):
+        return setting, facts, f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
+
+
+def tune(
+    config: ConfigDict, name: str, lengths: str, *, slices: int, headroom: float, cache: Path, console: Console
+) -> dict[str, Any]:
+    """Search for the settings with the least projected iteration; print and return what was tried, and the best.
+
+    Raises:
+      UserError: as `plan`, or the config's own settings do not fit.
+    """
+    check(config)
+    drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
+
+    def planner(config: ConfigDict, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
+        setting, _, key = prepare(config, check(config), name, slices=slices)
+        return {
+            one: plan_program(one, setting, slices=slices, key=key, cache=cache, dump=None) for one in names
+        }, setting
+
+    search = Search(config, planner, drawn_from, headroom, partial(show_try, console))
+    changes, found = search.run()
+    facts = found.facts(lengths, math.prod(search.planner(config, ())[1].mesh.shape.values()))
+    show_iteration(console, facts)
+    flags_of_best = [f"--config.{field}={value}" for field, value in changes.items()]
+    console.print(f"\n{' '.join(flags_of_best) or 'the settings of the config are the best'}", soft_wrap=True)
+    return {"tries": [vars(one) for one in search.tries], "changes": changes, "iteration": facts}
+
+
 def chosen(names: Sequence[str]) -> list[str]:
     """Return the requested programs in the usual order; all programs if none is named."""
     for name in names:
@@ -138,13 +180,8 @@ def plan(
             raise UserError(f"--lengths needs all programs, and --programs leaves out {', '.join(missing)}; name none")
     elif figure is not None:
         raise UserError(f"--figure={figure} needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
-    mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
-    meshes = make_meshes(config, model, mesh)
-    stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
-    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[topology.generation(name)])
-    facts = topology_facts(name, slices, mesh)
-    with jax.set_mesh(mesh):
-        key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
+    setting, facts, key = prepare(config, model, name, slices=slices)
+    meshes, mesh = setting.engine.meshes, setting.mesh
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
     if console is not None:
         show_header(console, facts)
@@ -172,12 +209,21 @@ def main(config: ConfigDict) -> None:
     """Run the command; exit with code 1 if a program does not fit."""
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
+    cache = Path(f.cache) if f.cache else default_cache()
+    if f.tune:
+        if f.lengths is None:
+            raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
+        cli.write_facts(
+            f.json,
+            tune(config, f.topology, f.lengths, slices=f.slices, headroom=f.headroom, cache=cache, console=Console()),
+        )
+        return
     facts = plan(
         config,
         f.topology,
         slices=f.slices,
         only=f.programs,
-        cache=Path(f.cache) if f.cache else default_cache(),
+        cache=cache,
         dump=Path(f.dump) if f.dump else None,
         console=Console(),
         lengths=f.lengths,
@@ -197,6 +243,8 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8."
     )
+    flags.DEFINE_bool("tune", False, "With --lengths: search for the settings with the least projected iteration.")
+    flags.DEFINE_float("headroom", 0.08, "With --tune: part of a chip's memory to leave free.", 0.0, 0.9)
     flags.DEFINE_string("figure", None, "With --lengths: draw the iteration to this PNG file.")
     flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
     cli.run(main)

@@ -307,7 +307,7 @@ def test_a_small_iteration_step_by_step(run):
 
 
 def test_it_is_shown_and_drawn(tmp_path):
-    found = iteration.simulate(shrunk(PARTIAL), Lengths("lognormal:512:0.8", 1984, "the limit"))
+    found = iteration.simulate(shrunk(FOUR[3]), Lengths("lognormal:512:0.8", 1984, "the limit"))
     console = Console(record=True, width=200)
     show_iteration(console, found.facts("lognormal:512:0.8", 8))
     said = console.export_text()

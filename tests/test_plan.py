@@ -50,7 +50,9 @@ def test_flops_of_rows_that_share_their_prompt():
     assert flops.of_rows(2, prompt=2, response=3, share=1) == flops.Work(10, 6, 2 * (3 + 12))
 
 
-@pytest.mark.parametrize("name", ["", "v6e", "v5e", "long", "16", "1024", "long,256", "16k", "16k_padded", "16k_partial"])
+@pytest.mark.parametrize(
+    "name", ["", "v6e", "v5e", "long", "16", "1024", "long,256", "16k", "16k_padded", "16k_partial"]
+)
 def test_recipes_are_configs(name):
     config = cli.load_config(f"{RECIPE}:{name}")
     check(config)
@@ -67,7 +69,10 @@ def test_dense_recipes_are_configs(size):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (f"{RECIPE}:v7", "takes no argument 'v7'; there are v6e, v5e, long, 16k, 16k_padded, 16k_partial, a number of chips"),
+        (
+            f"{RECIPE}:v7",
+            "takes no argument 'v7'; there are v6e, v5e, long, 16k, 16k_padded, 16k_partial, a number of chips",
+        ),
         (f"{RECIPE}:48", "cannot be laid out on 48 chips; use 16, 32 or a multiple of 64"),
         ("configs/qwen3_dense.py:7B", "takes no argument '7B'; did you mean"),
         ("configs/qwen3_235b_a22b.py:most", "takes no argument 'most'; use least, or none"),

@@ -153,6 +153,11 @@ def program_seconds(facts: Mapping[str, Any]) -> float:
     return (seconds["per_op"] + seconds["attention"]) / EFFICIENCY + (seconds["exposed"] or 0.0)
 
 
+def attention_seconds(facts: Mapping[str, Any]) -> float:
+    """The part of `program_seconds` that attention takes."""
+    return facts["seconds"]["attention"] / EFFICIENCY
+
+
 def decode_steps(module: costs_lib.Program, setting: Setting) -> list[dict[str, Any]]:
     """Costs of a decode step in each phase, as `sampling.Step`: the slots are halved from loop to loop."""
     chip, config = setting.chip, setting.config
@@ -186,15 +191,6 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
     data, training, critic = config.data, config.training, setting.engine.critic
     hosts = len({device.process_index for device in setting.mesh.devices.flat})
     answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * config.scoring.workers))
-    padded, rates = {}, {}
-    for name in ("update", "score"):
-        facts, rows = programs[name], full_rows(setting, name)
-        times, attention = (training.minibatches if name == "score" else 1), facts["seconds"]["attention"] / EFFICIENCY
-        rates[name] = Rate(
-            chips * (program_seconds(facts) - attention) / (times * rows.positions),
-            chips * attention / (times * rows.pairs),
-        )
-        padded[name] = rows
     return Run(
         chips=chips,
         prompts=data.prompts_per_batch,
@@ -204,15 +200,22 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
         minibatches=training.minibatches,
         in_flight=config.sampling.partial.prompts,
         packer=setting.engine.packer,
-        padded=padded,
+        padded={name: full_rows(setting, name) for name in ("update", "score")},
         reshard_s=program_seconds(programs["reshard"]),
         prefill_s=program_seconds(programs["sample_prefill"]),
         decoder=_decoder(setting, programs["sample_decode"]["steps"]),
         reward_s=answers * sum(ANSWER_S[name] for name in config.rewards if name in isolated.__all__),
-        update=rates["update"],
-        forward=rates["score"],
+        update=rate(programs["update"], setting, "update"),
+        forward=rate(programs["score"], setting, "score"),
         scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or critic is not None,
     )
+
+
+def rate(facts: Mapping[str, Any], setting: Setting, name: str) -> Rate:
+    """The rate of "update" or "score", planned with responses of full length."""
+    rows, chips, seconds = full_rows(setting, name), setting.mesh.size, program_seconds(facts)
+    times, attention = setting.config.training.minibatches if name == "score" else 1, attention_seconds(facts)
+    return Rate(chips * (seconds - attention) / (times * rows.positions), chips * attention / (times * rows.pairs))
 
 
 def full_rows(setting: Setting, name: str) -> Rows:

@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_jax.planning.tune import Try
+
 GB = 1e9
 
 
@@ -82,4 +84,14 @@ def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
         console,
         f"  {facts['tokens']:,.0f} tokens, {facts['decode_steps']:,.0f} decode steps in {facts['sampling_calls']:.1f} "
         f"sampling calls, {facts['microbatches']:.1f} micro-batches per update",
+    )
+
+
+def show_try(console: Console, one: Try) -> None:
+    """Print a line of the table of settings that were tried."""
+    seconds = "" if one.seconds is None else f"{one.seconds:.1f} s"
+    free = "" if one.headroom is None else f"{one.headroom:.0%} free"
+    changes = " ".join(f"{field}={value}" for field, value in one.changes.items()) or "as the config has it"
+    _print(
+        console, f"{one.part:9} {seconds:>9} {free:>9}  {changes}" + (f": {one.note}" if one.note else ""), markup=False
     )

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 13.0, 7.2
 """Size of the figure in inches."""
-COLORS: dict[str, str] = dict(zip(PHASES, (PALETTE[6], PALETTE[5], PALETTE[0], PALETTE[4], PALETTE[3], PALETTE[2]), strict=True))
+COLORS: dict[str, str] = dict(
+    zip(PHASES, (PALETTE[6], PALETTE[5], PALETTE[0], PALETTE[4], PALETTE[3], PALETTE[2]), strict=True)
+)
 """Colour of each phase."""
 WAITING = "#d9d9d9"
 """Colour of what is no work."""
