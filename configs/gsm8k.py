@@ -22,14 +22,12 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.prompts_per_batch = 32
     config.data.max_prompt_length = 256
     config.sampling.max_response_length = 512
-    config.training.microbatches = 4
     config.scoring.workers = 2
 
     if arg == "runlocal":
         config.iterations = 2
         config.data.prompts_per_batch = 8
         config.sampling.group_size = 4
-        config.training.microbatches = 1
         config.sampling.max_response_length = 64
         config.eval.prompts = 8
         config.training.minibatches = 4

@@ -29,6 +29,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.max_prompt_length = 512
     config.sampling.group_size = 16
     config.sampling.max_response_length = 3968
+    config.training.row_tokens = 512 + 4 * 3968  # a prompt and four responses of full length
     config.training.logprob_chunk = 128 * 512
     config.scoring.workers = 8
     if arg == "least":

@@ -31,7 +31,7 @@ def get_config(arg: str = "1.7B") -> ConfigDict:
     config.sampling.group_size = 16
     config.sampling.max_response_length = 3584
     config.sampling.slots = 256  # 64 per chip; all 1024 at once would need 181 GB per chip
-    config.training.microbatches = 16
+    config.training.row_tokens = 512 + 4 * 3584  # a prompt and four responses of full length
     config.training.logprob_chunk = 4 * 1024
     config.scoring.workers = 8
     return config

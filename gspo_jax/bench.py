@@ -41,7 +41,7 @@ from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.training.experience import Rewards
-from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
+from gspo_jax.types import Prompts, Rollout, SamplerStats, UserError, Weights
 from gspo_jax.workload import DTYPES, Workload, flops
 
 PARTS = ("sample", "score", "update")
@@ -77,7 +77,11 @@ class Iterations:
     def __init__(self, work: Workload, model: ModelConfig, mesh: Mesh):
         config = work.config
         stop = make_stop_rule(config, eos_ids=(), pad_id=0)
-        self._engine = engine.build(config, model, make_meshes(config, model, mesh), stop)
+        meshes = make_meshes(config, model, mesh)
+        self._engine = engine.build(config, model, meshes, stop)
+        self._padded = engine.build(work.padded_config, model, meshes, stop) if work.padded else None
+        self.packed: dict[str, float] = {}
+        """How well the newest iteration is packed, by metric name."""
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
         self.stats = SamplerStats()
         """Sampling time and work of the newest iteration."""
@@ -88,7 +92,8 @@ class Iterations:
     def run(self, number: int) -> dict[str, float]:
         """Run iteration `number` and return the seconds of each part and of the whole.
 
-        Resharding the weights counts as sampling, computing advantages as scoring.
+        Resharding the weights counts as sampling, packing and computing advantages as scoring. Padded rows, if asked
+        for, come last and are no part of the whole.
         """
         work, state = self._work, self._state
         shape = (work.prompts, work.prompt_length)
@@ -107,22 +112,32 @@ class Iterations:
         sampler.release()
         times.append(time.perf_counter())
 
-        objective = self._engine.objective
-        packing = None
-        if self._engine.packer is not None:
-            packing = self._engine.packer(*hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths)))
-        old = self._engine.score(weights, None, None, rollout, packing)
         scored = Rewards(*hosts.shard_rows(self._mesh, rewards))
-        experience = jax.block_until_ready(self._engine.experience(objective, rollout, old, scored))
+        seconds = {"sample": times[-1] - times[0], **self._learn(self._engine, rollout, scored)}
+        seconds["iteration"] = sum(seconds.values())
+        if self._padded is not None:
+            seconds |= {f"padded {part}": took for part, took in self._learn(self._padded, rollout, scored).items()}
+        return seconds
+
+    def _learn(self, programs: engine.Engine, rollout: Rollout, scored: Rewards) -> dict[str, float]:
+        """Score a rollout and make its updates; return the seconds of either."""
+        times, objective, state = [time.perf_counter()], programs.objective, self._state
+        packing = None
+        if programs.packer is not None:
+            columns = hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths))
+            packing = programs.packer(*columns)
+            self.packed = programs.packer.metrics(packing, *columns)
+        old = programs.score(Weights(state.params, self._frozen), None, None, rollout, packing)
+        experience = jax.block_until_ready(programs.experience(objective, rollout, old, scored))
         experience = dataclasses.replace(experience, packing=packing)
         times.append(time.perf_counter())
 
-        for minibatch in range(work.minibatches):
-            state, metrics = self._engine.update(objective, state, self._frozen, experience, minibatch)
+        for minibatch in range(self._work.minibatches):
+            state, metrics = programs.update(objective, state, self._frozen, experience, minibatch)
             jax.device_get(metrics)
         self._state = jax.block_until_ready(state)
         times.append(time.perf_counter())
-        return dict(zip(PARTS, np.diff(times).tolist(), strict=True)) | {"iteration": times[-1] - times[0]}
+        return dict(zip(PARTS[1:], np.diff(times).tolist(), strict=True))
 
 
 def measure(work: Workload) -> dict[str, Any]:
@@ -146,17 +161,16 @@ def measure(work: Workload) -> dict[str, Any]:
         rate = matmul_flops_per_s(mesh, work.dtype)
     columns = {name: [times[name] for times in seen[work.warmup :]] for name in (*PARTS, "iteration")}
     medians = {name: statistics.median(column) for name, column in columns.items()}
+    padded = {part: [times[f"padded {part}"] for times in seen[work.warmup :]] for part in PARTS[1:] if work.padded}
     least = flops(model, work)
     floors = {name: least[name] / rate for name in columns}
     return {
         **{
-            name: {
-                "median_s": medians[name],
-                "min_s": min(column),
-                "tokens_per_s": work.tokens[name] / medians[name],
-            }
+            name: _seconds(column) | {"tokens_per_s": work.tokens[name] / medians[name]}
             for name, column in columns.items()
         },
+        **({"padded": {part: _seconds(column) for part, column in padded.items()}} if padded else {}),
+        "packing": {name.removeprefix("packing/"): value for name, value in iterations.packed.items()},
         "prefill_s": statistics.median(s.prefill_s for s in stats[work.warmup :]),
         "decode_s": statistics.median(s.decode_s for s in stats[work.warmup :]),
         "decode_steps": stats[-1].steps,
@@ -174,6 +188,10 @@ def measure(work: Workload) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
+
+
+def _seconds(column: Sequence[float]) -> dict[str, float]:
+    return {"median_s": statistics.median(column), "min_s": min(column)}
 
 
 def peak_rss_mb() -> float:
@@ -195,6 +213,8 @@ def show(found: Mapping[str, Any]) -> None:
         }
         for name in (*PARTS, "iteration")
     ]
+    for name, times in found.get("padded", {}).items():
+        rows.append({"part": f"{name}, padded", "median s": times["median_s"], "min s": times["min_s"]})
     size = f"{work['prompts']} × {work['group']} responses, {work['prompt_length']} + {work['new_tokens']} tokens"
     size += f" ({work['lengths']})" if work["lengths"] else ""
     size += f", {work['slots']} slots" if work["slots"] else ""
@@ -204,6 +224,8 @@ def show(found: Mapping[str, Any]) -> None:
         f"prefill {found['prefill_s']:.3f} s; decode {found['decode_s']:.3f} s, {found['decode_steps']} steps with "
         f"{found['occupancy']:.0%} of their slots in use"
     )
+    packed = found["packing"]
+    print(f"{packed['microbatches']:g} micro-batches an update, {packed['fill']:.0%} of whose token slots are in use")
     print(
         f"peak memory {found['peak_rss_mb']:,.0f} MB, with the compiler {found['compile_peak_rss_mb']:,.0f} MB; "
         f"compilation {found['compile_s']:.1f} s; {work['devices']} × "
@@ -232,7 +254,7 @@ def parser() -> Parser:
         "prompt_length": "tokens per prompt",
         "new_tokens": "maximum tokens per response",
         "minibatches": "updates per iteration",
-        "microbatches": "parts that an update, and a batch to score, is processed in",
+        "microbatches": "parts that an update and scoring of padded rows are processed in",
         "repeats": "measured iterations",
         "warmup": "iterations before the measured ones; the first one compiles",
         "devices": "devices to use; simulated where jax runs on CPU",
@@ -242,6 +264,8 @@ def parser() -> Parser:
     lengths = "of responses, such as uniform:16:128 or lognormal:64:0.8; default --new_tokens"
     parser.add_argument("--lengths", metavar="KIND", help=lengths)
     parser.add_argument("--slots", type=int, metavar="N", help="responses decoded at a time; by default all")
+    parser.add_argument("--row_tokens", type=int, metavar="N", help="tokens of a packed row; by default as in a run")
+    parser.add_argument("--padded", action="store_true", help="also time padded rows, in turn with packed ones")
     parser.add_argument("--dtype", default=defaults["dtype"], help=f"compute dtype: {' or '.join(DTYPES)}")
     parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="such as fsdp:-1,expert:2; -1: the rest of the devices")
     parser.add_argument("--compile", default="ahead", help="ahead, in a separate process, or here; default ahead")
@@ -288,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Workload(**given)
         work.check()
         cli.check_facts_file(file)
-        cli.trim_around_compiling()
+        cli.reuse_memory()
         if work.devices > 1:
             cli.simulate_devices(work.devices)
         if place == "ahead":

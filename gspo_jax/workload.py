@@ -41,8 +41,12 @@ class Workload:
     """Responses decoded at a time; None: all."""
     minibatches: int = 4
     """Updates per iteration."""
+    row_tokens: int | None = None
+    """Tokens of a packed row; None: as a run's default."""
+    padded: bool = False
+    """Also score and update with padded rows, in turn with packed ones."""
     microbatches: int = 1
-    """Gradient-accumulation steps per update."""
+    """Gradient-accumulation steps per update of padded rows."""
     dtype: str = "float32"
     """Compute dtype; parameters are float32."""
     repeats: int = 5
@@ -87,11 +91,18 @@ class Workload:
         config.sampling.max_response_length = self.new_tokens
         config.sampling.slots = self.slots
         config.training.minibatches = self.minibatches
-        config.training.microbatches = self.microbatches
+        config.training.row_tokens = self.row_tokens
         config.training.old_logprobs = "recompute"
         config.optimizer.learning_rate = 1e-6
         config.optimizer.warmup_updates = 0
         config.optimizer.max_grad_norm = 1.0
+        return config
+
+    @property
+    def padded_config(self) -> ConfigDict:
+        """The config with padded rows."""
+        config = self.config
+        config.training.update({"packing": False, "row_tokens": None, "microbatches": self.microbatches})
         return config
 
     def check(self) -> ModelConfig:
@@ -101,8 +112,19 @@ class Workload:
           UserError: a number is out of range, or does not fit the other numbers or the model.
         """
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1")
+        if self.microbatches != 1 and not self.padded:
+            raise UserError(
+                f"--microbatches is {self.microbatches}, but packed rows are as many as the lengths need; add --padded "
+                "to measure padded rows too, or set --row_tokens"
+            )
+        least = self.prompt_length + self.new_tokens
+        if self.row_tokens is not None and self.row_tokens < least:
+            raise UserError(
+                f"--row_tokens is {self.row_tokens}, too few for --prompt_length {self.prompt_length} and --new_tokens "
+                f"{self.new_tokens}; use {least} or more"
+            )
         _ = self.limits  # raises if --lengths is malformed
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype is {self.dtype!r}; use {' or '.join(DTYPES)}")
@@ -115,7 +137,7 @@ class Workload:
             )
         sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
         try:
-            check_sizes(self.config, model, sizes)
+            check_sizes(self.padded_config if self.padded else self.config, model, sizes)
         except UserError as error:
             raise UserError(_as_flags(str(error))) from None
         return model

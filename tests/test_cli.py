@@ -129,8 +129,14 @@ def test_a_config_argument_that_does_not_exist(name):
             "prompts_per_batch 32 is not divisible by .*3 mini-batches.* = 24; use 24 or 48",
         ),
         (
-            {"training.microbatches": 16},
+            {"training.packing": False, "training.microbatches": 16},
             "prompts_per_batch 32 is not divisible by .*16 micro-batches need = 64; use 64",
+        ),
+        ({"training.microbatches": 2}, "training.microbatches is 2, but packed rows .*set training.packing to False"),
+        ({"training.row_tokens": 30}, "training.row_tokens is 30, too few for .*; use 40 or more"),
+        (
+            {"training.packing": False, "training.row_tokens": 64},
+            "training.row_tokens is 64 and training.packing False: .*leave it None",
         ),
         ({"coldstart.batch": 12}, "coldstart.batch 12 is not divisible by data×fsdp×expert = 8; use 8 or 16"),
         ({"training.old_logprobs": "samplr"}, "'samplr'; use 'sampler' or 'recompute'"),

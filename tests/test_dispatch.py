@@ -11,6 +11,8 @@ import pytest
 
 from gspo_jax.models import dispatch as dispatch_lib
 from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.models.transformer import REMATS
+from gspo_jax.parallel import hlo
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
 from tests.tiny import leaf_errors, mesh_id, mostly_slow
@@ -123,23 +125,45 @@ def test_dispatch_equals_the_oracle(mesh, dispatch, load):
     assert leaf_errors(oracle()(experts), compiled(mesh_id(mesh), dispatch)(experts)) < 2e-6
 
 
+@pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("load", ["random", "one expert", "padded"])
-def test_a_layer_of_many_has_room_for_every_load(load):
-    """A layer read from a stack handles every load. On 8 shards the usual buffers hold 16 of 32 pairs.
+def test_a_forward_has_room_for_every_load(load, layer):
+    """Without a gradient, on 8 shards, the usual buffers hold 16 of 32 pairs; every load gets through all the same.
 
-    The random load fits, the 32 pairs of one expert do not. The other layer is NaN.
+    The random load fits, the 32 pairs of one expert do not. A layer is read from a stack whose other layer is NaN.
     """
     experts = jnp.asarray(routed(load))
     x, weights, kernels, _ = numbers()
-    stacked = jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
+    given = kernels if layer is None else jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
     held = np.bincount(experts.reshape(-1)[(experts.reshape(-1) >= 0) & (experts.reshape(-1) < E)], minlength=E)
     assert (held.max() > dispatch_lib.HEADROOM * B * T * K // 8) == (load == "one expert")
     with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
         y, dropped = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(
-            x, experts, weights, stacked, layer=jnp.asarray(1)
+            x, experts, weights, given, layer=None if layer is None else jnp.asarray(layer)
         )
     assert leaf_errors(all_experts(x, experts, weights, kernels), y) < 2e-6
     assert not dropped.any()
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_a_gradient_has_buffers_for_the_worst_case_alone(remat):
+    """A forward has a branch for the rare load that does not fit the usual buffers, its gradient has no branches."""
+    x, weights, kernels, _ = numbers()
+    experts = jnp.asarray(routed("random"))
+
+    def layer(x, weights, kernels):
+        return exchange(x, experts, weights, kernels, dispatch=Dispatch())[0]
+
+    def loss(x, weights, kernels):
+        policy = REMATS[remat]
+        return (layer if policy is None else jax.checkpoint(layer, policy=policy))(x, weights, kernels).sum()
+
+    def has_branches(f):
+        return hlo.RARELY in jax.jit(f).lower(x, weights, kernels).as_text(debug_info=True)
+
+    with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
+        assert has_branches(loss)
+        assert not has_branches(jax.value_and_grad(loss, argnums=range(3)))
 
 
 def kept(experts, mesh, factor):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from gspo_jax.kernels import grouped_matmul_tpu
 from gspo_jax.types import UserError
@@ -70,6 +71,79 @@ def test_kernels_equal_the_dense_oracle(name, F, dtype):
     close(grouped_matmul_tpu.matmuls_transposed((g,), (v,), groups, interpret=True), back[0], dtype)
     close(grouped_matmul_tpu.matmuls_transposed((g, h), (v, w), groups, interpret=True), sum(back), dtype)
     close(grouped_matmul_tpu.outer(x, g, groups, interpret=True), dense_outer(x64, g64, sizes), dtype)
+
+
+LOADS = {
+    "random": [300, 513, 90, 633],
+    "empty": [0, 1100, 0, 436],
+    "full": [512, 512, 0, 512],
+    "skewed": [1, 1500, 2, 3],
+    "each number of parts": [700, 70, 200, 400],
+    "tail": [640, 0, 40, 0],
+}
+"""Sizes of four groups in 1536 rows."""
+
+
+PARTED = [(rows, load) for rows in (384, 512) for load in LOADS]
+
+
+@pytest.mark.parametrize(("rows", "load"), mostly_slow(PARTED, always=[(384, "skewed"), (512, "random")]))
+def test_parts_of_a_tile_equal_the_dense_oracle(rows, load, monkeypatch):
+    """A group that has some rows of a tile computes some of its three or four parts. Rows beyond the groups are NaN."""
+    sizes, N, D, F = LOADS[load], 1536, 16, 24
+    monkeypatch.setattr(grouped_matmul_tpu, "_row_tile", lambda *_: rows)
+    used, groups = sum(sizes), jnp.asarray(sizes, jnp.int32)
+    x, x64 = draw("float32", N, D, seed=0)
+    w, w64 = draw("float32", len(sizes), D, F, seed=1)
+    g, g64 = draw("float32", N, F, seed=2)
+    x, g = (a.at[used:].set(jnp.nan) for a in (x, g))
+    (out,) = grouped_matmul_tpu.matmuls(x, (w,), groups, interpret=True)
+    close(out, dense(x64, w64, sizes), "float32")
+    back = grouped_matmul_tpu.matmuls_transposed((g,), (w,), groups, interpret=True)
+    close(back, dense(g64, w64.swapaxes(1, 2), sizes), "float32")
+    close(grouped_matmul_tpu.outer(x, g, groups, interpret=True), dense_outer(x64, g64, sizes), "float32")
+
+
+def computed(sizes, rows, tile):
+    """Return the rows that the kernels compute for these groups, counted over the slices of every visit."""
+    visits, counts = grouped_matmul_tpu._visits(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
+
+    def kernel(first, end, counts, total):
+        def add(at, *_):
+            total[0] += at.size
+
+        total[0] = 0
+
+        @pl.loop(0, counts[1])
+        def _(v):
+            grouped_matmul_tpu._for_parts(first[v], end[v], tile, add)
+
+    total = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return int(pl.pallas_call(kernel, out_shape=total, interpret=True)(visits.first, visits.end, counts)[0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile", "rows"),
+    [([100, 0, 300], 512, 128 + 512), ([128, 128], 512, 256), ([10, 20], 16, 16 + 32), ([512, 1], 512, 640)],
+)
+def test_rows_computed_by_hand(sizes, tile, rows):
+    """Rows [0, 100) are in one part of 128, [100, 400) in four; of tiles of 16, [0, 10) is in one, [10, 30) in two."""
+    assert grouped_matmul_tpu.executed_rows(np.array(sizes), tile) == rows == computed(sizes, 1024, tile)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_computed_at_random_loads(seed):
+    """16,384 tokens choose 8 of 128 experts each: 1.12 times the rows that came are computed; whole tiles were 1.5.
+
+    A group of n rows that begins anywhere in a part is in (n + 127) / 128 parts on average, here 1 + 127 / 1024.
+    """
+    tokens, E, K = 16384, 128, 8
+    rng = np.random.default_rng(seed)
+    sizes = np.bincount(rng.permuted(np.tile(np.arange(E), (tokens, 1)), axis=1)[:, :K].reshape(-1), minlength=E)
+    tile = grouped_matmul_tpu._row_tile(tokens * K, E, tokens * K, 2048, 2)
+    rows = grouped_matmul_tpu.executed_rows(sizes, tile)
+    assert (tile, rows) == (512, computed(sizes, tokens * K, tile))
+    assert 1.11 * tokens * K < rows < 1.13 * tokens * K
 
 
 def test_a_layer_s_matrices_are_read_where_they_lie():

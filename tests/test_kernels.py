@@ -32,8 +32,8 @@ def dense(rows, weights, sizes):
 
 
 def backends():
-    ragged = {"matmul": gm._ragged, "outer": gm._ragged_outer}
-    blocked = {"matmul": gm._blocked, "outer": gm._blocked_outer}
+    ragged = {"products": gm._ragged_products, "transposed": gm._ragged_transposed, "outer": gm._ragged_outer}
+    blocked = {"products": gm._blocked_products, "transposed": gm._blocked_transposed, "outer": gm._blocked_outer}
     return [pytest.param(blocked, id="blocked"), pytest.param(ragged, id="ragged")]
 
 
@@ -41,18 +41,19 @@ def backends():
 @pytest.mark.parametrize("backend", backends())
 def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
     rng = np.random.default_rng(0)
-    rows, weights = rng.standard_normal((160, 24)), rng.standard_normal((4, 24, 16))
-    grads = rng.standard_normal((160, 16))
+    rows, weights = rng.standard_normal((160, 24)), rng.standard_normal((2, 4, 24, 16))
+    grads = rng.standard_normal((2, 160, 16))
     counts = jnp.asarray(sizes, jnp.int32)
     rows32, weights32, grads32 = (jnp.asarray(a, jnp.float32) for a in (rows, weights, grads))
-    out = backend["matmul"](rows32, weights32, counts, transposed=False)
-    np.testing.assert_allclose(out, dense(rows, weights, sizes), atol=1e-4)
-    back = backend["matmul"](grads32, weights32, counts, transposed=True)
-    np.testing.assert_allclose(back, dense(grads, weights.transpose(0, 2, 1), sizes), atol=1e-4)
-    outer = backend["outer"](rows32, grads32, counts)
+    out = backend["products"](rows32, tuple(weights32), counts)
+    np.testing.assert_allclose(out, np.stack([dense(rows, w, sizes) for w in weights]), atol=1e-4)
+    back = backend["transposed"](tuple(grads32), tuple(weights32), counts)
+    expected = sum(dense(g, w.transpose(0, 2, 1), sizes) for g, w in zip(grads, weights, strict=True))
+    np.testing.assert_allclose(back, expected, atol=1e-4)
+    outer = backend["outer"](rows32, tuple(grads32), counts)
     ends = np.cumsum([0, *sizes])
-    expected = [rows[a:b].T @ grads[a:b] for a, b in itertools.pairwise(ends)]
-    np.testing.assert_allclose(outer, np.stack(expected), atol=1e-4)
+    expected = [[rows[a:b].T @ g[a:b] for a, b in itertools.pairwise(ends)] for g in grads]
+    np.testing.assert_allclose(outer, np.asarray(expected), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -88,8 +89,9 @@ def test_grouped_matmul_gradient_is_its_own(dtype):
 def test_what_lies_beyond_the_groups_is_not_read(backend):
     rows, grads = (jnp.full((40, width), jnp.nan).at[:20].set(1.0) for width in (8, 4))
     counts = jnp.asarray([7, 13], jnp.int32)
-    assert np.isfinite(backend["matmul"](rows, jnp.ones((2, 8, 4)), counts, transposed=False)).all()
-    np.testing.assert_array_equal(backend["outer"](rows, grads, counts)[:, 0, 0], [7, 13])
+    assert np.isfinite(backend["products"](rows, [jnp.ones((2, 8, 4))], counts)[0]).all()
+    assert np.isfinite(backend["transposed"]([grads], [jnp.ones((2, 8, 4))], counts)).all()
+    np.testing.assert_array_equal(backend["outer"](rows, [grads], counts)[0][:, 0, 0], [7, 13])
 
 
 def naive_attention(q, k, v, mask):

@@ -185,6 +185,7 @@ def test_programs_of_the_recipe_fit_and_are_counted_right():
     assert 0 < seconds["exposed"] < 0.5 * seconds["ici"], "most gathers overlap with compute"
     assert update["peak_bytes"] <= 60e9 and seconds["per_op"] <= 1.20
     assert update["ici_bytes"] <= 185e9
+    assert found["programs"]["sample_prefill"]["seconds"]["per_op"] <= 0.035
     assert found["chip"] == "v5p"
 
 

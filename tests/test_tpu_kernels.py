@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels.decode_attention_tpu import ring_softmax
 from gspo_jax.kernels.grouped_matmul import grouped_matmuls
+from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.attention import attend_segments
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
@@ -30,6 +31,8 @@ SEGMENTS = {"one text": (4096, 1, 0), "a prompt and four": (512, 4, 896), "long"
 EXPERTS, D, F = 32, 2048, 768
 ROWS = {"many": 65536, "few": 64, "odd": 1000}
 """Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
+PACKED = {"long": 16384, "odd": 1000}
+"""Tokens per packed row; the second number is no multiple of a block."""
 RINGS = {"short": 448, "long": 4096, "odd": 50}
 """Columns per ring segment."""
 
@@ -76,6 +79,20 @@ def attention(target, name, dtype, remat="none"):
         return compiled(run, q, k, k, one((rows, tokens), jnp.bool_, "batch"), grads=q)
 
 
+def packed(target, name, dtype, remat="none"):
+    """Compile attention over packed rows, one row and half of the heads per chip."""
+    mesh, tokens = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), PACKED[name]
+    one, rows = of_mesh(mesh), mesh.size // 2
+    q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
+    k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
+    ends = one((rows, tokens), jnp.int32, "batch")
+    run = packed_attention if remat == "none" else jax.checkpoint(packed_attention, policy=REMATS[remat])
+    with jax.set_mesh(mesh):
+        specs = tuple(x.sharding.spec for x in (q, k, k))
+        run = jax.shard_map(run, in_specs=(*specs, ends.sharding.spec), out_specs=specs[0])
+        return compiled(run, q, k, k, Spans(ends, ends, ends), grads=q)
+
+
 def experts(target, name, dtype):
     """Compile the grouped matmul with rows and experts of its own on every chip, and two matrices per expert."""
     mesh = topology.topology_mesh(target, {"fsdp": -1})
@@ -106,13 +123,13 @@ def ring(target, name, dtype):
         return read(topology.lower(run, q, k, number, number, rows).compile())
 
 
-LARGEST = {(attention, "long"), (experts, "many"), (ring, "long")}
+LARGEST = {(attention, "long"), (packed, "long"), (experts, "many"), (ring, "long")}
 REMATERIALISED = ("dots", "full")
 
 
 def cases(target):
     """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
-    named = [(of, name) for of, names in ((attention, SEGMENTS), (experts, ROWS), (ring, RINGS)) for name in names]
+    named = [(of, name) for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (ring, RINGS)) for name in names]
     if target.startswith("v5p"):
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in named if case in LARGEST)]
     return [(*case, "bfloat16") for case in named if case in LARGEST]
@@ -122,6 +139,7 @@ def figures(target):
     """Compile the kernels for one slice and return what was read of each."""
     remats = REMATERIALISED if target.startswith("v5p") else ()
     kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in remats}
+    kept |= {f"packed, {remat}": packed(target, "odd", "bfloat16", remat) for remat in remats}
     return kept | {f"{of.__name__}, {name}, {dtype}": of(target, name, dtype) for of, name, dtype in cases(target)}
 
 
@@ -144,6 +162,10 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             assert result["kernels"] == {f"{forward}_residuals": 1, f"{both}_no_residuals": 1} | apart
             queries = (prompt + responses * length) * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
             assert result["temporaries"] < 16 * queries
+        elif of is packed:
+            assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
+            queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
+            assert result["temporaries"] < 16 * queries
         elif of is experts:
             kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
@@ -152,6 +174,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
     if target.startswith("v5p"):
         counts = [found[f"attention, {remat}"]["kernels"][f"{forward}_residuals"] for remat in REMATERIALISED]
         assert counts == [1, 2], "dots saves what the backward kernels need of the output"
+        counts = [found[f"packed, {remat}"]["kernels"]["packed_attention"] for remat in REMATERIALISED]
+        assert counts == [1, 2], "and so for packed rows"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Detection of the backend that the current trace targets, its compiler options, and types under manual mesh axes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec
 
 
 def platform() -> str:
@@ -35,3 +39,16 @@ def varying_like(x: Array, *others: Array) -> Array:
         - jax.typeof(x).manual_axis_type.varying
     )
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
+    """Run a kernel whose output types do not declare the manual mesh axes they vary over, and add the declaration.
+
+    `jax.shard_map` checks these types and would reject the kernel otherwise.
+    """
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
+    if not axes:
+        return kernel(*args)
+    whole = PartitionSpec()
+    out = jax.shard_map(kernel, in_specs=(whole,) * len(args), out_specs=whole, check_vma=False)(*args)
+    return jax.lax.pcast(out, tuple(axes), to="varying")

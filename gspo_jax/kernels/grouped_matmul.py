@@ -6,7 +6,7 @@ kernels. Elsewhere: `jax.lax.ragged_dot`.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from gspo_jax.kernels import grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform, varying_like
+
+Tree = TypeVar("Tree")
 
 _BLOCK, _STEP = 64, 16
 """Rows per block on CPU, and the granularity of a group's smaller last block: large enough for the matmul to run at
@@ -23,32 +25,36 @@ full speed, small enough that the padding rows cost little."""
 class _Group(NamedTuple):
     """The rows [first, end) of one expert: `full` whole blocks, then a remainder starting at row `rest`."""
 
+    expert: Array
     first: Array
     end: Array
     full: Array
     rest: Array
 
-    def remainder(self, branches: Sequence[Callable[..., Array]], *operands: Array) -> Array:
-        """Call the branch for the remainder's size; branch i handles up to i · `_STEP` rows."""
-        return jax.lax.switch((self.end - self.rest + _STEP - 1) // _STEP, branches, *operands)
+    def remainder(self, start: Array, rows: int, branches: Sequence[Callable[[], Tree]]) -> tuple[Array, Tree]:
+        """Compute what the remainder needs of the `rows` rows from `start`, in which it lies.
 
-    def in_remainder(self, start: Array, rows: int) -> Array:
-        """Return [rows, 1], True for those of the `rows` rows from `start` that belong to the remainder."""
+        Branch i handles the first i · `_STEP` of these rows. Returns [rows, 1], True for rows of the remainder, and the
+        branch's result: branches must not return a whole buffer, which would be copied.
+        """
         at = start + jnp.arange(rows)
-        return ((at >= self.rest) & (at < self.end))[:, None]
+        needed = jnp.where(self.rest < self.end, self.end - start, 0)
+        found = jax.lax.switch((needed + _STEP - 1) // _STEP, branches)
+        return ((at >= self.rest) & (at < self.end))[:, None], found
 
 
-def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[Array, _Group, Array], Array], out: Array) -> Array:
-    """Fold out = one(expert, group, out) over the experts that have rows; empty experts cost nothing."""
+def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[_Group, Tree], Tree], out: Tree) -> Tree:
+    """Fold out = one(group, out) over the experts that have rows, in order; empty experts cost nothing."""
     ends = jnp.cumsum(group_sizes)
 
-    def visit(e: Array, out: Array) -> Array:
-        size, end = group_sizes[e], ends[e]
-        full = size // _BLOCK
-        group = _Group(end - size, end, full, end - size + full * _BLOCK)
-        return jax.lax.cond(size > 0, lambda out: one(e, group, out), lambda out: out, out)
+    def visit(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
+        first, out = state
+        e = (ends <= first).sum(dtype=jnp.int32)
+        full = (ends[e] - first) // _BLOCK
+        return ends[e], one(_Group(e, first, ends[e], full, first + full * _BLOCK), out)
 
-    return jax.lax.fori_loop(0, group_sizes.shape[0], visit, out)
+    begin = varying_like(jnp.zeros((), ends.dtype), ends), out
+    return jax.lax.while_loop(lambda state: state[0] < ends[-1], visit, begin)[1]
 
 
 def _block_sizes(n: int) -> list[int]:
@@ -56,59 +62,99 @@ def _block_sizes(n: int) -> list[int]:
     return [min(rows, n) for rows in range(_STEP, _BLOCK + _STEP, _STEP)]
 
 
-def _blocked(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool, first: Array | int = 0) -> Array:
-    """Compute out[n] = rows[n] @ weights[e(n)] (or its transpose) block by block; rows past the last group are zero.
+def _blocked(
+    rows: Sequence[Array],
+    weights: Sequence[Array],
+    group_sizes: Array,
+    product: Callable[[Sequence[Array], Sequence[Array]], tuple[Array, ...]],
+    *,
+    first: Array | int = 0,
+) -> tuple[Array, ...]:
+    """Compute product(rows[n], weights[e(n)]) block by block, of one or several arrays; zero past the last group.
 
-    The first group's matrix is weights[first].
+    The first group's matrices are weights[first].
     """
-    n = rows.shape[0]
-    product = partial(jnp.einsum, "nf,df->nd" if transposed else "nd,df->nf")
+    n, room = rows[0].shape[0], min(_BLOCK, rows[0].shape[0])
 
-    def one(e: Array, group: _Group, out: Array) -> Array:
-        w = jax.lax.dynamic_index_in_dim(weights, first + e, keepdims=False)
+    def one(group: _Group, outs: tuple[Array, ...]) -> tuple[Array, ...]:
+        own = [jax.lax.dynamic_index_in_dim(w, first + group.expert, keepdims=False) for w in weights]
+        start = jnp.minimum(group.rest, n - room)
 
-        def whole(i: Array, out: Array) -> Array:
-            start = group.first + i * _BLOCK
-            return _write(out, product(_take(rows, start, _BLOCK), w), start)
+        def whole(i: Array, outs: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = group.first + i * _BLOCK
+            found = product([_take(x, at, _BLOCK) for x in rows], own)
+            return tuple(_write(out, y, at) for out, y in zip(outs, found, strict=True))
 
-        def part(block: int, out: Array) -> Array:
-            start = jnp.minimum(group.rest, n - block)
-            y = jnp.where(
-                group.in_remainder(start, block), product(_take(rows, start, block), w), _take(out, start, block)
-            )
-            return _write(out, y, start)
+        def part(block: int) -> tuple[Array, ...]:
+            found = product([_take(x, start, block) for x in rows], own)
+            return tuple(jnp.pad(y, ((0, room - block), (0, 0))) for y in found)
 
         if n >= _BLOCK:
-            out = jax.lax.fori_loop(0, group.full, whole, out)
-        return group.remainder([lambda out: out, *(partial(part, block) for block in _block_sizes(n))], out)
+            outs = jax.lax.fori_loop(0, group.full, whole, outs)
+        nothing = tuple(varying_like(jnp.zeros((room, out.shape[1]), out.dtype), out) for out in outs)
+        branches = [lambda: nothing, *(partial(part, block) for block in _block_sizes(n))]
+        inside, last = group.remainder(start, room, branches)
+        return tuple(
+            _write(out, jnp.where(inside, y, _take(out, start, room)), start) for out, y in zip(outs, last, strict=True)
+        )
 
-    out = jnp.zeros((n, weights.shape[1] if transposed else weights.shape[2]), rows.dtype)
-    return _for_groups(group_sizes, one, varying_like(out, rows, weights, group_sizes))
+    shapes = jax.eval_shape(product, rows, [w[0] for w in weights])
+    outs = tuple(varying_like(jnp.zeros(y.shape, y.dtype), *rows, *weights, group_sizes) for y in shapes)
+    return _for_groups(group_sizes, one, outs)
 
 
-def _blocked_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
-    """Compute dW[e] = Σ rows[n] grads[n]^T over the rows n of expert e, block by block, accumulated in float32."""
-    n = rows.shape[0]
+def _blocked_products(
+    rows: Array, weights: Sequence[Array], group_sizes: Array, *, first: Array | int = 0
+) -> tuple[Array, ...]:
+    """Compute out_i[n] = rows[n] @ weights_i[e(n)] block by block."""
+
+    def product(rows: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(rows[0] @ w for w in weights)
+
+    return _blocked([rows], weights, group_sizes, product, first=first)
+
+
+def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Array], group_sizes: Array) -> Array:
+    """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T block by block."""
+
+    def product(grads: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, ...]:
+        return (reduce(jnp.add, (g @ w.T for g, w in zip(grads, weights, strict=True))),)
+
+    return _blocked(grads, weights, group_sizes, product)[0]
+
+
+def _blocked_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
+    """Compute dW_i[e] = Σ rows[n] grads_i[n]^T over the rows n of expert e, block by block, accumulated in float32."""
+    n, room = rows.shape[0], min(_BLOCK, rows.shape[0])
     product = partial(jnp.einsum, "nd,nf->df", preferred_element_type=jnp.float32)
 
-    def one(e: Array, group: _Group, out: Array) -> Array:
-        def whole(i: Array, sum_: Array) -> Array:
-            start = group.first + i * _BLOCK
-            return sum_ + product(_take(rows, start, _BLOCK), _take(grads, start, _BLOCK))
+    def one(group: _Group, outs: tuple[Array, ...]) -> tuple[Array, ...]:
+        start = jnp.minimum(group.rest, n - room)
 
-        def part(block: int) -> Array:
-            start = jnp.minimum(group.rest, n - block)
-            inside = group.in_remainder(start, block)
-            return product(*(jnp.where(inside, _take(a, start, block), 0) for a in (rows, grads)))
+        def whole(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = group.first + i * _BLOCK
+            x = _take(rows, at, _BLOCK)
+            return tuple(sum_ + product(x, _take(g, at, _BLOCK)) for sum_, g in zip(sums, grads, strict=True))
 
-        zero = varying_like(jnp.zeros(out.shape[1:], out.dtype), rows, grads, group_sizes)
-        sum_ = group.remainder([lambda: zero, *(partial(part, block) for block in _block_sizes(n))])
+        def part(block: int) -> tuple[Array, ...]:
+            at = start + jnp.arange(block)
+            inside = ((at >= group.rest) & (at < group.end))[:, None]
+            x, *gs = (jnp.where(inside, _take(a, start, block), 0) for a in (rows, *grads))
+            return tuple(product(x, g) for g in gs)
+
+        nothing = tuple(varying_like(jnp.zeros(out.shape[1:], out.dtype), out) for out in outs)
+        branches = [lambda: nothing, *(partial(part, block) for block in _block_sizes(n))]
+        sums = group.remainder(start, room, branches)[1]
         if n >= _BLOCK:
-            sum_ = jax.lax.fori_loop(0, group.full, whole, sum_)
-        return jax.lax.dynamic_update_index_in_dim(out, sum_, e, 0)
+            sums = jax.lax.fori_loop(0, group.full, whole, sums)
+        return tuple(
+            jax.lax.dynamic_update_index_in_dim(out, sum_, group.expert, 0)
+            for out, sum_ in zip(outs, sums, strict=True)
+        )
 
-    out = jnp.zeros((group_sizes.shape[0], rows.shape[1], grads.shape[1]), jnp.float32)
-    return _for_groups(group_sizes, one, varying_like(out, rows, grads, group_sizes))
+    shapes = ((group_sizes.shape[0], rows.shape[1], g.shape[1]) for g in grads)
+    outs = tuple(varying_like(jnp.zeros(shape, jnp.float32), rows, *grads, group_sizes) for shape in shapes)
+    return _for_groups(group_sizes, one, outs)
 
 
 def _take(x: Array, start: Array, rows: int) -> Array:
@@ -123,16 +169,23 @@ def _tail_zeroed(out: Array, group_sizes: Array) -> Array:
     return jnp.where(jnp.arange(out.shape[0])[:, None] < group_sizes.sum(), out, 0)
 
 
-def _ragged(rows: Array, weights: Array, group_sizes: Array, *, transposed: bool) -> Array:
-    weights = weights.mT if transposed else weights
-    return _tail_zeroed(jax.lax.ragged_dot(rows, weights, group_sizes), group_sizes)
+def _ragged_products(rows: Array, weights: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
+    return tuple(_tail_zeroed(jax.lax.ragged_dot(rows, w, group_sizes), group_sizes) for w in weights)
 
 
-def _ragged_outer(rows: Array, grads: Array, group_sizes: Array) -> Array:
-    weights = jnp.zeros((group_sizes.shape[0], rows.shape[1], grads.shape[1]), jnp.float32)
-    weights = varying_like(weights, rows, grads)
-    _, vjp = jax.vjp(lambda w: jax.lax.ragged_dot(rows.astype(w.dtype), w, group_sizes), weights)
-    return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
+def _ragged_transposed(grads: Sequence[Array], weights: Sequence[Array], group_sizes: Array) -> Array:
+    each = (_ragged_products(g, [w.mT], group_sizes)[0] for g, w in zip(grads, weights, strict=True))
+    return reduce(jnp.add, each)
+
+
+def _ragged_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
+    def one(grads: Array) -> Array:
+        weights = jnp.zeros((group_sizes.shape[0], rows.shape[1], grads.shape[1]), jnp.float32)
+        weights = varying_like(weights, rows, grads)
+        _, vjp = jax.vjp(lambda w: jax.lax.ragged_dot(rows.astype(w.dtype), w, group_sizes), weights)
+        return vjp(_tail_zeroed(grads, group_sizes).astype(jnp.float32))[0]
+
+    return tuple(map(one, grads))
 
 
 def _products(
@@ -141,8 +194,9 @@ def _products(
     if platform() == "tpu":
         out = grouped_matmul_tpu.matmuls(rows, weights, group_sizes, likely=likely)
         return tuple(_tail_zeroed(y, group_sizes) for y in out) if tail else out
-    kernel = _blocked if platform() == "cpu" else _ragged
-    return tuple(kernel(rows, w, group_sizes, transposed=False) for w in weights)
+    if platform() == "cpu":
+        return _blocked_products(rows, weights, group_sizes)
+    return _ragged_products(rows, weights, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -181,13 +235,12 @@ def _backward(
     if platform() == "tpu":
         d_rows = grouped_matmul_tpu.matmuls_transposed(grads, weights, group_sizes, likely=likely)
         d_rows = _tail_zeroed(d_rows, group_sizes) if tail else d_rows
-        outer = partial(grouped_matmul_tpu.outer, likely=likely)
+        d_weights = tuple(grouped_matmul_tpu.outer(rows, g, group_sizes, likely=likely) for g in grads)
     else:
-        kernel, outer = (_blocked, _blocked_outer) if platform() == "cpu" else (_ragged, _ragged_outer)
-        d_rows = reduce(
-            jnp.add, (kernel(g, w, group_sizes, transposed=True) for g, w in zip(grads, weights, strict=True))
-        )
-    d_weights = (outer(rows, g, group_sizes).astype(w.dtype) for g, w in zip(grads, weights, strict=True))
+        blocked, ragged = (_blocked_transposed, _blocked_outer), (_ragged_transposed, _ragged_outer)
+        transposed, outer = blocked if platform() == "cpu" else ragged
+        d_rows, d_weights = transposed(grads, weights, group_sizes), outer(rows, grads, group_sizes)
+    d_weights = (d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
     return d_rows, tuple(d_weights), None
 
 
@@ -212,6 +265,6 @@ def stacked_matmuls(
     if platform() == "tpu":
         return grouped_matmul_tpu.matmuls(rows, whole, group_sizes, layer=layer, likely=likely)
     if platform() == "cpu":
-        return tuple(_blocked(rows, w, group_sizes, transposed=False, first=layer * E) for w in whole)
-    own = (jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
-    return tuple(_ragged(rows, w, group_sizes, transposed=False) for w in own)
+        return _blocked_products(rows, whole, group_sizes, first=layer * E)
+    own = [jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights]
+    return _ragged_products(rows, own, group_sizes)

@@ -1,8 +1,9 @@
 """Grouped matmul on TPU: the Pallas kernels of the forward and backward passes, which skip unused rows and weights.
 
 Rows are split into tiles. A tile is visited once for each group that has rows in it, and tiles past the last group are
-never visited, so the work scales with the rows in the groups, not with the buffer or the number of experts. Weight
-blocks span the whole contraction dimension and stay in VMEM from one tile of a group to the next, so each is read once.
+never visited, so the work scales with the rows in the groups, not with the buffer or the number of experts. Of a tile
+that it has only some rows in, a group computes the parts of 128 rows that hold them. Weight blocks span the whole
+contraction dimension and stay in VMEM from one tile of a group to the next, so each is read once.
 """
 
 import functools
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from gspo_jax.kernels.backend import unchecked
 from gspo_jax.types import UserError
 
 _LANES = 128
@@ -36,19 +38,6 @@ class _Visits(NamedTuple):
     """Offset in the tile of the group's first row."""
     end: Int[Array, " V"]
     """Offset in the tile just past the group's last row."""
-
-
-def _unchecked(kernel: Callable[..., Any], *args: Array) -> Any:
-    """Run a kernel whose output types do not declare the manual mesh axes they vary over, and add the declaration.
-
-    `jax.shard_map` checks these types and would reject the kernel otherwise.
-    """
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
-    if not axes:
-        return kernel(*args)
-    whole = PartitionSpec()
-    out = jax.shard_map(kernel, in_specs=(whole,) * len(args), out_specs=whole, check_vma=False)(*args)
-    return jax.lax.pcast(out, tuple(axes), to="varying")
 
 
 def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
@@ -100,21 +89,33 @@ def _visits(
         interpret=interpret,
         name="grouped_visits",
     )
-    *visits, counts = _unchecked(run, group_sizes.astype(jnp.int32))
+    *visits, counts = unchecked(run, group_sizes.astype(jnp.int32))
     return _Visits(*visits), counts
 
 
 def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
     """Rows per tile: the largest of 512, 256 and 128 that an average group fills; fewer if rows are very wide or few.
 
-    A group's first and last tile are computed in full and masked, so long tiles waste work on short groups, while short
-    tiles leave the matrix units waiting for weights. Two buffers of a tile, whose rows have `width` elements of `size`
-    bytes, take at most a third of the VMEM budget.
+    Short tiles leave the matrix units waiting for weights, as do the parts that are computed of a group's first and
+    last tile; of tiles longer than the groups only parts would be. Two buffers of a tile, whose rows have `width`
+    elements of `size` bytes, take at most a third of the VMEM budget.
     """
     tile = next((t for t in (512, 256) if likely // groups >= t), _LANES)
     while tile > 16 and 2 * size * tile * width > _VMEM // 3:
         tile //= 2
     return min(tile, rows)
+
+
+def _part(tile: int) -> int:
+    """Rows per part of a tile: the fewest that are computed at once."""
+    return _LANES if tile % _LANES == 0 else tile
+
+
+def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
+    """Rows that a kernel with tiles of `tile` rows computes: for each group, whole, the parts that hold rows of it."""
+    part, ends = _part(tile), np.cumsum(group_sizes)
+    parts = -(-ends // part) - (ends - group_sizes) // part
+    return part * int(parts[group_sizes > 0].sum())
 
 
 def _splits(size: int) -> list[int]:
@@ -149,19 +150,38 @@ def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[in
     return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
 
 
-def _store(product: Float[Array, "n f"], out: Any, first: Array, end: Array) -> None:
-    """Write the rows [first, end) of a tile and leave those of other groups unchanged."""
-    whole = (first == 0) & (end == out.shape[0])
+def _for_parts(first: Array, end: Array, rows: int, run: Callable[[Any, Array, Array], None]) -> None:
+    """Call run(slice, first, end) for slices of a tile of `rows` rows that cover the parts with rows of [first, end).
+
+    In the call first and end count from the slice. A slice has one, two, four, … parts, as in the binary number of the
+    parts to cover: a product takes less time per row the more rows it has, and least for a whole tile.
+    """
+    part = _part(rows)
+    begin = first // part
+    count = pl.cdiv(end, part) - begin
+    for parts in (2**i for i in reversed(range((rows // part).bit_length()))):
+
+        def one(parts: int = parts) -> None:
+            start = part * (begin + (count & (-2 * parts)))
+            at = pl.ds(0 if parts * part == rows else pl.multiple_of(start, part), parts * part)
+            run(at, first - start, end - start)
+
+        pl.when((count & parts) != 0)(one)
+
+
+def _store(product: Float[Array, "n f"], out: Any, at: Any, first: Array, end: Array) -> None:
+    """Write the rows [first, end) of a product to out[at] and leave those of other groups unchanged."""
+    whole = (first <= 0) & (end >= product.shape[0])
 
     @pl.when(whole)
     def _() -> None:
-        out[...] = product.astype(out.dtype)
+        out[at, :] = product.astype(out.dtype)
 
     @pl.when(~whole)
     def _() -> None:
         row = jax.lax.broadcasted_iota(jnp.int32, product.shape, 0)
-        before = out[...].astype(jnp.float32)
-        out[...] = jnp.where((row >= first) & (row < end), product, before).astype(out.dtype)
+        before = out[at, :].astype(jnp.float32)
+        out[at, :] = jnp.where((row >= first) & (row < end), product, before).astype(out.dtype)
 
 
 def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any) -> None:
@@ -169,8 +189,12 @@ def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: 
     del group, tile, layer  # used by the index maps only
     v = pl.program_id(1)
     weights, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    for w, out in zip(weights, outs, strict=True):
-        _store(jnp.dot(rows[...], w[...], preferred_element_type=jnp.float32), out, first[v], end[v])
+
+    def run(at: Any, first: Array, end: Array) -> None:
+        for w, out in zip(weights, outs, strict=True):
+            _store(jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32), out, at, first, end)
+
+    _for_parts(first[v], end[v], rows.shape[0], run)
 
 
 def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any) -> None:
@@ -182,8 +206,12 @@ def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: 
     product = functools.partial(
         jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    total = functools.reduce(jnp.add, (product(x[...], w[...]) for x, w in zip(rows, weights, strict=True)))
-    _store(total, out, first[v], end[v])
+
+    def run(at: Any, first: Array, end: Array) -> None:
+        total = functools.reduce(jnp.add, (product(x[at, :], w[...]) for x, w in zip(rows, weights, strict=True)))
+        _store(total, out, at, first, end)
+
+    _for_parts(first[v], end[v], out.shape[0], run)
 
 
 def _products(
@@ -242,7 +270,7 @@ def _products(
             name="grouped_matmul_transposed" if transposed else "grouped_matmul",
         )(*args)
 
-    return _unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
+    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
 
 
 def matmuls(
@@ -311,26 +339,30 @@ def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads:
     v, last = pl.program_id(1), pl.num_programs(1) - 1
     begins = (v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v])
     ends = (v == last) | (group[jnp.minimum(v + 1, last)] != group[v])
-    whole = (first[v] == 0) & (end[v] == rows.shape[0])
 
     @pl.when(begins)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    def add(x: Array, g: Array) -> None:
-        total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    def run(at: Any, first: Array, end: Array) -> None:
+        def own(x: Array) -> Array:  # masks both factors, because the other rows may hold NaN
+            row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            return jnp.where((row >= first) & (row < end), x.astype(jnp.float32), 0).astype(x.dtype)
 
-    def own(x: Array) -> Array:  # masks both factors, because the other rows may hold NaN
-        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        return jnp.where((row >= first[v]) & (row < end[v]), x.astype(jnp.float32), 0).astype(x.dtype)
+        def add(x: Array, g: Array) -> None:
+            total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-    @pl.when(whole)
-    def _() -> None:
-        add(rows[...], grads[...])
+        whole = (first <= 0) & (end >= at.size)
 
-    @pl.when(~whole & (first[v] < end[v]))
-    def _() -> None:
-        add(own(rows[...]), own(grads[...]))
+        @pl.when(whole)
+        def _() -> None:
+            add(rows[at, :], grads[at, :])
+
+        @pl.when(~whole)
+        def _() -> None:
+            add(own(rows[at, :]), own(grads[at, :]))
+
+    _for_parts(first[v], end[v], rows.shape[0], run)
 
     @pl.when(ends)
     def _() -> None:
@@ -383,4 +415,4 @@ def outer(
         )(*args)
 
     # Groups without rows are visited too: their gradient is zero and must be written.
-    return _unchecked(run, counts[1], *visits, rows, grads)
+    return unchecked(run, counts[1], *visits, rows, grads)

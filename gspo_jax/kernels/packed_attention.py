@@ -1,7 +1,7 @@
 """Attention over packed rows, which hold prompts and the responses to them one after the other, then padding.
 
-In plain XLA, with loops that visit only blocks of keys that are seen: the cost follows the segments' lengths, which are
-data, and not the rows' length or their padding.
+On TPU in the kernels of packed_attention_tpu.py, elsewhere in plain XLA with loops over blocks. Both visit only blocks
+of keys that are seen, so the cost follows the segments' lengths, which are data, and not the rows' length.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.backend import varying_like
+from gspo_jax.kernels import packed_attention_tpu
+from gspo_jax.kernels.backend import platform, varying_like
 
 _MASKED = -1e30
 """Masked score; finite, so that what is computed for the rest of a block, and then dropped, is finite too."""
@@ -54,12 +55,13 @@ def packed_attention(
     """Attention softmax(q k^T / sqrt(h)) v over the keys that each token sees.
 
     Query head i reads key/value head i // (H / Kv). Scores are float32 and none outlive their block: the backward pass
-    recomputes them. The output has q's dtype; that of padding is 0. The output and its
-    log-sum-exp are named "dot" for `jax.checkpoint`.
+    recomputes them. The output has q's dtype; that of padding is 0, on TPU an unspecified finite value, and padding
+    gets and gives zero gradient. The output and its log-sum-exp are named "dot" for `jax.checkpoint`.
     """
     arrays = (q, k, v, *spans)
     q, k, v, *own = (varying_like(x, *arrays) for x in arrays)
-    return _attend(q, k, v, Spans(*own))
+    spans = Spans(*own)
+    return packed_attention_tpu.attention(q, k, v, spans) if platform() == "tpu" else _attend(q, k, v, spans)
 
 
 class _Block(NamedTuple):

@@ -11,7 +11,8 @@ With ep shards on the axis, n tokens of width D on each, and balanced experts, a
 gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D, capacity `factor` times that. Gather is therefore the lightest
 while ep <= K. Every buffer is sized at compile time: gather and ragged_all_to_all hold ep·n·min(K, E/ep) rows on each
 shard, though ep times fewer arrive when experts are balanced; the grouped matmul's work follows the rows that arrived.
-For gather a decode step has a second, smaller set of buffers for the usual load.
+A forward that is not differentiated (decode, prefill, scoring) has a second, smaller set of buffers for the usual
+load.
 """
 
 import dataclasses
@@ -81,34 +82,48 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
 
 
 HEADROOM = 2
-"""Size of a decode step's usual buffers, as a multiple of a balanced load."""
+"""Size of the buffers for the usual load, as a multiple of a balanced load."""
 
 
 @jax.custom_vjp
-def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "M D"]:
-    """out[m] = x[source[m] // K]: the token of the pair in slot m; undefined in slots without a pair.
+def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "M D"]:
+    """out[m] = x[source[m]]: the row in slot m; undefined in slots without a row.
 
-    `slot` is the inverse: the slot of each pair, outside [0, M) for a pair without one. It makes the gradient a gather
+    `slots` is the inverse: those of each row, outside [0, M) where it has fewer than J. It makes the gradient a gather
     (`gather_up`) where it would otherwise be a scatter, which is slow on every backend.
     """
-    return x.at[source // slot.shape[1]].get(mode="clip")
+    return x.at[source].get(mode="clip")
 
 
 @jax.custom_vjp
-def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "N D"]:
-    """out[n] = Σ_k y[slot[n, k]] over the pairs that have a slot; the gradient is `spread`."""
-    each = y.at[slot].get(mode="clip")
-    return jnp.where(((slot >= 0) & (slot < source.size))[..., None], each, 0).sum(axis=1)
+def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "N D"]:
+    """out[n] = Σ_j y[slots[n, j]] over a row's slots; the gradient is `spread`."""
+    slots = slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
+    each = y.at[slots].get(mode="clip")
+    return jnp.where(((slots >= 0) & (slots < source.size))[..., None], each, 0).sum(axis=0)
 
 
 spread.defvjp(
-    lambda x, source, slot: (spread(x, source, slot), (source, slot)),
-    lambda pairs, grads: (gather_up(grads, *pairs), None, None),
+    lambda x, source, slots: (spread(x, source, slots), (source, slots)),
+    lambda places, grads: (gather_up(grads, *places), None, None),
 )
 gather_up.defvjp(
-    lambda y, source, slot: (gather_up(y, source, slot), (source, slot)),
-    lambda pairs, grads: (spread(grads, *pairs), None, None),
+    lambda y, source, slots: (gather_up(y, source, slots), (source, slots)),
+    lambda places, grads: (spread(grads, *places), None, None),
 )
+
+
+def _first_slots(slot: Int[Array, "N K"], most: int, rows: int) -> Int[Array, "N J"]:
+    """The slots of a token's pairs that have one, in [0, `rows`), in order and at most `most`; `rows` for want of one.
+
+    Few of a token's pairs are held where few experts are, and a sum over all K would read mostly what it leaves out.
+    """
+    if most == slot.shape[1]:
+        return slot
+    has = slot < rows
+    # By comparison, because on TPU neither a sort nor a gather of single numbers is fast.
+    ranks = jnp.where(has, jnp.cumsum(has, axis=1) - 1, most)
+    return jnp.where(ranks[:, None] == jnp.arange(most)[None, :, None], slot[:, None], rows).min(axis=2)
 
 
 def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int[Array, " P"], Int[Array, " G"]]:
@@ -142,17 +157,54 @@ def combine_experts(
     A token's experts must differ, as a router's do, so at most min(K, E) of them are held. The weight multiplies the
     input of `down`: it is narrower than the output, which then need not be kept for the weight's gradient.
 
-    With a `layer`, and so without a gradient, buffers hold `HEADROOM` times the likely number of pairs, and fall back
-    to the worst case when more arrive: a decode step would spend most of its time on empty rows otherwise.
-
     Args:
       x: the tokens.
       experts: ids; those outside [0, E) are not held here and add nothing.
       weights: the factor of each expert's output.
       kernels: the kernels of the experts held here.
-      layer: the layer to take from kernels of all layers; None if they are one layer's.
+      layer: the layer to take from kernels of all layers, without a gradient; None if they are one layer's.
       likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
     """
+    worst = _most_pairs(experts, kernels)
+    if likely is None or HEADROOM * likely >= worst:
+        return _combine(x, experts, weights, kernels, layer, likely, worst)
+    return _combine_usually(x, experts, weights, kernels, layer, likely)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _combine_usually(
+    x: Array, experts: Array, weights: Array, kernels: ExpertKernels, layer: Array | None, likely: int
+) -> Array:
+    """`combine_experts` in buffers of `HEADROOM` times the likely number of pairs, in larger ones if more arrive.
+
+    Most rows of buffers for the worst case are empty: gathers and element-wise operations would take most of their time
+    on them. Differentiated, it has the buffers for the worst case alone, because the gradient of a conditional keeps
+    the residuals of both branches. jax knows whether it differentiates, so no caller has to say.
+    """
+    return _combine(x, experts, weights, kernels, layer, likely, HEADROOM * likely)
+
+
+@_combine_usually.defjvp
+def _(likely: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    _, experts, _, kernels, _ = primals
+    return jax.jvp(partial(_combine, likely=likely, usual=_most_pairs(experts, kernels)), primals, tangents)
+
+
+def _most_pairs(experts: Int[Array, "N K"], kernels: ExpertKernels) -> int:
+    """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
+    return experts.shape[0] * min(experts.shape[1], kernels.gate.shape[-3])
+
+
+def _combine(
+    x: Float[Array, "N D"],
+    experts: Int[Array, "N K"],
+    weights: Float[Array, "N K"],
+    kernels: ExpertKernels,
+    layer: Int[Array, ""] | None,
+    likely: int | None,
+    usual: int,
+) -> Float[Array, "N D"]:
+    """`combine_experts` in buffers of `usual` rows, or for the worst case if more pairs arrive."""
     E, (N, K) = kernels.gate.shape[-3], experts.shape
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
     matmuls = partial(grouped_matmuls, tail=False) if layer is None else partial(stacked_matmuls, layer=layer)
@@ -163,25 +215,24 @@ def combine_experts(
     def within(room: int) -> Array:
         source = order[:room]
         slot = jnp.where(held, place.reshape(N, K), room)
-        rows, shares = spread(x, source, slot), _spread_pairs(weights.astype(x.dtype), source, slot)
+        token, slots = source // K, _first_slots(slot, min(K, E), room)
+        rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
         gated, raised = (checkpoint_name(y, "dot") for y in matmuls(rows, (kernels.gate, kernels.up), sizes))
         (out,) = matmuls(jax.nn.silu(gated) * raised * shares, (kernels.down,), sizes)
-        return gather_up(out, source, slot)
-
-    worst = N * min(K, E)
-    usual = worst if likely is None else HEADROOM * likely
-    if layer is None or usual >= worst:
-        return within(worst)
+        return gather_up(out, token, slots)
 
     def rarely() -> Array:
         with jax.named_scope(hlo.RARELY):
             return within(worst)
 
+    worst = _most_pairs(experts, kernels)
+    if usual == worst:
+        return within(worst)
     return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
-    """`spread` for values of pairs, not of tokens: out[m] = the weight of the pair in slot m, [M, 1]."""
+    """out[m] = the weight of the pair in slot m, [M, 1]."""
     return spread(weights.reshape(-1, 1), source, slot.reshape(-1, 1))
 
 
@@ -275,8 +326,9 @@ def _pairs(
     """Pack pairs by their expert's shard, send them with their weights, and sum the outputs that come back."""
     held, shards = kernels.gate.shape[-3], jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
-    sent = there(spread(x, source, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), source, slot)
+    token = source // experts.shape[1]
+    sent = there(spread(x, token, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
+    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), token, slot)
     dropped = (slot >= source.size) & (experts < held * shards)
     return y, dropped.sum(axis=1, dtype=jnp.int32)
 

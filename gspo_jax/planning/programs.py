@@ -102,7 +102,7 @@ class _Programs:
         prefill = self.sample_prefill()
         graph, weights, prompts, keys = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
-            prefilled = jax.eval_shape(partial(decoder.prefill, graph, **prefill.options), weights, prompts, keys)
+            prefilled = decoder.prefill.eval_shape(graph, weights, prompts, keys, **prefill.options)
             options = self.engine.sampler.decode_options(self.rows)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),

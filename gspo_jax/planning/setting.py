@@ -75,7 +75,7 @@ class Setting:
             return 1.0
         K = model.experts_per_token
         share = K / (shards * min(K, model.num_experts // shards))
-        return max(share, 1 / HEADROOM) if name == "sample_decode" and dispatch == "gather" else share
+        return share if name == "update" else max(share, 1 / HEADROOM)  # the others have buffers for the usual load
 
     def least_chips(self) -> int:
         """Minimum chips whose HBM holds trainer state and gradients, under any sharding."""

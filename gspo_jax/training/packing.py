@@ -24,7 +24,8 @@ SHORT = 4
 """Full rows are this many times as long as short ones."""
 LEAST = 1024
 """Least row budget in tokens: shorter rows cost more in small operations than they save in padding."""
-_LANES = 128
+_STEP = 32
+"""Default budgets are multiples of this."""
 _REPEATED = 0.03
 """Share of additional tokens that repeating the prompt in every row may cost if all responses have the full length."""
 _SLACK = 0.02
@@ -54,7 +55,7 @@ def default_budget(responses: int, *, prompt: int, response: int, group_size: in
     most = (1 + _REPEATED) * (prompt / group_size + response)
     count = next((k for k in range(1, group_size) if prompt / k + response <= most), group_size)
     wanted = max(LEAST, prompt + count * response)
-    return min(whole, wanted + -wanted % _LANES)
+    return min(whole, wanted + -wanted % _STEP)
 
 
 def places_per_shard(responses: int, shards: int) -> int:

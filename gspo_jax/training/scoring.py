@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,8 @@ class ModelScores:
     """Final hidden state that predicts the token of each of the layout's scored positions."""
 
 
+Fields = dict[str, Any]
+"""Some fields of a record, by name."""
 OldPolicyFn = Callable[[Weights, nnx.State | None, Weights | None, Rollout, Packing | None], OldPolicy]
 """(policy, critic's parameters, reference, rollout, packing) -> log-probs, values and routes that the updates keep."""
 
@@ -107,39 +110,37 @@ def make_old_policy(
 
     def read(
         weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout, layout: Layout
-    ) -> OldPolicy:
+    ) -> Fields:
         asked = None
         if replay == "r3":
             asked = Routing(experts_to_replay(replay, jax.tree.map(layout.rows, rollout.routes), None))
-        scores = score(graph, weights, layout, scoring, routing=asked)
-        reference_logprobs = value = None
+        scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
         if reference is not None:
-            reference_logprobs = score(graph, reference, layout, scoring).logprobs
+            found["reference_logprobs"] = score(graph, reference, layout, scoring).logprobs
         if critic is not None:
             assert critic_params is not None
-            value = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
-        if not recompute:
-            return OldPolicy(rollout.logprobs, reference_logprobs, value)
-        config = weights.model(graph).config
-        routes = None
-        if config.is_routed:
-            experts, kept = jax.tree.leaves(record(scores.routes, layout.valid, config))
-            routes = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
-        return OldPolicy(scores.logprobs, reference_logprobs, value, routes)
+            found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
+        if recompute:
+            found["logprobs"] = scores.logprobs
+            config = weights.model(graph).config
+            if config.is_routed:
+                experts, kept = jax.tree.leaves(record(scores.routes, layout.valid, config))
+                found["routes"] = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
+        return found
 
-    def padded(read: Callable[[Rollout, Layout], OldPolicy], rollout: Rollout) -> OldPolicy:
+    def padded(read: Callable[[Rollout, Layout], Fields], rollout: Rollout) -> Fields:
         G = scoring.group_size
         parts = cut_rows(rollout, microbatches, group_size=G)
         found = jax.lax.map(lambda part: read(part, Padded.of(part, group_size=G)), parts)
         return join_rows(found, group_size=G)
 
-    def packed(read: Callable[[Rollout, Layout], OldPolicy], rollout: Rollout, packing: Packing) -> OldPolicy:
+    def packed(read: Callable[[Rollout, Layout], Fields], rollout: Rollout, packing: Packing) -> Fields:
         G, count = scoring.group_size, packing.turns.shape[0]
 
-        def minibatch(index: Array) -> OldPolicy:
+        def minibatch(index: Array) -> Fields:
             own = deal(take_minibatch(rollout, index, count=count, group_size=G), packing, index)
 
-            def add(found: OldPolicy, layout: Packed) -> OldPolicy:
+            def add(found: Fields, layout: Packed) -> Fields:
                 new = read(own, layout)
                 return jax.tree.map(lambda x, old: jnp.where(_aligned(layout.live, x), x, old), new, found)
 
@@ -158,8 +159,12 @@ def make_old_policy(
         rollout: Rollout,
         packing: Packing | None = None,
     ) -> OldPolicy:
+        if not (recompute or reference is not None or critic is not None):
+            return OldPolicy(rollout.logprobs)
         with_models = partial(read, weights, critic_params, reference)
-        return padded(with_models, rollout) if packing is None else packed(with_models, rollout, packing)
+        found = padded(with_models, rollout) if packing is None else packed(with_models, rollout, packing)
+        fields: Fields = {"logprobs": rollout.logprobs} | found
+        return OldPolicy(**fields)
 
     return old_policy
 

@@ -1,0 +1,477 @@
+"""Attention over packed rows on TPU: the Pallas kernels of the forward and of the backward pass.
+
+Both run over a list of visits, the pairs of a block of queries and a block of keys in which any query sees any key. The
+list is made on the device from the spans, so the work follows segments whose lengths are data. The query heads that
+read a key head are served by one visit, which loads the keys and makes the mask once. Scores are held transposed, with
+queries along lanes, so that maxima and sums over keys are element-wise.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from gspo_jax.kernels.backend import unchecked
+
+_LANES = 128
+_MASKED = -1e30
+"""Masked score; finite, so that a query that sees no key gets a finite output."""
+_EMPTY, _PARTIAL, _FULL = 0, 1, 2
+"""Kinds of visits: the queries are padding, some pairs are seen, all pairs are seen."""
+_BLOCKS = (512, 256)
+"""Candidate block lengths in tokens, of queries as of keys; 128 where neither fits."""
+_CHUNK = 256
+"""Queries whose scores exist at a time in the forward pass: fewer spill less, and keep the matrix units less busy."""
+_HEADS = 8
+"""Maximum query heads per visit, whose blocks of 512 tokens in bfloat16 fit in the VMEM that the compiler grants."""
+
+
+class _Visits(NamedTuple):
+    """Schedule of pairs of blocks, ordered by the block of queries, whose own block of keys comes last.
+
+    Blocks of padding have one visit, which zeroes what their tokens get.
+    """
+
+    query: Int[Array, " V"]
+    """Block of queries."""
+    key: Int[Array, " V"]
+    """Block of keys."""
+    kind: Int[Array, " V"]
+    """`_EMPTY`, `_PARTIAL` or `_FULL`."""
+
+
+def _visits_kernel(first: Any, last: Any, query: Any, key: Any, kind: Any, count: Any, *, block: int) -> None:
+    """Write the visits of each block of queries, from the spans of its first and of its last token."""
+
+    def one(i: Array, v: Array) -> Array:
+        start, end, own = (first[n, i] for n in range(3))
+        last_start, last_end, last_own = (last[n, i] for n in range(3))
+        begin = i * block
+        some = own <= begin
+        # Whether the last query is of a response, and the first of the same group: of a response to the prompt, or of
+        # the prompt.
+        prompted = last_start < last_end
+        one_group = prompted & (((last_start == start) & (last_end == end)) | (last_start == own))
+        # The keys of a response that directly follows its prompt are one range.
+        joined = jnp.where(prompted & (last_end == last_own), last_start, last_own)
+
+        def write(j: Array, v: Array) -> Array:
+            of_own = joined <= j * block
+            of_prompt = one_group & (last_start <= j * block) & ((j + 1) * block <= last_end)
+            query[v], key[v] = i, j
+            kind[v] = jnp.where(some, jnp.where((of_own | of_prompt) & (j < i), _FULL, _PARTIAL), _EMPTY)
+            return v + 1
+
+        # The blocks of the prompt, then those from the first query's segment on.
+        prompts = jnp.where(some & (start < end), (end - 1) // block + 1, 0)
+        v = jax.lax.fori_loop(start // block, prompts, write, v)
+        return jax.lax.fori_loop(jnp.where(some, jnp.maximum(own // block, prompts), i), i + 1, write, v)
+
+    count[0] = jax.lax.fori_loop(0, first.shape[1], one, jnp.int32(0))
+
+
+@functools.partial(jax.jit, static_argnames=("row", "block", "interpret"))
+def _visits(spans: Int[Array, "3 M"], row: int, block: int, *, interpret: Any) -> tuple[_Visits, Int[Array, " 1"]]:
+    """Return the visits of rows of `row` tokens that lie end to end, and their number.
+
+    Because it is jitted it is traced once, so the compiler sees identical kernels in forward and backward.
+    """
+    blocks = row // block
+    room = spans.shape[1] // row * (blocks * (blocks + 1) // 2)
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    run = pl.pallas_call(
+        functools.partial(_visits_kernel, block=block),
+        out_shape=(*[jax.ShapeDtypeStruct((room,), jnp.int32)] * 3, jax.ShapeDtypeStruct((1,), jnp.int32)),
+        in_specs=(scalars,) * 2,
+        out_specs=(scalars,) * 4,
+        interpret=interpret,
+        name="packed_visits",
+    )
+    *visits, count = unchecked(run, spans[:, ::block], spans[:, block - 1 :: block])
+    return _Visits(*visits), count
+
+
+def block_length(tokens: int, itemsize: int) -> int:
+    """Return the length of the blocks, of queries as of keys, in which rows of `tokens` tokens are computed.
+
+    It is the longest that lengthens a row by at most an eighth and, `itemsize` being an element's bytes, fits in VMEM.
+    """
+    fitting = (b for b in _BLOCKS if b * itemsize <= _BLOCKS[0] * 2 and -tokens % b <= tokens // 8)
+    return next(fitting, _LANES)
+
+
+def visited_blocks(
+    prompt_start: Int[np.ndarray, "B N"],
+    prompt_end: Int[np.ndarray, "B N"],
+    own_start: Int[np.ndarray, "B N"],
+    *,
+    block: int,
+) -> int:
+    """Return how many pairs of a block of queries and a block of keys are computed, in forward as in backward.
+
+    Each pair takes block² scores per query head. The arrays are those of `packed_attention.Spans`, and `block` is that
+    of `block_length`.
+    """
+    start, end, own = (x[:, ::block] for x in (prompt_start, prompt_end, own_start))
+    i = np.arange(own.shape[1])[None]
+    begin, past = (np.where(start < end, x, 0) for x in (start // block, (end - 1) // block + 1))
+    visits = past - begin + i + 1 - np.maximum(own // block, past)
+    return int(visits[own <= i * block].sum())
+
+
+def _seen(spans: Any, i: Array, j: Array, block: int) -> Array:
+    """Return which keys of block j the queries of block i see, [keys, queries]."""
+    start, end, own = (spans[n : n + 1] for n in range(3))
+    key = j * block + jax.lax.broadcasted_iota(jnp.int32, (block, block), 0)
+    query = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+    return ((key >= start) & (key < end)) | ((key >= own) & (key <= query))
+
+
+def _dot(a: Array, b: Array, a_over: int, b_over: int) -> Array:
+    """Multiply matrices, summing over one dimension of each, in float32."""
+    dimensions = (((a_over,), (b_over,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def _begins(query: Any, n: Array) -> Array:
+    """Return whether visit n is the first of its block of queries."""
+    return (n == 0) | (query[jnp.maximum(n - 1, 0)] != query[n])
+
+
+def _by_kind(kind: Array, visit: Callable[[bool], None]) -> None:
+    """Call visit(masked) unless the queries are padding."""
+    pl.when(kind == _PARTIAL)(lambda: visit(True))
+    pl.when(kind == _FULL)(lambda: visit(False))
+
+
+def _forward_kernel(
+    query: Any,
+    key: Any,
+    kind: Any,
+    spans: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    log_sum: Any,
+    totals: Any,
+    highest: Any,
+    sums: Any,
+    mask: Any,
+    *,
+    scale: float,
+) -> None:
+    """Visit a block of keys with the query heads that read it; the log-sum-exp has base 2."""
+    n = pl.program_id(1)
+    i, j = query[n], key[n]
+    heads, block, width = q.shape
+
+    @pl.when(_begins(query, n))
+    def _() -> None:
+        totals[...] = jnp.zeros_like(totals)
+        highest[...] = jnp.full_like(highest, _MASKED)
+        sums[...] = jnp.zeros_like(sums)
+
+    def visit(masked: bool) -> None:
+        if masked:
+            mask[...] = jnp.where(_seen(spans, i, j, block), 0, _MASKED)
+        chunk = min(_CHUNK, block)
+        for head, at in itertools.product(range(heads), range(0, block, chunk)):
+            row, part = pl.ds(head, 1), pl.ds(at, chunk)
+            scores = _dot(k[...], q[head, part], 1, 1) * (scale * math.log2(math.e))
+            if masked:
+                scores += mask[:, part]
+            before = highest[row, part]
+            now = jnp.maximum(before, scores.max(axis=0, keepdims=True))
+            probs, kept = jnp.exp2(scores - now), jnp.exp2(before - now)
+            highest[row, part] = now
+            sums[row, part] = sums[row, part] * kept + probs.sum(axis=0, keepdims=True)
+            totals[head, :, part] = totals[head, :, part] * kept + _dot(v[...], probs.astype(v.dtype), 0, 0)
+
+    _by_kind(kind[n], visit)
+
+    @pl.when(i == j)
+    def _() -> None:
+        weight = jnp.maximum(sums[...], 1e-30)
+        log_sum[...] = highest[...] + jnp.log2(weight)
+        for head in range(heads):
+            mean = totals[head] / weight[head : head + 1]
+            out[:, head * width : (head + 1) * width] = mean.T.astype(out.dtype)
+
+
+def _backward_kernel(
+    query: Any,
+    key: Any,
+    kind: Any,
+    spans: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    grads: Any,
+    log_sum: Any,
+    delta: Any,
+    dq: Any,
+    d_keys: Any,
+    totals: Any,
+    sums: Any,
+    before: Any,
+    mask: Any,
+    arrived: Any,
+    left: Any,
+    *,
+    scale: float,
+) -> None:
+    """Visit a block of keys with the query heads that read it; dk / scale and dv add up in HBM, in float32.
+
+    What a visit adds leaves for HBM while the next visit computes. That visit waits for it before it fetches the sums
+    of its own block of keys, which may be the same.
+    """
+    head_k, n = pl.program_id(0), pl.program_id(1)
+    i, j, slot = query[n], key[n], n % 2
+    heads, block, width = q.shape
+
+    def in_hbm(j: Array) -> Any:
+        return d_keys.at[head_k, :, pl.ds(j * block, block)]
+
+    def store(slot: Array, j: Array) -> Any:
+        return pltpu.make_async_copy(sums.at[slot], in_hbm(j), left)
+
+    fetch = pltpu.make_async_copy(in_hbm(j), before, arrived)
+    # The first block of queries that sees a block of keys is its own.
+    first_of_keys = i == j
+
+    def exchange() -> None:
+        pl.when(n > 0)(lambda: store(1 - slot, key[jnp.maximum(n - 1, 0)]).wait())
+        pl.when(~first_of_keys)(fetch.start)
+
+    @pl.when(_begins(query, n))
+    def _() -> None:
+        totals[...] = jnp.zeros_like(totals)
+
+    def visit(masked: bool) -> None:
+        if masked:
+            mask[...] = jnp.where(_seen(spans, i, j, block), 0, _MASKED)
+        for head in range(heads):
+            do = grads[:, head * width : (head + 1) * width]
+            scores = _dot(k[...], q[head], 1, 1) * (scale * math.log2(math.e))
+            if masked:
+                scores += mask[...]
+            probs = jnp.exp2(scores - log_sum[head : head + 1])
+            ds = (probs * (_dot(v[...], do, 1, 1) - delta[head : head + 1])).astype(q.dtype)
+            totals[head] += _dot(k[...], ds, 0, 0)
+            dk, dv = _dot(ds, q[head], 1, 0), _dot(probs.astype(do.dtype), do, 1, 0)
+            if head == 0:
+                sums[slot, 0], sums[slot, 1] = dk, dv
+                exchange()
+            else:
+                sums[slot, 0] += dk
+                sums[slot, 1] += dv
+
+    _by_kind(kind[n], visit)
+
+    @pl.when(kind[n] == _EMPTY)
+    def _() -> None:
+        sums[slot] = jnp.zeros_like(before)
+        exchange()
+
+    @pl.when(~first_of_keys)
+    def _() -> None:
+        fetch.wait()
+        sums[slot] += before[...]
+
+    store(slot, j).start()
+    pl.when(n == pl.num_programs(1) - 1)(lambda: store(slot, j).wait())
+
+    @pl.when(i == j)
+    def _() -> None:
+        for head in range(heads):
+            dq[head] = (totals[head] * scale).T.astype(dq.dtype)
+
+
+class _Rows(NamedTuple):
+    """What is static about a call."""
+
+    tokens: int
+    """Tokens per row, a multiple of the block."""
+    block: int
+    """Tokens per block."""
+    scale: float
+    """Factor of the scores."""
+    interpret: Any
+
+
+def _call(
+    kernel: Callable[..., None],
+    inputs: Sequence[tuple[Array, pl.BlockSpec]],
+    outputs: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    scratch: Sequence[Any],
+    spans: Int[Array, "3 M"],
+    rows: _Rows,
+    name: str,
+) -> tuple[Array, ...]:
+    """Run a kernel over the visits of all rows, for each of the first input's groups of query heads."""
+    groups, block = inputs[0][0].shape[0], rows.block
+    visits, count = _visits(spans, rows.tokens, block, interpret=rows.interpret)
+    by_block = jnp.swapaxes(spans.reshape(3, -1, block), 0, 1)
+
+    def run(count: Array, *args: Array) -> tuple[Array, ...]:
+        return pl.pallas_call(
+            functools.partial(kernel, scale=rows.scale),
+            out_shape=tuple(shape for shape, _ in outputs),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(visits),
+                in_specs=(
+                    pl.BlockSpec((None, 3, block), lambda p, n, query, *_: (query[n], 0, 0)),
+                    *(spec for _, spec in inputs),
+                ),
+                out_specs=tuple(spec for _, spec in outputs),
+                grid=(groups, count),
+                scratch_shapes=scratch,
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            interpret=rows.interpret,
+            name=name,
+        )(*args)
+
+    return unchecked(run, count[0], *visits, by_block, *(x for x, _ in inputs))
+
+
+def _specs(q: Array, k: Array, rows: _Rows) -> tuple[pl.BlockSpec, ...]:
+    """Return the blocks of q, k, v, the output and numbers per query and head."""
+    (groups, heads, _, width), block = q.shape, rows.block
+    shared = groups // k.shape[0]
+    return (
+        pl.BlockSpec((None, heads, block, width), lambda p, n, query, *_: (p, 0, query[n], 0)),
+        pl.BlockSpec((None, block, width), lambda p, n, query, key, *_: (p // shared, key[n], 0)),
+        pl.BlockSpec((block, width), lambda p, n, query, key, *_: (key[n], p // shared)),
+        pl.BlockSpec((block, heads * width), lambda p, n, query, *_: (query[n], p)),
+        pl.BlockSpec((None, heads, block), lambda p, n, query, *_: (p, 0, query[n])),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    q: Float[Array, "P g M h"],
+    k: Float[Array, "Kv M h"],
+    v: Float[Array, "M Kvh"],
+    spans: Int[Array, "3 M"],
+    rows: _Rows,
+) -> Float[Array, "M Hh"]:
+    """Attention in the arrays' layouts that the kernels and their neighbours share: P groups of g query heads."""
+    return _attend_forward(q, k, v, spans, rows)[0]
+
+
+def _attend_forward(q: Array, k: Array, v: Array, spans: Array, rows: _Rows) -> tuple[Array, tuple[Array, ...]]:
+    groups, heads, M, width = q.shape
+    block = rows.block
+    of_q, of_k, of_v, of_out, numbers = _specs(q, k, rows)
+    out, log_sum = _call(
+        _forward_kernel,
+        ((q, of_q), (k, of_k), (v, of_v)),
+        (
+            (jax.ShapeDtypeStruct((M, groups * heads * width), q.dtype), of_out),
+            (jax.ShapeDtypeStruct((groups, heads, M), jnp.float32), numbers),
+        ),
+        (
+            pltpu.VMEM((heads, width, block), jnp.float32),
+            *[pltpu.VMEM((heads, block), jnp.float32)] * 2,
+            pltpu.VMEM((block, block), jnp.float32),
+        ),
+        spans,
+        rows,
+        "packed_attention",
+    )
+    out, log_sum = (checkpoint_name(x, "dot") for x in (out, log_sum))
+    return out, (q, k, v, spans, out, log_sum)
+
+
+def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, spans, out, log_sum = residuals
+    (groups, heads, M, width), block = q.shape, rows.block
+    of_q, of_k, of_v, of_out, numbers = _specs(q, k, rows)
+    products = (grads.astype(jnp.float32) * out.astype(jnp.float32)).reshape(M, groups, heads, width)
+    delta = jnp.moveaxis(products.sum(axis=-1), 0, 2)
+    # Padding thereby has probability 0 everywhere.
+    valid = spans[2] <= jnp.arange(M)
+    log_sum = jnp.where(valid[None, None], log_sum, -_MASKED)
+    dq, d_keys = _call(
+        _backward_kernel,
+        ((q, of_q), (k, of_k), (v, of_v), (grads, of_out), (log_sum, numbers), (delta, numbers)),
+        (
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), of_q),
+            (jax.ShapeDtypeStruct((groups, 2, M, width), jnp.float32), pl.BlockSpec(memory_space=pl.ANY)),
+        ),
+        (
+            pltpu.VMEM((heads, width, block), jnp.float32),
+            pltpu.VMEM((2, 2, block, width), jnp.float32),
+            pltpu.VMEM((2, block, width), jnp.float32),
+            pltpu.VMEM((block, block), jnp.float32),
+            *[pltpu.SemaphoreType.DMA] * 2,
+        ),
+        spans,
+        rows,
+        "packed_attention_backward",
+    )
+    d_keys = d_keys.reshape(k.shape[0], -1, 2, M, width).sum(axis=1)
+    dk, dv = d_keys[:, 0] * rows.scale, jnp.swapaxes(d_keys[:, 1], 0, 1).reshape(v.shape)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _heads_per_visit(heads: int, kv_heads: int, width: int) -> int:
+    """Query heads of one key head that are served at a time: as many as fit, but work for two cores if possible."""
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * width <= _HEADS * _LANES)]
+    return max(fitting, key=lambda n: (min(kv_heads * heads // n, 2), n))
+
+
+def attention(
+    q: Float[Array, "B N H h"],
+    k: Float[Array, "B N Kv h"],
+    v: Float[Array, "B N Kv h"],
+    spans: Sequence[Int[Array, "B N"]],
+    *,
+    interpret: Any = False,
+) -> Float[Array, "B N H h"]:
+    """Attention softmax(q k^T / sqrt(h)) v over the keys that each token sees, as `packed_attention` states it.
+
+    The output of padding is an unspecified finite value; padding gets and gives zero gradient.
+
+    Args:
+      q: queries; query head i reads key/value head i // (H / Kv).
+      k: keys.
+      v: values.
+      spans: prompt_start, prompt_end and own_start of `packed_attention.Spans`.
+      interpret: run the kernels on any backend, slowly, for tests; True, or `pltpu.InterpretParams` to look for races.
+    """
+    B, N, H, h = q.shape
+    Kv, block = k.shape[2], block_length(N, q.dtype.itemsize)
+    row = N + -N % block
+    first = (jnp.arange(B, dtype=jnp.int32) * row)[:, None]
+    start, end, own = (jnp.pad(x, ((0, 0), (0, row - N))) for x in spans)
+    token = jnp.arange(row, dtype=jnp.int32)[None]
+    own = jnp.where(token < N, own, token + 1)
+    ends = jnp.stack([x + first for x in (start, end, own)]).reshape(3, B * row)
+
+    def tokens(x: Array) -> Array:
+        """Lay the rows end to end, padded to whole blocks, and the head dimension to whole lanes."""
+        x = jnp.pad(x, ((0, 0), (0, row - N), (0, 0), (0, -h % _LANES)))
+        return x.reshape(B * row, *x.shape[2:])
+
+    q, k, v = (tokens(x) for x in (q, k, v))
+    width = q.shape[2]
+    heads = _heads_per_visit(H // Kv, Kv, width)
+    q = jnp.moveaxis(q.reshape(B * row, H // heads, heads, width), 0, 2)
+    rows = _Rows(row, block, h**-0.5, interpret)
+    out = _attend(q, jnp.swapaxes(k, 0, 1), v.reshape(B * row, Kv * width), ends, rows)
+    return out.reshape(B, row, H, width)[:, :N, :, :h]
