@@ -1,10 +1,14 @@
 """Throughput of sampling, scoring and updates on this machine: whole GSPO iterations on random prompts, EOS disabled.
 
     python -m gspo_jax.bench --model=HF_FOLDER --prompts=8 --group=8 --prompt_length=32 --new_tokens=128 --minibatches=4
+    python -m gspo_jax.bench --calibrate=FILE
 
 Runs the engine's programs as `train` does, with random rewards drawn on the host; an iteration is the sum of its parts.
 Each time is compared with a floor: the flops that no implementation of the part can avoid, at the matmul speed measured
 on this machine in the same process. Data, reward functions, checkpoints and metrics files are left out.
+
+`--calibrate=FILE` measures the attached devices instead (parallel/calibration.py) and writes the rates that `plan`
+takes by `--rates=FILE`.
 
 A separate process compiles the programs into a cache first, so that the compiler's memory, the larger part on CPU, is
 not counted in the peak memory of sampling and learning. `--compile=here` does both in one process.
@@ -26,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich.console import Console
 
 from gspo_jax import cli, engine
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel import hosts
+from gspo_jax.parallel import calibration, hosts
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup import keys
@@ -47,28 +51,6 @@ from gspo_jax.workload import DTYPES, Workload, flops
 PARTS = ("sample", "score", "update")
 """Parts of an iteration, in order."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
-"""Sides of the square matrices that the matmul speed is measured with, by kind of device."""
-MATMUL_S = 0.3
-"""Seconds spent on multiplying matrices of each size."""
-
-
-def matmul_flops_per_s(mesh: Mesh, dtype: str) -> float:
-    """Measure the matmul FLOP/s of all devices together: the best time of each size, the median over sizes."""
-    count, rates = mesh.devices.size, []
-    multiply = jax.jit(jnp.matmul)
-    spread = NamedSharding(mesh, PartitionSpec(mesh_lib.AXES))
-    for side in SIDES["cpu" if mesh.devices.flat[0].platform == "cpu" else "accelerator"]:
-        rows = jax.device_put(jnp.ones((count * side, side), dtype), spread)
-        matrix = jax.device_put(jnp.ones((side, side), dtype), mesh_lib.replicated(mesh))
-        jax.block_until_ready(multiply(rows, matrix))  # compiles
-        seconds, end = [], time.perf_counter() + MATMUL_S
-        while len(seconds) < 3 or time.perf_counter() < end:
-            begun = time.perf_counter()
-            jax.block_until_ready(multiply(rows, matrix))
-            seconds.append(time.perf_counter() - begun)
-        rates.append(2 * count * side**3 / min(seconds))
-    return statistics.median(rates)
 
 
 class Iterations:
@@ -158,7 +140,7 @@ def measure(work: Workload) -> dict[str, Any]:
             note = ", compilation included" if number == 0 else ", warm-up" if number < work.warmup else ""
             print(f"iteration {number + 1}: {seen[-1]['iteration']:.2f} s{note}", file=sys.stderr)
         peak = peak_rss_mb()
-        rate = matmul_flops_per_s(mesh, work.dtype)
+        rate = calibration.matmul_flops_per_s(mesh, work.dtype)
     columns = {name: [times[name] for times in seen[work.warmup :]] for name in (*PARTS, "iteration")}
     medians = {name: statistics.median(column) for name, column in columns.items()}
     padded = {part: [times[f"padded {part}"] for times in seen[work.warmup :]] for part in PARTS[1:] if work.padded}
@@ -247,7 +229,7 @@ def parser() -> Parser:
     """Build the command-line parser, with the defaults of `Workload`."""
     parser = Parser("python -m gspo_jax.bench", str(__doc__).partition("\n\n")[0])
     defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder of the model")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder of the model")
     for name, meaning in {
         "prompts": "prompts per iteration",
         "group": "responses per prompt",
@@ -269,6 +251,7 @@ def parser() -> Parser:
     parser.add_argument("--dtype", default=defaults["dtype"], help=f"compute dtype: {' or '.join(DTYPES)}")
     parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="such as fsdp:-1,expert:2; -1: the rest of the devices")
     parser.add_argument("--compile", default="ahead", help="ahead, in a separate process, or here; default ahead")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure the devices instead, and write their rates here")
     parser.add_argument("--json", metavar="FILE", help="also write the same facts as JSON")
     return parser
 
@@ -299,11 +282,35 @@ def cache_settings(cache: Path) -> dict[str, Any]:
     }
 
 
+def calibrate(file: str) -> None:
+    """Measure all attached devices, print their rates and write these to a file.
+
+    Raises:
+      UserError: the file cannot be written, or nothing is known of the links of a single device.
+    """
+    cli.check_facts_file(file, flag="calibrate")
+    devices = jax.devices()
+    rates = calibration.measure(mesh_lib.make_mesh({"data": -1}, devices=devices))
+    for name in rates_lib.FIGURES:
+        print(f"{name}: {getattr(rates, name):.4g} ({rates.sources[name]})")
+    rates_lib.write(Path(file), rates, generation=calibration.generation(devices[0]))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        given: dict[str, Any] = vars(parser().parse_args(arguments))
+        options = parser()
+        given: dict[str, Any] = vars(options.parse_args(arguments))
+        if given["calibrate"] is not None:
+            others = [name for name, value in given.items() if value != options.get_default(name)]
+            if len(others) > 1:
+                raise UserError(f"--calibrate measures the devices alone; leave out --{others[0]}")
+            calibrate(given["calibrate"])
+            return 0
+        if given["model"] is None:
+            raise UserError("--model is missing; give the model's Hugging Face folder")
+        del given["calibrate"]
         file, mesh, place = given.pop("json"), given.pop("mesh"), given.pop("compile")
         if mesh is not None:
             given["mesh"] = read_mesh(mesh)

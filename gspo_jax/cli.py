@@ -113,8 +113,8 @@ def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:
             raise OSError(error.errno, error.strerror, str(file)) from error
 
 
-def check_facts_file(file: str | Path | None) -> None:
-    """Check, leaving nothing behind, that `write_facts` can write to this file; call it before any work.
+def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
+    """Check, leaving nothing behind, that `write_facts` can write to the flag's file; call it before any work.
 
     Raises:
       UserError: the file is a folder, lies below a file, or this account may not write it.
@@ -124,11 +124,11 @@ def check_facts_file(file: str | Path | None) -> None:
     place = Path(file).absolute()
     there = storage.nearest(place)
     if place.is_dir():
-        raise UserError(f"--json={file} is a folder; give a file in it")
+        raise UserError(f"--{flag}={file} is a folder; give a file in it")
     if there != place and not there.is_dir():
-        raise UserError(f"--json={file} cannot be written, because {there} is not a folder; give another file")
+        raise UserError(f"--{flag}={file} cannot be written, because {there} is not a folder; give another file")
     if not os.access(there, os.W_OK):
-        raise UserError(f"--json={file} cannot be written, because this account may not write {there}; give another")
+        raise UserError(f"--{flag}={file} cannot be written, because this account may not write {there}; give another")
 
 
 def _guarded(step: Callable[[], Any]) -> Any:

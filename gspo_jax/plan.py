@@ -1,12 +1,13 @@
 """Ahead-of-time compilation of every program of an iteration for a TPU slice: does it fit, and what does it cost?
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
-        [--programs=update,score] [--json=FILE] [--dump=DIR] [--lengths=lognormal:4096:0.8 [--figure=FILE.png]]
+        [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE]
+        [--lengths=lognormal:4096:0.8 [--figure=FILE.png] [--tune]]
 
 Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
-off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, and a projection
-calibrated on published v5p results: an ahead-of-time estimate, not a measurement. Compiled programs are cached by
-content, so a second plan takes seconds.
+off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, what is executed
+(planning/executed.py, at the rates of parallel/rates.py), and a projection calibrated on published v5p results: an
+ahead-of-time estimate, not a measurement. Compiled programs are cached by content, so a second plan takes seconds.
 
 With `--lengths`, the time of a whole iteration is projected too, for responses with lengths drawn from a distribution
 (lengths.py), and `--figure` draws it. `--tune` also searches for the settings with the least such time (tune.py): mesh,
@@ -35,12 +36,13 @@ from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import jaxpr, topology
+from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.parallel.ahead import compile_ahead
 from gspo_jax.parallel.topology import CHIPS
-from gspo_jax.planning import iteration, memory, programs
+from gspo_jax.planning import cycles, executed, iteration, memory, programs
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_header, show_iteration, show_program, show_try
+from gspo_jax.planning.show import show_cycles, show_header, show_iteration, show_program, show_try
 from gspo_jax.planning.timeline import draw
 from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
@@ -49,8 +51,6 @@ from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.types import UserError, choices
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
-GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
-"""Prefixes of the names of the grouped matmul kernels."""
 LARGEST = 10
 """Number of buffers listed for a program that does not fit."""
 
@@ -66,8 +66,9 @@ def plan_program(
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{name}.hlo").write_text(compiled.text)
-    resident, filled = setting.resident(name), {kernel: setting.filled(name) for kernel in GROUPED}
-    module, chip = costs_lib.Program(compiled.text, filled=filled), setting.chip
+    resident, filled = setting.resident(name), dict.fromkeys(executed.GROUPED, setting.filled(name))
+    kernels, chip = executed.kernels(setting, name), setting.chip
+    module = costs_lib.Program(compiled.text, filled=filled, kernels=kernels)
     facts: dict[str, Any] = {
         "fits": compiled.fits and compiled.peak_bytes + resident <= chip.memory,
         "peak_bytes": compiled.peak_bytes,
@@ -92,6 +93,7 @@ def plan_program(
     costs = whole if name != "sample_decode" else module.loop() or whole
     traced_flops = jaxpr.product_flops(traced.jaxpr, filled=filled) / setting.mesh.size
     facts |= figures(costs, name, setting, traced_flops=traced_flops, scheduled=module if costs is whole else None)
+    facts["cycles"] = cycles.compared(costs, setting)
     facts["warnings"] += warnings(costs, setting, slices)
     return facts
 
@@ -106,19 +108,31 @@ def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def prepare(config: ConfigDict, model: ModelConfig, name: str, *, slices: int) -> tuple[Setting, dict[str, Any], str]:
+def prepare(
+    config: ConfigDict, model: ModelConfig, name: str, *, slices: int, rates: Path | None
+) -> tuple[Setting, dict[str, Any], str]:
     """Return the run on a slice, the facts that identify its plan, and the key of its programs in the cache."""
     mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
     meshes = make_meshes(config, model, mesh)
     stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
-    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[topology.generation(name)])
+    kind = topology.generation(name)
+    used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
+    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[kind], used)
     facts = topology_facts(name, slices, mesh)
     with jax.set_mesh(mesh):
         return setting, facts, f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
 
 
 def tune(
-    config: ConfigDict, name: str, lengths: str, *, slices: int, headroom: float, cache: Path, console: Console
+    config: ConfigDict,
+    name: str,
+    lengths: str,
+    *,
+    slices: int,
+    headroom: float,
+    cache: Path,
+    rates: Path | None,
+    console: Console,
 ) -> dict[str, Any]:
     """Search for the settings with the least projected iteration; print and return what was tried, and the best.
 
@@ -129,7 +143,7 @@ def tune(
     drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
 
     def planner(config: ConfigDict, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
-        setting, _, key = prepare(config, check(config), name, slices=slices)
+        setting, _, key = prepare(config, check(config), name, slices=slices, rates=rates)
         return {
             one: plan_program(one, setting, slices=slices, key=key, cache=cache, dump=None) for one in names
         }, setting
@@ -159,13 +173,16 @@ def plan(
     only: Sequence[str] = (),
     cache: Path,
     dump: Path | None = None,
+    rates: Path | None = None,
     console: Console | None = None,
+    with_cycles: bool = False,
     lengths: str | None = None,
     figure: Path | None = None,
 ) -> dict[str, Any]:
     """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
 
-    With `lengths`, a distribution, also those of a whole iteration, drawn to the file `figure` if there is one.
+    `with_cycles` also prints the executed times beside the compiler's estimates, which the facts always have. With
+    `lengths`, a distribution, there are also the facts of a whole iteration, drawn to the file `figure` if it is given.
 
     Raises:
       UserError: the config, the topology, the mesh or `lengths` is wrong, libtpu is missing, or an iteration needs a
@@ -180,7 +197,7 @@ def plan(
             raise UserError(f"--lengths needs all programs, and --programs leaves out {', '.join(missing)}; name none")
     elif figure is not None:
         raise UserError(f"--figure={figure} needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
-    setting, facts, key = prepare(config, model, name, slices=slices)
+    setting, facts, key = prepare(config, model, name, slices=slices, rates=rates)
     meshes, mesh = setting.engine.meshes, setting.mesh
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
     if console is not None:
@@ -189,6 +206,8 @@ def plan(
         found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
         if console is not None:
             show_program(console, one, found)
+            if with_cycles and found["fits"]:
+                show_cycles(console, found)
     if drawn_from is not None:
         found = iteration.simulate(iteration.make_run(facts["programs"], setting), drawn_from)
         facts["iteration"] = found.facts(drawn_from.text, mesh.size)
@@ -209,14 +228,13 @@ def main(config: ConfigDict) -> None:
     """Run the command; exit with code 1 if a program does not fit."""
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
-    cache = Path(f.cache) if f.cache else default_cache()
+    cache, rates = Path(f.cache) if f.cache else default_cache(), Path(f.rates) if f.rates else None
     if f.tune:
         if f.lengths is None:
             raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
-        cli.write_facts(
-            f.json,
-            tune(config, f.topology, f.lengths, slices=f.slices, headroom=f.headroom, cache=cache, console=Console()),
-        )
+        shared: dict[str, Any] = {"slices": f.slices, "cache": cache, "rates": rates, "console": Console()}
+        found = tune(config, f.topology, f.lengths, headroom=f.headroom, **shared)
+        cli.write_facts(f.json, {"arguments": sys.argv[1:]} | found)
         return
     facts = plan(
         config,
@@ -225,11 +243,13 @@ def main(config: ConfigDict) -> None:
         only=f.programs,
         cache=cache,
         dump=Path(f.dump) if f.dump else None,
+        rates=rates,
         console=Console(),
+        with_cycles=f.cycles,
         lengths=f.lengths,
         figure=Path(f.figure) if f.figure else None,
     )
-    cli.write_facts(f.json, facts)
+    cli.write_facts(f.json, {"arguments": sys.argv[1:]} | facts)
     if not all(program["fits"] for program in facts["programs"].values()):
         sys.exit(1)
 
@@ -240,6 +260,8 @@ if __name__ == "__main__":
     flags.DEFINE_list("programs", [], f"Plan only these, of {', '.join(programs.NAMES)}.")
     flags.DEFINE_string("json", None, "Also write the facts to this file.")
     flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
+    flags.DEFINE_bool("cycles", False, "Also print the executed times beside the compiler's estimates of cycles.")
+    flags.DEFINE_string("rates", None, "Rates of the chip, as written by gspo_jax.bench --calibrate; without, assumed.")
     flags.DEFINE_string(
         "lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8."
     )

@@ -128,3 +128,59 @@ def test_blocks_lengthen_a_row_by_an_eighth_at_most(tokens, longest, block):
 def test_long_rows_have_a_kernel_for_dq():
     assert attention_tpu._block_sizes(8192, 8192, 8192).use_fused_bwd_kernel
     assert not attention_tpu._block_sizes(32768, 32768, 32768).use_fused_bwd_kernel
+
+
+def inner_jaxprs(equation):
+    """Return the jaxprs among an equation's parameters."""
+    values = [x for v in equation.params.values() for x in (v if isinstance(v, tuple | list) else (v,))]
+    return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+
+
+def kernels_of(jaxpr, products):
+    """Add to `products`, by kernel name, the flops of the matrix products in one grid step of each Pallas kernel."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            products[equation.params["name"]] = sum(map(flops_of, inner_jaxprs(equation)))
+        else:
+            for inner in inner_jaxprs(equation):
+                kernels_of(inner, products)
+    return products
+
+
+def flops_of(jaxpr):
+    """Return the flops of all matrix products of a jaxpr, those of loops times their length."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            ((inner, _), _), shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
+            total += 2 * np.prod(equation.outvars[0].aval.shape) * np.prod([shape[d] for d in inner])
+        total += equation.params.get("length", 1) * sum(map(flops_of, inner_jaxprs(equation)))
+    return int(total)
+
+
+@pytest.mark.parametrize("partials", [8, 1], ids=["fused", "dq apart"])
+@pytest.mark.parametrize(("prompt", "responses", "length"), [(150, 1, 50), (300, 3, 320), (256, 4, 256)])
+def test_computed_products_are_those_of_the_visited_blocks(prompt, responses, length, partials, monkeypatch):
+    """Visited blocks are counted on the whole mask; products of a block in the kernels as traced."""
+    monkeypatch.setattr(attention_tpu, "_MAX_DQ_PARTIALS", partials)
+    N, heads, width = prompt + responses * length, 2, 128
+    found = attention_tpu.computed_products(N, N, heads=heads, prompt=prompt, responses=responses)
+    at = np.arange(N)
+    own = np.where(at < prompt, 0, 1 + (at - prompt) // length)
+    seen = (at[None] <= at[:, None]) & ((own[None] == 0) | (own[None] == own[:, None]))
+    blocks = attention_tpu._block_sizes(N, N, N if responses == 1 else length)
+    q, k = blocks.block_q, blocks.block_kv
+    pad = np.pad(seen, ((0, -N % q), (0, -N % k)))
+    visited = pad.reshape(pad.shape[0] // q, q, pad.shape[1] // k, k).any(axis=(1, 3)).sum()
+    x = [jax.ShapeDtypeStruct((1, N, h, width), jnp.bfloat16) for h in (heads, 1, 1)]
+
+    def loss(*x):
+        valid = jnp.ones((1, N), bool)
+        return attention_tpu.attention(*x, valid, prompt=prompt, responses=responses).astype(jnp.float32).sum()
+
+    traced = kernels_of(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*x).jaxpr, {})
+    expected = {name: next(n for kernel, n in traced.items() if kernel.startswith(name)) for name in found}
+    assert len(expected) == len(traced) == (3 if partials == 1 and pad.shape[1] > k else 2)
+    assert {name: 2 * width * n for name, n in found.items()} == {
+        name: heads * visited * flops for name, flops in expected.items()
+    }

@@ -14,7 +14,9 @@ import pytest
 
 from gspo_jax import bench, workload
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import calibration, rates
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.types import UserError
 from tests.tiny import CONFIG
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -26,8 +28,8 @@ NAMES = ("sample", "score", "update", "iteration")
 @pytest.fixture
 def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small matrices for the floor speed."""
-    monkeypatch.setattr(bench, "SIDES", {"cpu": (64,)})
-    monkeypatch.setattr(bench, "MATMUL_S", 0.0)
+    monkeypatch.setattr(calibration, "SIDES", {"cpu": (64,)})
+    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
 
 
 @pytest.mark.slow
@@ -131,12 +133,15 @@ def test_flops_by_hand() -> None:
 
 
 def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SIDES", {"cpu": (64, 128)})
-    monkeypatch.setattr(bench, "MATMUL_S", 0.0)
+    monkeypatch.setattr(calibration, "SIDES", {"cpu": (64, 128)})
+    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
     ticks = itertools.count()
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))  # everything that is timed takes one second
+    monkeypatch.setattr(
+        calibration.time, "perf_counter", lambda: next(ticks)
+    )  # everything that is timed takes one second
     speeds = [
-        bench.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16") for n in (1, 4)
+        calibration.matmul_flops_per_s(mesh_lib.make_mesh({"data": n}, devices=jax.devices()[:n]), "bfloat16")
+        for n in (1, 4)
     ]
     assert speeds == [64**3 + 128**3, 4 * (64**3 + 128**3)], "2 n³ operations, averaged over the two sizes"
 
@@ -146,6 +151,7 @@ def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--model=no/such"], "no/such is not a folder"),
         (["--group=0"], "--group is 0; it must be at least 1"),
+        (["--calibrate=rates.json"], "--calibrate measures the devices alone; leave out --model"),
         (["--slots=65"], "--slots is 65 and --prompts × --group make 64 responses; use 1 to 64"),
         (["--lengths=normal:1:2"], "--lengths is 'normal:1:2'; write it as uniform:16:128"),
         (["--lengths=uniform:16:129"], "--lengths uniform:16:129 does not lie in 1 to 128, which is --new_tokens"),
@@ -179,3 +185,59 @@ def test_command() -> None:
     command = [sys.executable, "-m", "gspo_jax.bench", f"--model={MOE}", "--prompts=0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=GOLDEN.parent.parent)
     assert (done.returncode, done.stderr) == (2, "error: --prompts is 0; it must be at least 1\n")
+
+
+def test_calibration_writes_rates_that_plan_reads(tmp_path, monkeypatch, capsys) -> None:
+    """The attached devices are these simulated ones; single-device rates and those of links all come out positive."""
+    for name, value in (("SIDES", (64,)), ("LARGE", 2**14), ("SENT", 2**10)):
+        monkeypatch.setattr(calibration, name, {"cpu": value})
+    monkeypatch.setattr(calibration, "MATMUL_S", 0.0)
+    monkeypatch.setattr(calibration, "LOOP_S", 0.01)
+    file = tmp_path / "made" / "rates.json"
+    assert bench.main([f"--calibrate={file}"]) == 0
+    found = rates.read(file, generation="cpu")
+    assert all(0 < getattr(found, name) < float("inf") for name in rates.FIGURES)
+    assert set(found.sources) == set(rates.FIGURES)
+    assert f"measured on {len(jax.devices())} x cpu" in found.sources["links"]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == list(rates.FIGURES)
+    with pytest.raises(UserError, match="has the rates of cpu, not of v5p; measure them on v5p"):
+        rates.read(file, generation="v5p")
+
+
+def test_a_turn_of_a_loop_is_timed_without_its_start(monkeypatch) -> None:
+    """A loop of n turns takes 5 + n seconds by a clock that only the loop advances: a turn takes one."""
+    now = [0.0]
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return now[0]
+
+    def jit(loop):
+        def timed(turns, x):
+            now[0] += 5 + turns
+            return x
+
+        return timed
+
+    monkeypatch.setattr(calibration, "time", Clock)
+    monkeypatch.setattr(calibration.jax, "jit", jit)
+    assert calibration.per_turn(lambda i, x: x, 0.0) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"links": 0}, "links is 0.0, not a positive number"),
+        ({"operation": "fast"}, "cannot be used"),
+        ({"generation": "v4"}, "has the rates of v4, not of v5p"),
+        (None, "cannot be used"),
+    ],
+)
+def test_rates_that_cannot_be_used(change, says, tmp_path) -> None:
+    file = tmp_path / "rates.json"
+    rates.write(file, rates.assumed("v5p"), generation="v5p")
+    assert rates.read(file, generation="v5p") == rates.assumed("v5p")
+    file.write_text("[]" if change is None else json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=says):
+        rates.read(file, generation="v5p")

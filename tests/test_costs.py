@@ -3,6 +3,7 @@
 Small programs compiled here, with costs worked out by hand, and HLO text as the TPU compiler writes it.
 """
 
+import dataclasses
 import textwrap
 
 import jax
@@ -112,6 +113,15 @@ def test_a_branch_for_rare_cases_is_not_counted():
     assert jaxpr.product_flops(jax.make_jaxpr(f)(*arguments)) == once
 
 
+def test_the_likely_branch_is_the_costliest_that_is_not_rare():
+    def f(x, w, n):
+        return jax.lax.cond(n > 0, lambda: (x @ w) @ w, lambda: x @ w)
+
+    arguments, once = (ones(4, 16), ones(16, 16), jnp.int32(3)), 2 * 4 * 16 * 16
+    assert compiled(f, *arguments).costs().flops == 2 * once
+    assert jaxpr.product_flops(jax.make_jaxpr(f)(*arguments)) == 2 * once
+
+
 def module(body, head="HloModule m", inner=""):
     return costs_lib.Program(f"{head}\n\n{textwrap.dedent(inner)}\nENTRY %main (p: f32[]) -> f32[] {{\n{body}\n}}\n")
 
@@ -192,6 +202,81 @@ def test_the_largest_bound_counts_for_every_operation():
     assert costs.seconds(costs_lib.Rates(1e30, costs.bytes / 2, 1)) == pytest.approx(2)
 
 
+def test_a_layer_of_a_stack_that_a_fusion_within_a_fusion_slices():
+    """A router's product reads one layer's [8, 4] of the stack [6, 8, 4] and rows [2, 8] in VMEM, and writes [2, 4]."""
+    inner = """
+%sliced (p: f32[6,8,4], i: s32[]) -> f32[8,4] {
+  %p = f32[6,8,4]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %s = f32[1,8,4]{2,1,0} dynamic-slice(%p, %i, %z, %z), dynamic_slice_sizes={1,8,4}
+  ROOT %b = f32[8,4]{1,0} bitcast(%s)
+}
+%routed (p: f32[6,8,4], i: s32[], x: f32[2,8]) -> f32[2,4] {
+  %p = f32[6,8,4]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[2,8]{1,0:S(1)} parameter(2)
+  %w = f32[8,4]{1,0} fusion(%p, %i), kind=kLoop, calls=%sliced
+  ROOT %c = f32[2,4]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+}"""
+    text = """
+  %p = f32[6,8,4]{2,1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  %x = f32[2,8]{1,0:S(1)} parameter(2)
+  ROOT %r = f32[2,4]{1,0} fusion(%p, %i, %x), kind=kOutput, calls=%routed"""
+    assert module(text, inner=inner).costs().bytes == 4 * (8 * 4 + 2 * 4)
+
+
+def test_what_small_operations_take():
+    """An operation takes a latency, in main memory or on the chip; a scalar's none, nor does starting a copy.
+
+    Of 128 numbers, 512 bytes: negated in main memory 1024 bytes, 1.024 ms at 1 MB/s; copied, read once.
+    """
+    text = """
+  %p = f32[128]{0} parameter(0)
+  %v = f32[128]{0:S(1)} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+  %n = f32[128]{0} negate(%p)
+  %m = f32[128]{0:S(1)} negate(%v)
+  %j = s32[]{:S(6)} add(%i, %i)
+  %s = (f32[128]{0:S(1)}, f32[128]{0}, u32[]{:S(2)}) copy-start(%p)
+  %d = f32[128]{0:S(1)} copy-done(%s)
+  ROOT %a = f32[128]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add"""
+    costs = module(text).costs()
+    assert [c.waits for c in costs.operations] == ["operation", "operation", "", "collective"]
+    slow, fast = costs_lib.Rates(1, 1e6, 1, 1e-6, 1e-6), costs_lib.Rates(1, 1e12, 1, 2.0, 7.0)
+    assert costs.executed(slow) == pytest.approx(1.024e-3 + 1e-6 + 0.512e-3 + 1.024e-3)
+    assert costs.seconds(slow) == pytest.approx(1.024e-3 + 0.512e-3 + 1.024e-3)
+    assert costs.executed(fast) == pytest.approx(2 + 2 + 7)
+
+
+def test_the_work_that_a_kernel_says_it_executes():
+    """A kernel declares 100 flops of full buffers, half of them in use, and executes 70; its time is that of the 70."""
+    call = 'custom-call(%p), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{CONFIG}}'
+    estimate = '"cost_estimate":{"flops":"100","transcendentals":"0","bytes_accessed":"64"}'
+    text = (
+        f"  %p = bf16[128]{{0}} parameter(0)\n  ROOT %gmm_8.3 = bf16[2,128]{{1,0}} {call.replace('CONFIG', estimate)}"
+    )
+
+    def work(call):
+        assert call.name == "gmm_8.3" and call.declared == (100, 64)
+        assert [a.dims for a in (*call.operands, *call.results)] == [(128,), (2, 128)]
+        return costs_lib.Work(70, 10)
+
+    body = f"ENTRY %main (p: f32[]) -> f32[] {{\n{text}\n}}\n"
+    costs = costs_lib.Program(body, filled={"gmm": 0.5}, kernels={"gmm": work}).costs()
+    rates = costs_lib.Rates(10, 1e9, 1)
+    assert (costs.flops, costs.bytes) == (50, 64)
+    assert (costs.seconds(rates), costs.executed(rates)) == (5, 7)
+
+
+@pytest.mark.parametrize(("cycles", "found"), [("2120", 2120), (str(2**63 - 1), None), (None, None)])
+def test_cycles_as_the_compiler_estimates_them(cycles, found):
+    config = f', backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}' if cycles else ""
+    text = f"  %p = f32[128]{{0}} parameter(0)\n  ROOT %n = f32[128]{{0}} negate(%p){config}"
+    assert [c.cycles for c in module(text).costs().operations] == [found]
+
+
 GATHER = "all-gather(%{}), channel_id=1, replica_groups=[1,4]<=[4], dimensions={{0}}{}"
 """Gathers 8 numbers, 32 bytes, from each of 4 devices: each device sends 96 bytes."""
 RATES = costs_lib.Rates(flops=1e30, bandwidth=64.0, links=96.0)
@@ -240,7 +325,7 @@ def test_two_collectives_share_the_links():
     """On slow links each transfer takes 10 s; they start after 2.5 and 5 s and arrive after 12.5 and 22.5 s."""
     body = APART + APART.replace("%s", "%t").replace("%u", "%v")
     found = in_line(body + "  %d = f32[32]{0} call-done(%u)\n  %e = f32[32]{0} call-done(%v)", called=CALLED)
-    assert found.elapsed(RATES._replace(links=9.6)) == pytest.approx(22.5 + 2)
+    assert found.elapsed(dataclasses.replace(RATES, links=9.6)) == pytest.approx(22.5 + 2)
 
 
 def test_a_collective_in_steps_between_others_work_is_sent_once():

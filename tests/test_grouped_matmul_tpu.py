@@ -276,11 +276,17 @@ def test_kernels_say_what_they_cost():
     costs = kernels(jax.make_jaxpr(every)().jaxpr)
     weights = 2 * E * D * F
     expected = {
-        "grouped_matmul": (4 * N * D * F, 2 * (2 * N * D + weights + 2 * N * F)),
-        "grouped_matmul_transposed": (4 * N * D * F, 2 * (4 * N * F + weights + N * D)),
-        "grouped_outer": (2 * N * D * F, 2 * (N * D + 2 * N * F + weights // 2)),
+        "grouped_matmul_128": (4 * N * D * F, 2 * (2 * N * D + weights + 2 * N * F)),
+        "grouped_matmul_transposed_128": (4 * N * D * F, 2 * (4 * N * F + weights + N * D)),
+        "grouped_outer_128": (2 * N * D * F, 2 * (N * D + 2 * N * F + weights // 2)),
     }
     assert {k: (costs[k].flops, costs[k].bytes_accessed) for k in expected} == expected
     assert set(costs) == {"grouped_visits", *expected}, (
         "every kernel has a cost estimate; without one the planner cannot count it"
     )
+
+
+@pytest.mark.parametrize("sizes", [[40, 40, 40, 0, 40], [0, 0, 0, 300, 0], [64, 64, 64, 64, 44], [0, 0, 0, 0, 0]])
+def test_executed_rows_are_those_of_the_tiles_that_the_kernel_visits(sizes):
+    _, counts = grouped_matmul_tpu._visits(jnp.array(sizes), 300, 64, interpret=True)
+    assert grouped_matmul_tpu.executed_rows(np.array(sizes), 64) == 64 * counts[0]

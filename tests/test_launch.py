@@ -434,6 +434,19 @@ def test_a_flag_that_scaling_does_not_take(copy):
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --chips=16; use --runs=")
 
 
+def test_plans_of_every_recipe_and_choice_become_tables(copy):
+    _install(copy)
+    shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-slow")
+    assert _bash(copy, 'bash launch/plans.sh "$@"', "--runs=a", "--page=b.md").returncode == 0
+    *plans, tables = _calls(copy)
+    assert all(plan.startswith("-m gspo_jax.plan --config=configs/qwen3_") for plan in plans)
+    made = [plan.rpartition("--json=")[2] for plan in plans]
+    assert len(set(made)) == 12 and sum("--programs=update --config." in plan for plan in plans) == 5
+    assert tables == f"-m gspo_jax.planning.tables b.md --recipes {' '.join(made[:7])} --choices {' '.join(made[7:])}"
+    done = _bash(copy, 'bash launch/plans.sh "$@"', "--out=b")
+    assert done.returncode == 2 and done.stderr.startswith("error: unexpected --out=b; use --runs=")
+
+
 def test_docs_are_built_strictly_with_an_extra_of_their_own(copy):
     _install(copy)
     for stamp in ("installed-slow", "installed-report"):

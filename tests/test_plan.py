@@ -13,11 +13,12 @@ from gspo_jax import cli, plan
 from gspo_jax.engine import build
 from gspo_jax.models import flops, published
 from gspo_jax.models.published import find
-from gspo_jax.parallel import hlo, topology
+from gspo_jax.parallel import costs, hlo, rates, topology
 from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
-from gspo_jax.planning import memory
+from gspo_jax.planning import cycles, executed, memory, tables
 from gspo_jax.planning.setting import Setting
+from gspo_jax.planning.show import cycles_table
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes
@@ -105,12 +106,47 @@ def test_mistakes_are_told_before_anything_is_compiled(asked, says, tmp_path):
         plan.plan(cli.load_config(RECIPE), cache=tmp_path, **asked)
 
 
+def setting(size="Qwen3-30B-A3B", prompts=64):
+    """Return the recipe's setting on the simulated devices, as if they were v5p's chips."""
+    mesh, config = make_mesh({"fsdp": -1}), cli.load_config(RECIPE)
+    config.data.prompts_per_batch = prompts
+    engine = build(config, find(size), Meshes(mesh, mesh), StopRule(max_length=8, eos_ids=()))
+    return Setting(engine, topology.CHIPS["v5p"], rates.assumed("v5p"))
+
+
 @pytest.mark.parametrize(("size", "chips"), [("Qwen3-30B-A3B", 5), ("Qwen3-235B-A22B", 37)])
 def test_the_least_number_of_chips(size, chips):
     """16 bytes per parameter in float32 (weight, gradient, Adam's two moments) over v5p's 102.8e9 bytes of HBM."""
-    mesh = make_mesh({"fsdp": -1})
-    engine = build(cli.load_config(RECIPE), find(size), Meshes(mesh, mesh), StopRule(max_length=8, eos_ids=()))
-    assert Setting(engine, topology.CHIPS["v5p"]).least_chips() == chips
+    assert setting(size).least_chips() == chips
+
+
+def test_executed_attention_and_grouped_matmuls_of_the_recipe():
+    """One chip's layers of an update, as an independent count has them: 510 ms of attention, 580 of grouped matmuls.
+
+    With a prompt per device as on 64 chips: rows of 512 + 4 * 3968 tokens; 131,072 pairs over 128 experts; 3 matrices,
+    each forward and with two gradients, in tiles of 512 rows: 1.5 of the rows that came.
+    """
+    recipe = setting(prompts=8)
+    assert recipe.attention_rows("update") == (16384, 512, 4)
+    kernels, layers = executed.kernels(recipe, "update"), recipe.model.num_layers
+    queries = hlo.Array("bf16", (4, 8, 16384, 128), 0)
+    table = hlo.Array("s8", (1, 16, 16), 0)
+
+    def seconds(name, operands, results, flops):
+        work = next(work for begin, work in kernels.items() if name.startswith(begin))
+        call = costs.KernelCall(name, operands, results, costs.Work(flops, 0))
+        return layers * work(call).flops / recipe.chip.flops
+
+    phases = [seconds(f"splash_mqa_{phase}_segmented.1", (table, queries), (), 0) for phase in ("fwd", "dkv", "dq")]
+    assert [phase / phases[0] for phase in phases] == [1, 2, 1.5], "dkv and dq apart are 3.5 forward units"
+    assert sum(phases) == pytest.approx(0.510, rel=0.02)
+    rows = hlo.Array("bf16", (131072, 2048), 0), hlo.Array("bf16", (131072, 768), 0)
+    weights = hlo.Array("bf16", (128, 2048, 768), 0)
+    needed = 2 * 131072 * 2048 * 768
+    grouped = 9 * seconds("grouped_matmul_512.3", (rows[0], weights), (rows[1],), needed)
+    assert grouped == pytest.approx(9 * seconds("grouped_outer_512", rows, (weights,), needed))
+    assert grouped == pytest.approx(0.580, rel=0.02)
+    assert grouped == pytest.approx(1.5 * 9 * layers * needed / recipe.chip.flops, rel=0.02)
 
 
 TEXT = """HloModule m
@@ -142,6 +178,99 @@ ENTRY %main (p: f32[48,2,8]) -> f32[48,2,8] {
 )
 def test_memory_is_told_by_what_it_is(name, kind):
     assert memory.kind_of(hlo.Module(TEXT), Buffer(name, None, 8), {48}, {(48, 2, 8)}, "update") == kind
+
+
+ESTIMATES = """HloModule m
+
+ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  %q = f32[2]{0:S(1)} parameter(1)
+  %c = f32[1024,1024]{0,1} copy(%p), metadata={op_name="a/b"}, backend_config={"estimated_cycles":"17500"}
+  %t = f32[2]{0:S(1)} negate(%q), metadata={op_name="a/c"}, backend_config={"estimated_cycles":"2120"}
+  ROOT %r = f32[1024,1024]{1,0} sort(%c), dimensions={0}
+}
+"""
+
+
+def test_executed_times_beside_the_compilers_estimates():
+    """A copy of 4 MiB moves 8.39 MB: 3.03 µs, estimated at 10 µs. A small operation takes 1.2 µs, estimated at 1.21."""
+    found = cycles.compared(costs.Program(ESTIMATES).costs(), setting())
+    assert [line["scope"] for line in found["lines"]] == ["a/b", "small operations", "all others"]
+    moved = 2 * 4 * 2**20 / topology.CHIPS["v5p"].bandwidth
+    assert found["executed_s"] == pytest.approx(moved + 1.2e-6)
+    assert found["estimated_s"] == pytest.approx(10e-6 + 2120 / 1.75e9)
+    assert found["without_estimate_s"] == pytest.approx(moved)
+    assert found["lines"][0]["why"] == "estimated at 0.84 TB/s, a change of layout"
+    table = cycles_table(found)
+    assert table[2] == "| `copy a/b` | memory | 1 | 0.00 | 0.01 | 3.30 | estimated at 0.84 TB/s, a change of layout |"
+    assert table[3] == "| small operations | latency | 1 | 0.00 | 0.00 | 1.01 |  |"
+
+
+def planned(*arguments, **programs):
+    """Return a plan as it is written, with one line of estimates for each of its programs."""
+    line = {"scope": "", "opcode": "copy", "bound": "memory", "count": 3, "executed_s": 0.1, "estimated_s": 0.2}
+    found = {"executed_s": 0.1, "estimated_s": 0.2, "without_estimate_s": 0.5, "lines": [line | {"why": "because"}]}
+    facts = {
+        "peak_bytes": 53.48e9,
+        "resident_bytes": 5.7e9,
+        "limit_bytes": 102.8e9,
+        "flops": 418.6e12,
+        "ici_bytes": 180.5e9,
+        "binds": "hbm",
+        "projected_step_s": [2.2, 2.5],
+        "executed_by": {"attention": 0.51, "latency": 0.0089},
+        "cycles": found,
+    }
+    times = {"compute": 0.9, "hbm": 0.7, "ici": 0.301, "attention": 0.238, "per_op": 1.135, "executed": 1.824}
+    times |= {"exposed": 0.103, "floor": 0.854}
+    return {
+        "arguments": ["--config=configs/some.py:v6e", "--topology=v5p:4x4x4", *arguments],
+        "topology": "v5p:4x4x4",
+        "programs": {name: facts | {"seconds": times | changed} for name, changed in programs.items()},
+    }
+
+
+NAMES = ("recipes", "in full", "parts", "choices", *(f"cycles of {name}" for name in tables.ESTIMATED))
+
+
+def test_tables_of_the_page_are_written_from_plans(tmp_path):
+    page, files = tmp_path / "plan.md", []
+    for i, arguments in enumerate([(), ("--config.model.remat=full", "--config.mesh.tensor=2")]):
+        files.append(str(tmp_path / f"{i}.json"))
+        step = {"per_op": 0.0048, "exposed": None, "executed": 0.0116}
+        programs = {"update": {}} if i else {"update": {}, "score": {}, "sample_decode": step}
+        Path(files[-1]).write_text(json.dumps(planned(*arguments, **programs)))
+    page.write_text("\n".join(f"text\n<!-- table: {name} -->\nold\n<!-- end -->" for name in NAMES) + "\nafter\n")
+    for _ in range(2):  # a page that has its tables is rewritten
+        assert tables.main([str(page), "--recipes", files[0], "--choices", files[1]]) == 0
+        written = page.read_text()
+        assert "old" not in written and written.endswith("after\n") and written.count("text\n") == len(NAMES)
+        for line in (
+            "| `configs/some.py:v6e` | `v5p:4x4x4` | 102.8 | 53.5 | 1135 | 238 | 1824 | 301, 103 | memory | 854 "
+            "| 53.5 + 5.7 | 4.8 | 11.6 |",
+            "| `sample_decode` | 53.5 | 5.7 | 418.6 | 900 | 700 | 301, – | 4.8 | 238 | 11.6 | 854 | 2200 to 2500 |",
+            "| `update` | 1824 | 510 | 0.0 | 0.0 | 0.0 | 0.0 | 8.9 |",
+            "| `model.remat=full`, `mesh.tensor=2` | 53.5 | 1135 | 238 | 1824 | 301, 103 | 180.5 |",
+            "| `copy` | memory | 3 | 100.00 | 200.00 | 2.00 | because |",
+        ):
+            assert line in written.splitlines()
+
+
+def test_pages_and_plans_without_what_the_tables_need(tmp_path, capsys):
+    plan_file, page = tmp_path / "plan.json", tmp_path / "page.md"
+    page.write_text("<!-- table: recipes -->\n<!-- end -->\n")
+    plan_file.write_text("{}")
+    assert tables.main([str(page), "--recipes", str(plan_file)]) == 2
+    assert "plan.json is not a plan" in capsys.readouterr().err
+    plan_file.write_text(json.dumps(planned(update={}, score={}, sample_decode={})))
+    assert tables.main([str(page), "--recipes", str(plan_file)]) == 2
+    assert "the page has 0 tables 'in full'" in capsys.readouterr().err
+
+
+def test_the_page_has_every_table():
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    for name in NAMES:
+        assert page.count(f"<!-- table: {name} -->") == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
@@ -186,6 +315,8 @@ def test_programs_of_the_recipe_fit_and_are_counted_right():
     assert update["peak_bytes"] <= 60e9 and seconds["per_op"] <= 1.20
     assert update["ici_bytes"] <= 185e9
     assert found["programs"]["sample_prefill"]["seconds"]["per_op"] <= 0.035
+    assert seconds["executed"] == pytest.approx(1.814, rel=0.05), "an independent count"
+    assert sum(update["executed_by"].values()) == pytest.approx(seconds["executed"])
     assert found["chip"] == "v5p"
 
 

@@ -21,7 +21,7 @@ def plan(chips: int, **facts) -> dict:
         "peak_bytes": 40e9,
         "resident_bytes": 2e9,
         "collectives": collectives,
-        "seconds": {"per_op": 1.0, "attention": 0.25},
+        "seconds": {"executed": 1.25},
         "projected_step_s": [1.5, 1.9],
         "warnings": ["needs 3.0 GB more than a chip has"],
     }

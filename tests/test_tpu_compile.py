@@ -63,7 +63,7 @@ def kernel_flops(hlo):
     flops = Counter()
     for line in hlo.splitlines():
         if 'custom_call_target="tpu_custom_call"' in line:
-            kernel, estimate = re.search(r"%(\w+)", line), re.search(r'"flops":"(\d+)"', line)
+            kernel, estimate = re.search(r"%(\w+?)(?:_\d+)?[.\d]* = ", line), re.search(r'"flops":"(\d+)"', line)
             assert kernel and estimate, line[:200]
             flops[kernel[1]] += int(estimate[1])
     return flops

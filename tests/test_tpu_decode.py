@@ -96,7 +96,7 @@ def figures(rows=ROWS, file=None):
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "largest_copy": largest_copy(text),
-        "kernels": Counter(re.findall(r"%(grouped_\w+)[.\d]* = ", text)),
+        "kernels": Counter(re.findall(r"%(grouped_\w+?)(?:_\d+)?[.\d]* = ", text)),
     }
 
 

@@ -49,7 +49,7 @@ def compiled(f, *shapes, grads):
 
 def read(program):
     """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
-    names = re.findall(r"%(\w+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
+    names = re.findall(r"%(\w+?)(?:_\d+)?[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
     memory = program.memory_analysis()
     assert memory
     return {"kernels": Counter(names), "temporaries": memory.temp_size_in_bytes}
@@ -129,7 +129,11 @@ REMATERIALISED = ("dots", "full")
 
 def cases(target):
     """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
-    named = [(of, name) for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (ring, RINGS)) for name in names]
+    named = [
+        (of, name)
+        for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (ring, RINGS))
+        for name in names
+    ]
     if target.startswith("v5p"):
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in named if case in LARGEST)]
     return [(*case, "bfloat16") for case in named if case in LARGEST]

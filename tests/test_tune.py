@@ -8,6 +8,7 @@ from gspo_jax.engine import build
 from gspo_jax.lengths import Lengths
 from gspo_jax.parallel import topology
 from gspo_jax.parallel.mesh import make_mesh, reshaped
+from gspo_jax.parallel.rates import assumed
 from gspo_jax.planning import tune
 from gspo_jax.planning.sampling import Step
 from gspo_jax.planning.setting import Setting
@@ -41,7 +42,9 @@ class Made:
         own = {axis: size or 1 for axis, size in config.sampling.mesh.items()}
         stop = StopRule(max_length=LIMIT, eos_ids=(1,))
         model = check(config)
-        setting = Setting(build(config, model, Meshes(mesh, reshaped(mesh, own)), stop), topology.CHIPS["v5p"])
+        setting = Setting(
+            build(config, model, Meshes(mesh, reshaped(mesh, own)), stop), topology.CHIPS["v5p"], assumed("v5p")
+        )
         self.asked += names
         return {name: self.facts(name, config, setting) for name in names}, setting
 
@@ -58,7 +61,7 @@ class Made:
         facts = {"fits": free >= 0, "headroom": free}
         if facts["fits"]:
             step = seconds.get(name, 0.01)
-            facts["seconds"] = {"per_op": step, "attention": 0.1 * step, "exposed": 0.0}
+            facts |= {"seconds": {"executed": step, "exposed": 0.0}, "executed_by": {"attention": 0.1 * step}}
         if name == "sample_decode":
             steps = [(n, (8 / expert) * 1e-3 + 1e-5 * n) for n in (slots, slots // 2, slots // 4)]
             facts["steps"] = [{"slots": n, "fixed_s": s, "key_s": 1e-9} for n, s in steps]

@@ -6,12 +6,17 @@ so under a mesh they must be called on each shard's rows and heads (`jax.shard_m
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+    splash_attention_mask_info,
+)
 from jaxtyping import Array, Bool, Float
 
 _LANES = 128
@@ -86,6 +91,36 @@ def _block_sizes(queries: int, keys: int, longest: int) -> splash_attention_kern
     )
 
 
+def _masked(
+    T: int, N: int, prompt: int, responses: int
+) -> tuple[splash_attention_mask.Mask, splash_attention_kernel.BlockSizes]:
+    """Mask over queries and keys, each padded to whole blocks, and the block sizes; arguments as in `attention`."""
+    length = (N - prompt) // responses
+    blocks = _block_sizes(T, N, N if responses == 1 else length)
+    queries, keys = (n + -n % b for n, b in ((T, blocks.block_q), (N, blocks.block_kv)))
+    if responses == 1:
+        return splash_attention_mask.CausalMask((queries, keys), offset=N - T), blocks
+    return _Mask(queries, keys, prompt, length), blocks
+
+
+def computed_products(T: int, N: int, *, heads: int, prompt: int = 0, responses: int = 1) -> Mapping[str, int]:
+    """Products of a query and a key, or of vectors as long, that each kernel computes for one row and key head.
+
+    Keys are the beginnings of the kernels' names. A kernel computes whole each block of T queries and N keys in which
+    its mask lets a query see a key. The forward kernel computes two matrix products of a block (scores, output). The
+    backward pass has five (scores, the probabilities' gradient, and those of v, k and q); where dq has a kernel of its
+    own, both kernels compute the first two. `heads` query heads share the key head; other arguments as in `attention`.
+    """
+    mask, blocks = _masked(T, N, prompt, responses)
+    info, _ = splash_attention_mask_info.process_mask(  # cached: tracing the kernel has called it
+        splash_attention_mask.MultiHeadMask([mask] * heads), (blocks.block_q, blocks.block_kv)
+    )
+    assert info.block_mask is not None
+    visited = heads * blocks.block_q * blocks.block_kv * int(np.count_nonzero(info.block_mask[0]))
+    backward = {"splash_mqa_dkv": 5} if blocks.use_fused_bwd_kernel else {"splash_mqa_dkv": 4, "splash_mqa_dq": 3}
+    return {name: count * visited for name, count in ({"splash_mqa_fwd": 2} | backward).items()}
+
+
 def attention(
     q: Float[Array, "B T H h"],
     k: Float[Array, "B N Kv h"],
@@ -114,13 +149,8 @@ def attention(
     """
     B, T, H, h = q.shape
     N, Kv = k.shape[1:3]
-    length = (N - prompt) // responses
-    blocks = _block_sizes(T, N, N if responses == 1 else length)
-    queries, keys = (n + -n % b for n, b in ((T, blocks.block_q), (N, blocks.block_kv)))
-    if responses == 1:
-        mask = splash_attention_mask.CausalMask((queries, keys), offset=N - T)
-    else:
-        mask = _Mask(queries, keys, prompt, length)
+    mask, blocks = _masked(T, N, prompt, responses)
+    queries, keys = mask.shape
     kernel = splash_attention_kernel.make_splash_mqa(
         splash_attention_mask.MultiHeadMask([mask] * (H // Kv)),
         block_sizes=blocks,

@@ -112,7 +112,10 @@ def _part(tile: int) -> int:
 
 
 def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
-    """Rows that a kernel with tiles of `tile` rows computes: for each group, whole, the parts that hold rows of it."""
+    """Rows that a kernel with tiles of `tile` rows computes: for each group, whole, the parts that hold rows of it.
+
+    The name of a kernel ends in its tile.
+    """
     part, ends = _part(tile), np.cumsum(group_sizes)
     parts = -(-ends // part) - (ends - group_sizes) // part
     return part * int(parts[group_sizes > 0].sum())
@@ -267,7 +270,7 @@ def _products(
                 transcendentals=0,
             ),
             interpret=interpret,
-            name="grouped_matmul_transposed" if transposed else "grouped_matmul",
+            name=f"grouped_matmul_transposed_{tile}" if transposed else f"grouped_matmul_{tile}",
         )(*args)
 
     return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
@@ -411,7 +414,7 @@ def outer(
                 transcendentals=0,
             ),
             interpret=interpret,
-            name="grouped_outer",
+            name=f"grouped_outer_{tile}",
         )(*args)
 
     # Groups without rows are visited too: their gradient is zero and must be written.

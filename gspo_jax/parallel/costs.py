@@ -6,6 +6,7 @@ through fusions, calls and loops, instead. Nothing is run; the counts follow the
 * flops of matmuls and convolutions, and of Pallas kernels that carry a cost estimate;
 * bytes that operations read from and write to main memory; of slices only the slice counts;
 * bytes that a device sends for collectives, assuming the usual ring algorithms;
+* the same as executed, where that is more: kernels compute whole blocks, small operations take a latency;
 * time in the order of the text, with asynchronous collectives overlapping other work (`Program.elapsed`).
 """
 
@@ -13,10 +14,11 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gspo_jax.parallel.hlo import COLLECTIVES, Array, Module, Operation, Run, convolution_flops
+from gspo_jax.parallel.hlo import COLLECTIVES, SCALARS, Array, Module, Operation, Run, convolution_flops
+from gspo_jax.parallel.rates import Rates
 
 _NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),
@@ -42,6 +44,32 @@ class Traffic(NamedTuple):
     """Scope in the source program (HLO's op_name)."""
 
 
+class Work(NamedTuple):
+    """What an operation computes and moves in one execution."""
+
+    flops: float
+    """Flops of matmuls."""
+    bytes: float
+    """Bytes to and from main memory."""
+
+
+class KernelCall(NamedTuple):
+    """Call of a Pallas kernel."""
+
+    name: str
+    """Name of the kernel, followed by the compiler's own number."""
+    operands: tuple[Array, ...]
+    """Types of the operands."""
+    results: tuple[Array, ...]
+    """Types of the results."""
+    declared: Work
+    """Work by the kernel's cost estimate; without one, no flops, and the bytes of operands and results."""
+
+
+Kernels = Mapping[str, Callable[[KernelCall], Work]]
+"""Functions that return the executed work of a call, by the beginning of the kernel's name."""
+
+
 class Cost(NamedTuple):
     """Per-device cost of one operation."""
 
@@ -57,19 +85,17 @@ class Cost(NamedTuple):
     """Opcode and name."""
     scope: str
     """Scope in the source program (HLO's op_name)."""
+    executed: Work
+    """Work of one execution as it runs: what a kernel computes for nothing included."""
+    waits: str
+    """What one execution takes at least: an "operation" or a "collective" latency of `Rates`; "" for none."""
+    cycles: float | None
+    """The compiler's own estimate of one execution, in cycles; None if it gives none."""
 
-
-class Rates(NamedTuple):
-    """Throughput limits of a device."""
-
-    flops: float
-    """Flops per second."""
-    bandwidth: float
-    """Main-memory bytes per second."""
-    links: float
-    """Bytes per second that the device can send."""
-    kernel: float = 0.0
-    """Seconds charged per run of a Pallas kernel without a cost estimate."""
+    def seconds(self, rates: Rates) -> float:
+        """Seconds of one execution: the longest of compute, main memory and latency."""
+        least = {"operation": rates.operation, "collective": rates.collective, "": 0.0}[self.waits]
+        return max(self.executed.flops / rates.flops, self.executed.bytes / rates.bandwidth, least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +103,7 @@ class Costs:
     """Costs of a program, or of one iteration of a loop in it."""
 
     operations: tuple[Cost, ...]
-    """Operations with flops or memory traffic."""
+    """Operations that take time: those with flops, memory traffic or a latency."""
     collectives: tuple[tuple[float, Traffic], ...]
     """Pairs of execution count and collective."""
     kernels: Mapping[str, float]
@@ -116,20 +142,23 @@ class Costs:
 
     def seconds(self, rates: Rates) -> float:
         """Roofline time Σ max(flops / peak, bytes / bandwidth) of the operations in sequence, excluding collectives."""
-        bounds = sum(c.times * max(c.flops / rates.flops, c.bytes / rates.bandwidth) for c in self.operations)
-        return bounds + rates.kernel * sum(self.kernels.values())
+        return sum(c.times * max(c.flops / rates.flops, c.bytes / rates.bandwidth) for c in self.operations)
+
+    def executed(self, rates: Rates) -> float:
+        """Time of the operations in sequence as they run, with latencies; of a collective without its transfer."""
+        return sum(c.times * c.seconds(rates) for c in self.operations)
 
 
 class Program(Module):
     """Compiled program with a cost model.
 
     `filled` maps name prefixes of kernels to the used fraction of the rows in their cost estimate, for kernels whose
-    buffers are sized for the worst case.
+    buffers are sized for the worst case; `kernels` to the work that they execute, where it is not what they declare.
     """
 
-    def __init__(self, text: str, *, filled: Mapping[str, float] | None = None):
+    def __init__(self, text: str, *, filled: Mapping[str, float] | None = None, kernels: Kernels | None = None):
         super().__init__(text)
-        self.filled = filled or {}
+        self.filled, self.kernels = filled or {}, kernels or {}
 
     def costs(self) -> Costs:
         """Return the costs of one run of the program."""
@@ -163,9 +192,9 @@ class Program(Module):
     def elapsed(self, rates: Rates) -> float:
         """Return the seconds that the program takes at these rates if collectives overlap with computation.
 
-        Operations run in the order of the text, which is the compiler's schedule. All collectives share one link, one
-        after the other. An asynchronous collective delays only an operation that waits for its end before it is done,
-        and the collectives queued behind it on the link.
+        Operations run in the order of the text, which is the compiler's schedule, and as long as in `Costs.executed`.
+        All collectives share one link, one after the other. An asynchronous collective delays only an operation that
+        waits for its end before it is done, and the collectives queued behind it on the link.
         """
         return self._elapsed(self.entry, {}, rates)
 
@@ -185,7 +214,7 @@ class Program(Module):
                 begun = self.find(given[0]) if opcode == "call-update" else operation
                 for run in self.runs(computation, begun, {}) if given and begun is not None else ():
                     work.walk(run.computation, run.times, run.state)
-                now += work.costs().seconds(rates)
+                now += work.costs().executed(rates)
                 ends[operation.name] = send(work)
             elif runs := self.runs(computation, operation, state):
                 now += sum(run.times * self._elapsed(run.computation, run.state, rates) for run in runs)
@@ -193,7 +222,7 @@ class Program(Module):
                 now = max(now, ends.get(operation.operands[0], now))
             else:
                 work.count(computation, operation, 1.0)
-                now += work.costs().seconds(rates)
+                now += work.costs().executed(rates)
                 if chain := self.chained(operation):
                     if work.collectives:
                         ends[chain[0]] = send(work)
@@ -203,6 +232,15 @@ class Program(Module):
                     ends[operation.name] = send(work)
                     now = now if opcode.endswith("-start") else free
         return now
+
+    def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
+        """Return what an operation runs; of a conditional the branch that is likely: the costliest that is not rare."""
+        found = super().runs(computation, operation, state)
+        return [max(found, key=self._branch_cost)] if operation.opcode == "conditional" else found
+
+    def _branch_cost(self, branch: Run) -> tuple[float, float]:
+        costs = self._costs_of(branch.computation, branch.state)
+        return costs.flops, costs.bytes
 
     def product_flops(self, computation: str, operation: Operation) -> float:
         """Flops of a `dot` or `convolution`, or of all those inside a fusion or call."""
@@ -239,6 +277,16 @@ class Program(Module):
             "collective-broadcast": size,
         }.get(kind, others * size)
         return Traffic(kind, group, sent, operation.scope)
+
+    def waits(self, computation: str, operation: Operation) -> str:
+        """Latency of an operation that is no collective: none if it only names or starts something, or is scalar."""
+        opcode = operation.opcode
+        if opcode in _NO_TRAFFIC or opcode.endswith(("-start", "-done", "-update")):
+            return ""
+        if opcode == "custom-call" and not operation.is_kernel:
+            return ""
+        arrays = (*operation.arrays, *(a for o in operation.operands for a in self.arrays(computation, o)))
+        return "" if all(a.space == SCALARS for a in arrays) else "operation"
 
     def moved(self, computation: str, operation: Operation, space: int = 0) -> float:
         """Bytes that an operation reads from and writes to a memory space (0: main memory, 5: host memory)."""
@@ -347,7 +395,7 @@ class _CostCollector:
 
     def count(self, computation: str, operation: Operation, times: float) -> None:
         """Add the costs of an operation that runs no other computation."""
-        program, chain = self.program, self.program.chained(operation)
+        program, chain, sent = self.program, self.program.chained(operation), len(self.collectives)
         begins = chain is None or operation.name.startswith(_CHAIN_START)
         if traffic := program.traffic(computation, operation):
             self.collectives.append((times, traffic))
@@ -357,20 +405,34 @@ class _CostCollector:
                     if traffic := program.traffic(called, inner):
                         self.collectives.append((times, traffic))
         flops, moved = program.product_flops(computation, operation), program.moved(computation, operation)
+        executed = Work(flops, moved)
         if operation.is_kernel:
-            flops, moved = self.kernel(operation, times, moved)
+            (flops, moved), executed = self.kernel(computation, operation, times, moved)
         if chain and begins:
-            moved += program.moved(operation.calls[0], chain[1])
+            whole = program.moved(operation.calls[0], chain[1])
+            moved, executed = moved + whole, executed._replace(bytes=executed.bytes + whole)
         host = program.moved(computation, operation, space=5)
-        if flops or moved or host:
-            where = f"{operation.opcode} {operation.name}"
-            self.operations.append(Cost(times, flops, moved, host, where, operation.scope))
+        waits = "collective" if len(self.collectives) > sent else program.waits(computation, operation)
+        if flops or moved or host or waits:
+            where, cycles = f"{operation.opcode} {operation.name}", operation.cycles
+            self.operations.append(Cost(times, flops, moved, host, where, operation.scope, executed, waits, cycles))
 
-    def kernel(self, operation: Operation, times: float, moved: float) -> tuple[float, float]:
-        """Return flops and bytes from a Pallas kernel's cost estimate; without one, 0 flops and `moved` bytes."""
+    def kernel(self, computation: str, operation: Operation, times: float, moved: float) -> tuple[Work, Work]:
+        """Return the work that a Pallas kernel has to do and the work that it executes.
+
+        By its cost estimate; without one, 0 flops and `moved` bytes.
+        """
+        name, program = operation.name, self.program
         flops, moves = (operation.attribute(rf'"{what}":"(\d+)"') for what in ("flops", "bytes_accessed"))
         if flops is None or moves is None:
-            self.kernels[re.sub(r"[.\d]+$", "", operation.name)] += times  # pyright: ignore[reportArgumentType]
-            return 0.0, moved
-        fill = next((f for name, f in self.program.filled.items() if operation.name.startswith(name)), 1.0)
-        return fill * float(flops), float(moves)
+            self.kernels[re.sub(r"[.\d]+$", "", name)] += times  # pyright: ignore[reportArgumentType]
+            declared = Work(0.0, moved)
+        else:
+            declared = Work(float(flops), float(moves))
+        fill = next((f for begin, f in program.filled.items() if name.startswith(begin)), 1.0)
+        needed = executed = declared._replace(flops=fill * declared.flops)
+        for begin, work in program.kernels.items():
+            if name.startswith(begin):
+                operands = (a for o in operation.operands for a in program.arrays(computation, o))
+                executed = work(KernelCall(name, tuple(operands), operation.arrays, declared))
+        return needed, executed

@@ -13,6 +13,9 @@ from typing import NamedTuple
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 """Bits per element of the types whose names do not state them."""
 
+_UNKNOWN_CYCLES = 2**62
+"""Estimates from here on mean that the compiler has none."""
+
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -35,6 +38,9 @@ def at_most(trips: int) -> str:
 RARELY = "rarely"
 """Scope name of a branch that is taken so rarely that costs ignore it."""
 
+SCALARS = 6
+"""Memory space of the scalar unit."""
+
 
 class Array(NamedTuple):
     """Array type in compiled text."""
@@ -44,7 +50,7 @@ class Array(NamedTuple):
     dims: tuple[int, ...]
     """Dimensions."""
     space: int
-    """Memory space: 0 is the device's main memory, 5 the host's; others are on-chip."""
+    """Memory space: 0 is the device's main memory, 5 the host's; others are on-chip (6 that of scalars)."""
 
     @property
     def bytes(self) -> float:
@@ -95,6 +101,12 @@ class Operation:
     def scope(self) -> str:
         """Scope in the source program (op_name); empty if unknown."""
         return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @property
+    def cycles(self) -> float | None:
+        """Cycles that the TPU compiler estimates; None if it gives none, or only that it cannot tell."""
+        found = self.attribute(r'"estimated_cycles":"(\d+)"')
+        return float(found) if found and int(found) < _UNKNOWN_CYCLES else None
 
     @property
     def is_kernel(self) -> bool:
@@ -191,8 +203,7 @@ class Module:
     def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
         """Return what a loop, conditional or call runs, given the constants of the enclosing loop's state.
 
-        All branches of a conditional count as equally likely, except those in the scope `RARELY`, which never run.
-        Other operations run nothing.
+        Of a conditional, the branches that may run: those outside the scope `RARELY`. Other operations run nothing.
         """
         if operation.opcode == "while":
             trips, inner = self._trips(computation, operation, state)
@@ -201,7 +212,7 @@ class Module:
             return [Run(body, 1 if trips is None else trips, trips is not None, inner)]
         if operation.opcode == "conditional":
             usual = [called for called in operation.calls if not self._rare(called)]
-            return [Run(called, 1 / len(usual), True, {}) for called in usual]
+            return [Run(called, 1, True, {}) for called in usual or operation.calls]
         if operation.opcode in ("call", "call-start"):
             return [Run(called, 1, True, {}) for called in operation.calls]
         return []

@@ -40,16 +40,29 @@ class Chip:
     """Bytes of HBM that the compiler grants a program."""
     links: float
     """Bytes per second sent to neighbours over all ICI links together."""
+    clock: float
+    """Cycles per second: the peak over the flops that all matrix units complete in a cycle."""
 
 
 _GIB = 2**30
 CHIPS = {
-    "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9),
-    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9),
-    "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9),
-    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9),
+    "v4": Chip(275e12, 1.2e12, int(30.75 * _GIB), 300e9, 1.05e9),
+    "v5e": Chip(197e12, 0.82e12, int(15.75 * _GIB), 200e9, 1.5e9),
+    "v5p": Chip(459e12, 2.765e12, int(95.74 * _GIB), 600e9, 1.75e9),
+    "v6e": Chip(918e12, 1.638e12, int(31.25 * _GIB), 400e9, 1.75e9),
 }
 """Chips by generation. `memory` is the limit that the compiler reports when a program does not fit."""
+
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+"""Generations by the device kinds that jax reports."""
 
 _MEGACORE = {"v4": "v4", "v5p": "v5"}
 """Generations whose chips are one device with two cores, in a 3D torus; values are libtpu's names."""

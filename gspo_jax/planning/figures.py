@@ -1,14 +1,13 @@
-"""Flops, bytes, collectives, time bounds and warnings of one compiled program."""
+"""Flops, bytes, collectives, time bounds, executed time and warnings of one compiled program."""
 
 from typing import Any
 
 from gspo_jax.parallel import costs as costs_lib
+from gspo_jax.parallel.rates import Rates
+from gspo_jax.planning import executed
 from gspo_jax.planning.memory import shortened
 from gspo_jax.planning.setting import Setting
 
-EFFICIENCY = 0.83
-"""Ratio of the summed per-operation bounds to the measured step time, in published v5p training of dense models with
-32B to 128B parameters."""
 AGREEMENT = 0.02
 """Largest relative difference between the three flop counts for which a projection is made."""
 MUCH = 2e9
@@ -18,7 +17,7 @@ MUCH = 2e9
 def figures(
     costs: costs_lib.Costs, name: str, setting: Setting, *, traced_flops: float, scheduled: costs_lib.Program | None
 ) -> dict[str, Any]:
-    """Flops, bytes, collectives and time bounds of a program, or of one step of the decode loop, on one chip.
+    """Flops, bytes, collectives and times of a program, or of one step of the decode loop, on one chip.
 
     Args:
       costs: costs read off the compiled text.
@@ -27,7 +26,7 @@ def figures(
       traced_flops: flops of the traced program, per chip.
       scheduled: the program whose schedule shows how much of the collectives' time is exposed; None to leave that out.
     """
-    chip, (forward, times) = setting.chip, setting.formula(name)
+    chip, rates, (forward, times) = setting.chip, setting.rates, setting.formula(name)
     attention = forward.attention * times if costs.kernels else 0.0  # attention kernels declare no flops
     if name == "update":
         written = forward.forward + forward.backward(recomputed=setting.recomputes)
@@ -35,15 +34,14 @@ def figures(
     else:
         written = needed = forward.forward
     found = costs.flops + attention
-    rates = costs_lib.Rates(chip.flops, chip.bandwidth, chip.links)
-    with_kernels = rates._replace(kernel=attention / chip.flops / max(1.0, sum(costs.kernels.values())))
     seconds = {
         "compute": found / chip.flops,
         "hbm": costs.bytes / chip.bandwidth,
         "ici": costs.sent / chip.links,
         "attention": attention / chip.flops,
-        "per_op": costs.seconds(rates),
-        "exposed": None if scheduled is None else scheduled.elapsed(with_kernels) - costs.seconds(with_kernels),
+        "per_op": costs.seconds(Rates(chip.flops, chip.bandwidth, chip.links)),
+        "executed": costs.executed(rates),
+        "exposed": None if scheduled is None else scheduled.elapsed(rates) - costs.executed(rates),
         "floor": max(needed / chip.flops, setting.least_bytes(name) / chip.bandwidth),
     }
     counts = {"formula": written, "traced": traced_flops + attention, "compiled": found}
@@ -63,18 +61,19 @@ def figures(
         ],
         "ici_bytes": costs.sent,
         "seconds": seconds,
+        "executed_by": executed.parts(costs, rates),
         "binds": max(("compute", "hbm", "ici"), key=lambda what: seconds[what]),
     }
     reliable = name not in ("update", "score") or apart <= AGREEMENT
-    return facts | _projection(seconds, needed / chip.flops, reliable=reliable)
+    low = seconds["executed"] / rates.efficiency
+    high = low + costs.sent / rates.links
+    return facts | _projection(low, high, needed / chip.flops, reliable=reliable)
 
 
-def _projection(seconds: dict[str, Any], needed_s: float, *, reliable: bool) -> dict[str, Any]:
+def _projection(low: float, high: float, needed_s: float, *, reliable: bool) -> dict[str, Any]:
     """Projected step time and MFU as [collectives hidden, exposed]; None unless the flop counts agree."""
     if not reliable:
         return {"projected_step_s": None, "projected_mfu": None}
-    low = (seconds["per_op"] + seconds["attention"]) / EFFICIENCY
-    high = low + seconds["ici"]
     return {"projected_step_s": [low, high], "projected_mfu": [needed_s / max(t, 1e-12) for t in (high, low)]}
 
 
@@ -98,6 +97,8 @@ def warnings(costs: costs_lib.Costs, setting: Setting, slices: int) -> list[str]
     )
     if copied:
         found.append(f"{copied / 1e9:.1f} GB of HBM traffic only changes the layout of arrays")
+    if unknown := sorted(kernel for kernel in costs.kernels if not kernel.startswith(executed.ATTENTION)):
+        found.append(f"the work of kernels without a cost estimate is not counted: {', '.join(unknown)}")
     if costs.unknown:
         found.append(f"{len(costs.unknown)} loops with data-dependent trip counts are counted as one iteration")
     return found

@@ -21,7 +21,6 @@ from gspo_jax.models.cache import segments
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import sampling
-from gspo_jax.planning.figures import EFFICIENCY
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rewards import isolated
 from gspo_jax.rollout import decoder
@@ -147,33 +146,30 @@ class Iteration:
         }
 
 
-def program_seconds(facts: Mapping[str, Any]) -> float:
+def program_seconds(facts: Mapping[str, Any], setting: Setting) -> float:
     """A program's projected time, with the link time that its schedule leaves exposed."""
     seconds = facts["seconds"]
-    return (seconds["per_op"] + seconds["attention"]) / EFFICIENCY + (seconds["exposed"] or 0.0)
+    return seconds["executed"] / setting.rates.efficiency + (seconds["exposed"] or 0.0)
 
 
-def attention_seconds(facts: Mapping[str, Any]) -> float:
+def attention_seconds(facts: Mapping[str, Any], setting: Setting) -> float:
     """The part of `program_seconds` that attention takes."""
-    return facts["seconds"]["attention"] / EFFICIENCY
+    return facts["executed_by"].get("attention", 0.0) / setting.rates.efficiency
 
 
 def decode_steps(module: costs_lib.Program, setting: Setting) -> list[dict[str, Any]]:
     """Costs of a decode step in each phase, as `sampling.Step`: the slots are halved from loop to loop."""
-    chip, config = setting.chip, setting.config
-    rates = costs_lib.Rates(chip.flops, chip.bandwidth, chip.links)
+    config, rates = setting.config, setting.rates
     shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
     responses = config.data.prompts_per_batch * config.sampling.group_size
     slots = min(config.sampling.slots or responses, responses) // shards
     columns = math.prod(segments(config.sampling.max_response_length))
     found = []
     for phase, costs in enumerate(module.loops()):
-        attention = dataclasses.replace(
-            costs, operations=tuple(c for c in costs.operations if "ring_softmax" in c.operation)
-        )
-        own = attention.seconds(rates)
-        fixed_s, key_s = costs.seconds(rates) - own, own / ((slots >> phase) * columns)
-        found.append({"slots": slots >> phase, "fixed_s": fixed_s / EFFICIENCY, "key_s": key_s / EFFICIENCY})
+        own = sum(c.times * c.seconds(rates) for c in costs.operations if "ring_softmax" in c.operation)
+        fixed_s, key_s = costs.executed(rates) - own, own / ((slots >> phase) * columns)
+        step = sampling.Step(slots >> phase, fixed_s / rates.efficiency, key_s / rates.efficiency)
+        found.append(step._asdict())
     return found
 
 
@@ -201,8 +197,8 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
         in_flight=config.sampling.partial.prompts,
         packer=setting.engine.packer,
         padded={name: full_rows(setting, name) for name in ("update", "score")},
-        reshard_s=program_seconds(programs["reshard"]),
-        prefill_s=program_seconds(programs["sample_prefill"]),
+        reshard_s=program_seconds(programs["reshard"], setting),
+        prefill_s=program_seconds(programs["sample_prefill"], setting),
         decoder=_decoder(setting, programs["sample_decode"]["steps"]),
         reward_s=answers * sum(ANSWER_S[name] for name in config.rewards if name in isolated.__all__),
         update=rate(programs["update"], setting, "update"),
@@ -213,8 +209,8 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
 
 def rate(facts: Mapping[str, Any], setting: Setting, name: str) -> Rate:
     """The rate of "update" or "score", planned with responses of full length."""
-    rows, chips, seconds = full_rows(setting, name), setting.mesh.size, program_seconds(facts)
-    times, attention = setting.config.training.minibatches if name == "score" else 1, attention_seconds(facts)
+    rows, chips, seconds = full_rows(setting, name), setting.mesh.size, program_seconds(facts, setting)
+    times, attention = setting.config.training.minibatches if name == "score" else 1, attention_seconds(facts, setting)
     return Rate(chips * (seconds - attention) / (times * rows.positions), chips * attention / (times * rows.pairs))
 
 

@@ -13,6 +13,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import HEADROOM
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.rates import Rates
 from gspo_jax.parallel.topology import Chip
 
 
@@ -24,6 +25,8 @@ class Setting:
     """The run's programs."""
     chip: Chip
     """Memory, bandwidth and peak flops of one chip."""
+    rates: Rates
+    """What a chip attains, and what its operations take at least."""
 
     @property
     def config(self) -> ConfigDict:
@@ -47,7 +50,7 @@ class Setting:
 
     def work(self, name: str) -> flops_lib.Work:
         """A chip's share of a program's work; for `sample_decode`, of one step with all responses at full length."""
-        data, sampling, training = self.config.data, self.config.sampling, self.config.training
+        data, sampling = self.config.data, self.config.sampling
         P, G = data.prompts_per_batch, sampling.group_size
         S, T = data.max_prompt_length, sampling.max_response_length
         rows = P * G
@@ -60,16 +63,34 @@ class Setting:
         elif name == "reshard":
             whole = flops_lib.Work(0, 0, 0)
         else:
-            rows = rows // training.minibatches if name == "update" else rows
-            with jax.set_mesh(self.mesh):
-                share = mesh_lib.shared_rows(rows // training.microbatches, G)
+            rows, share = self._learned(name)
             whole = flops_lib.of_rows(rows, prompt=S, response=T, share=share)
         return whole / self.mesh.size
 
+    def _learned(self, name: str) -> tuple[int, int]:
+        """Rows of an update, or else of a batch to score, and how many of them share a prompt."""
+        training, G = self.config.training, self.config.sampling.group_size
+        rows = self.config.data.prompts_per_batch * G
+        rows = rows // training.minibatches if name == "update" else rows
+        with jax.set_mesh(self.mesh):
+            return rows, mesh_lib.shared_rows(rows // training.microbatches, G)
+
+    def attention_rows(self, name: str) -> tuple[int, int, int]:
+        """Tokens of one row that attention kernels read in a program; of them the prompt's; responses after it."""
+        S, T = self.config.data.max_prompt_length, self.config.sampling.max_response_length
+        if name not in ("update", "score"):
+            return S, 0, 1
+        _, share = self._learned(name)
+        return S + share * T, S, share
+
+    def expert_shards(self, name: str) -> int:
+        """Number of chips over which a program spreads the experts of a layer while it computes."""
+        meshes = self.engine.meshes
+        return (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
+
     def filled(self, name: str) -> float:
         """Fraction of the experts' buffer rows in use if load is balanced."""
-        model, meshes = self.model, self.engine.meshes
-        shards = (meshes.sampler if name.startswith("sample") else meshes.trainer).shape["expert"]
+        model, shards = self.model, self.expert_shards(name)
         dispatch = self.config.model.dispatch
         if not model.is_routed or dispatch == "capacity":
             return 1.0

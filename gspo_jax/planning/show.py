@@ -1,7 +1,7 @@
 """A plan printed on the terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -57,6 +57,8 @@ def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
         _print(console, f"  to and from host memory: {facts['host_link_bytes'] / GB:.2f} GB")
     bounds = ", ".join(f"{what} {1e3 * s:.2f}" for what, s in seconds.items() if s is not None)
     _print(console, f"  ms: {bounds}; {facts['binds']} binds")
+    parts = ", ".join(f"{part.replace('_', ' ')} {1e3 * s:.2f}" for part, s in facts["executed_by"].items())
+    _print(console, f"  executed, ms: {parts}")
     if facts["projected_step_s"] is None:
         _print(console, "  no projection: the flop counts are too far apart", style="yellow")
     elif seconds["floor"]:
@@ -67,6 +69,38 @@ def _show_costs(console: Console, facts: Mapping[str, Any]) -> None:
             f"{1e3 * high:.1f} ms with them exposed, {low / seconds['floor']:.2f} to "
             f"{high / seconds['floor']:.2f} times the floor",
         )
+
+
+def show_cycles(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print one program's executed times beside the compiler's estimates, as a markdown table."""
+    for line in cycles_table(facts["cycles"]):
+        _print(console, f"  {line}", markup=False)
+
+
+def cycles_table(found: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a markdown table of executed times beside the compiler's estimates, in ms."""
+    head = ["operation", "bound by", "count", "executed", "estimated", "ratio", "why"]
+    rows = [
+        [
+            f"`{line['opcode']} {line['scope']}`".replace(" `", "`") if line["opcode"] else line["scope"],
+            line["bound"],
+            f"{line['count']}",
+            *(f"{1e3 * line[of]:.2f}" for of in ("executed_s", "estimated_s")),
+            f"{line['estimated_s'] / line['executed_s']:.2f}" if line["executed_s"] else "",
+            line["why"],
+        ]
+        for line in found["lines"]
+    ]
+    total = [f"{1e3 * found[of]:.2f}" for of in ("executed_s", "estimated_s")]
+    ratio = f"{found['estimated_s'] / max(found['executed_s'], 1e-12):.2f}"
+    rows.append(["all with an estimate", "", "", *total, ratio, ""])
+    rows.append(["all without", "", "", f"{1e3 * found['without_estimate_s']:.2f}", "", "", ""])
+    return markdown_table(head, rows)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a markdown table."""
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Plans every recipe for its slice, and the 30B recipe's update with one field changed at a time, and writes the tables of
+# docs/plan.md:
+#   bash launch/plans.sh [--runs=DIR] [--page=FILE] [--dry-run]
+# Without flags: plans in runs/plans, tables in docs/plan.md. Needs no TPU: the compiler runs on this machine, for minutes per
+# recipe, and programs that were compiled before are not compiled again. --dry-run prints the commands. Creates .venv if it is
+# missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/venv.sh
+source launch/venv.sh
+# shellcheck source=launch/command.sh
+source launch/command.sh
+
+runs=runs/plans
+page=docs/plan.md
+for flag in "$@"; do
+  case $flag in
+    --runs=?*) runs=${flag#*=} ;;
+    --page=?*) page=${flag#*=} ;;
+    --dry-run) dry=yes ;;
+    *) refuse "unexpected $flag; use --runs=, --page= or --dry-run" ;;
+  esac
+done
+
+# plan NAME CONFIG TOPOLOGY FLAG…: writes the plan $runs/NAME.json.
+plan() {
+  local name=$1 config=$2 topology=$3
+  shift 3
+  run .venv/bin/python -m gspo_jax.plan --config="configs/$config" --topology="$topology" "$@" --json="$runs/$name.json"
+}
+
+ensure_venv slow # includes the TPU's compiler
+run mkdir -p "$runs"
+recipes=()
+while read -r name config topology; do
+  recipes+=("$runs/$name.json")
+  only=(--programs=update,sample_decode)
+  if [ "$name" = 30b ]; then only=(); fi # shown in full
+  plan "$name" "$config" "$topology" ${only[@]+"${only[@]}"}
+done <<'LIST'
+30b qwen3_30b_a3b.py v5p:4x4x4
+30b-long qwen3_30b_a3b.py:long v5p:4x4x4
+30b-v6e qwen3_30b_a3b.py:v6e v6e:8x8
+30b-v5e qwen3_30b_a3b.py:v5e v5e:16x16
+235b qwen3_235b_a22b.py v5p:4x4x8
+235b-least qwen3_235b_a22b.py:least v5p:4x4x4
+dense qwen3_dense.py:8B v5p:2x2x1
+LIST
+choices=()
+for field in model.remat=full model.remat=offload training.logprob_chunk=16384 training.logprob_chunk=1048576 mesh.tensor=2; do
+  choices+=("$runs/$field.json")
+  plan "$field" qwen3_30b_a3b.py v5p:4x4x4 --programs=update --config."$field"
+done
+run .venv/bin/python -m gspo_jax.planning.tables "$page" --recipes "${recipes[@]}" --choices "${choices[@]}"
