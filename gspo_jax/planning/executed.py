@@ -63,7 +63,7 @@ def _packed(setting: Setting) -> Callable[[KernelCall], Work]:
 
 
 def full_row(setting: Setting, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans, as `packed_attention.Spans` has them, of a row of full-length responses after their prompt, [1, tokens]."""
+    """Spans, as `packed_attention.Spans` has them, of a row of full-length responses after prompts, [1, tokens]."""
     config = setting.config
     S, T, G = config.data.max_prompt_length, config.sampling.max_response_length, config.sampling.group_size
     at = np.arange(tokens)

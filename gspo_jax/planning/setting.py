@@ -72,9 +72,6 @@ class Setting:
         training, G = self.config.training, self.config.sampling.group_size
         rows = self.config.data.prompts_per_batch * G
         rows = rows // training.minibatches if name == "update" else rows
-        if self.engine.packer is not None:
-            budget, data = self.engine.packer.row_lengths[0], self.config.data
-            return rows, min(G, (budget - data.max_prompt_length) // self.config.sampling.max_response_length)
         with jax.set_mesh(self.mesh):
             return rows, mesh_lib.shared_rows(rows // training.microbatches, G)
 
