@@ -93,6 +93,29 @@ def responses_16k(config: ConfigDict) -> None:
     config.data.prompts_per_batch = 512
     config.sampling.max_response_length = 15872
     config.sampling.slots = 2048
+    config.training.row_tokens = 16384
 
 
-ARGUMENTS = {"v6e": v6e, "v5e": v5e, "long": long, "16k": responses_16k}
+def padded_16k(config: ConfigDict) -> None:
+    """The same with every response padded to the longest, one on each chip at a time; for comparison."""
+    responses_16k(config)
+    config.training.packing = False
+    config.training.row_tokens = None
+    config.training.microbatches = 32
+
+
+def partial_16k(config: ConfigDict) -> None:
+    """The same with partial rollouts: 1024 prompts in flight, until 60% of the unfinished responses have ended."""
+    responses_16k(config)
+    config.sampling.partial.prompts = 1024
+    config.sampling.partial.share = 0.6
+
+
+ARGUMENTS = {
+    "v6e": v6e,
+    "v5e": v5e,
+    "long": long,
+    "16k": responses_16k,
+    "16k_padded": padded_16k,
+    "16k_partial": partial_16k,
+}

@@ -2,16 +2,23 @@
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4 [--slices=2]
         [--programs=update,score] [--json=FILE] [--dump=DIR] [--cycles] [--rates=FILE]
+        [--lengths=lognormal:4096:0.8 [--figure=FILE.png] [--tune]]
 
 Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
 off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, what is executed
 (planning/executed.py, at the rates of parallel/rates.py), and a projection calibrated on published v5p results: an
 ahead-of-time estimate, not a measurement. Compiled programs are cached by content, so a second plan takes seconds.
+
+With `--lengths`, the time of a whole iteration is projected too, for responses with lengths drawn from a distribution
+(lengths.py), and `--figure` draws it. `--tune` also searches for the settings with the least such time (tune.py): mesh,
+sampler mesh, remat, row budget, slots and partial rollouts, with `--headroom` of a chip's memory left free.
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,15 +32,19 @@ from rich.console import Console
 from gspo_jax import cli
 from gspo_jax import engine as engine_lib
 from gspo_jax.kernels import backend
+from gspo_jax.lengths import Lengths
+from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import jaxpr, topology
 from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.parallel.ahead import compile_ahead
 from gspo_jax.parallel.topology import CHIPS
-from gspo_jax.planning import cycles, executed, memory, programs
+from gspo_jax.planning import cycles, executed, iteration, memory, programs
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
-from gspo_jax.planning.show import show_cycles, show_header, show_program
+from gspo_jax.planning.show import show_cycles, show_header, show_iteration, show_program, show_try
+from gspo_jax.planning.timeline import draw
+from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
@@ -76,6 +87,8 @@ def plan_program(
         facts["largest"] = [memory.described(module, buffer) for buffer in compiled.live[:LARGEST]]
     if not compiled.fits:
         return facts
+    if name == "sample_decode":
+        facts["steps"] = iteration.decode_steps(module, setting)
     whole = module.costs()
     costs = whole if name != "sample_decode" else module.loop() or whole
     traced_flops = jaxpr.product_flops(traced.jaxpr, filled=filled) / setting.mesh.size
@@ -93,6 +106,55 @@ def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
         "versions": {package: metadata.version(package) for package in PACKAGES},
     }
+
+
+def prepare(
+    config: ConfigDict, model: ModelConfig, name: str, *, slices: int, rates: Path | None
+) -> tuple[Setting, dict[str, Any], str]:
+    """Return the run on a slice, the facts that identify its plan, and the key of its programs in the cache."""
+    mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
+    meshes = make_meshes(config, model, mesh)
+    stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
+    kind = topology.generation(name)
+    used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
+    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[kind], used)
+    facts = topology_facts(name, slices, mesh)
+    with jax.set_mesh(mesh):
+        return setting, facts, f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
+
+
+def tune(
+    config: ConfigDict,
+    name: str,
+    lengths: str,
+    *,
+    slices: int,
+    headroom: float,
+    cache: Path,
+    rates: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Search for the settings with the least projected iteration; print and return what was tried, and the best.
+
+    Raises:
+      UserError: as `plan`, or the config's own settings do not fit.
+    """
+    check(config)
+    drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
+
+    def planner(config: ConfigDict, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
+        setting, _, key = prepare(config, check(config), name, slices=slices, rates=rates)
+        return {
+            one: plan_program(one, setting, slices=slices, key=key, cache=cache, dump=None) for one in names
+        }, setting
+
+    search = Search(config, planner, drawn_from, headroom, partial(show_try, console))
+    changes, found = search.run()
+    facts = found.facts(lengths, math.prod(search.planner(config, ())[1].mesh.shape.values()))
+    show_iteration(console, facts)
+    flags_of_best = [f"--config.{field}={value}" for field, value in changes.items()]
+    console.print(f"\n{' '.join(flags_of_best) or 'the settings of the config are the best'}", soft_wrap=True)
+    return {"tries": [vars(one) for one in search.tries], "changes": changes, "iteration": facts}
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -114,25 +176,29 @@ def plan(
     rates: Path | None = None,
     console: Console | None = None,
     with_cycles: bool = False,
+    lengths: str | None = None,
+    figure: Path | None = None,
 ) -> dict[str, Any]:
     """Return the facts of all programs on one or more slices; given a console, print each program when it is done.
 
-    `with_cycles` also prints the executed times beside the compiler's estimates, which the facts always have.
+    `with_cycles` also prints the executed times beside the compiler's estimates, which the facts always have. With
+    `lengths`, a distribution, there are also the facts of a whole iteration, drawn to the file `figure` if it is given.
 
     Raises:
-      UserError: the config, the topology or the mesh is wrong, or libtpu is missing.
+      UserError: the config, the topology, the mesh or `lengths` is wrong, libtpu is missing, or an iteration needs a
+        program that is not planned or does not fit.
     """
     wanted = chosen(only)
     model = check(config)
-    mesh = topology.topology_mesh(name, dict(config.mesh), slices=slices)
-    meshes = make_meshes(config, model, mesh)
-    stop = make_stop_rule(config, eos_ids=model.eos_token_ids, pad_id=model.pad_token_id or 0)
-    kind = topology.generation(name)
-    used = rates_lib.assumed(kind) if rates is None else rates_lib.read(rates, generation=kind)
-    setting = Setting(engine_lib.build(config, model, meshes, stop), CHIPS[kind], used)
-    facts = topology_facts(name, slices, mesh)
-    with jax.set_mesh(mesh):
-        key = f"{facts['topology']} {facts['versions']} {backend.compiler_options()}"
+    drawn_from = None
+    if lengths is not None:
+        drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
+        if missing := [one for one in programs.NAMES if one not in wanted]:
+            raise UserError(f"--lengths needs all programs, and --programs leaves out {', '.join(missing)}; name none")
+    elif figure is not None:
+        raise UserError(f"--figure={figure} needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
+    setting, facts, key = prepare(config, model, name, slices=slices, rates=rates)
+    meshes, mesh = setting.engine.meshes, setting.mesh
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
     if console is not None:
         show_header(console, facts)
@@ -142,6 +208,13 @@ def plan(
             show_program(console, one, found)
             if with_cycles and found["fits"]:
                 show_cycles(console, found)
+    if drawn_from is not None:
+        found = iteration.simulate(iteration.make_run(facts["programs"], setting), drawn_from)
+        facts["iteration"] = found.facts(drawn_from.text, mesh.size)
+        if console is not None:
+            show_iteration(console, facts["iteration"])
+        if figure is not None:
+            draw(found, drawn_from.text, f"{facts['topology']}, {mesh.size} chips", figure)
     return facts
 
 
@@ -155,16 +228,26 @@ def main(config: ConfigDict) -> None:
     """Run the command; exit with code 1 if a program does not fit."""
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
+    cache, rates = Path(f.cache) if f.cache else default_cache(), Path(f.rates) if f.rates else None
+    if f.tune:
+        if f.lengths is None:
+            raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")
+        shared: dict[str, Any] = {"slices": f.slices, "cache": cache, "rates": rates, "console": Console()}
+        found = tune(config, f.topology, f.lengths, headroom=f.headroom, **shared)
+        cli.write_facts(f.json, {"arguments": sys.argv[1:]} | found)
+        return
     facts = plan(
         config,
         f.topology,
         slices=f.slices,
         only=f.programs,
-        cache=Path(f.cache) if f.cache else default_cache(),
+        cache=cache,
         dump=Path(f.dump) if f.dump else None,
-        rates=Path(f.rates) if f.rates else None,
+        rates=rates,
         console=Console(),
         with_cycles=f.cycles,
+        lengths=f.lengths,
+        figure=Path(f.figure) if f.figure else None,
     )
     cli.write_facts(f.json, {"arguments": sys.argv[1:]} | facts)
     if not all(program["fits"] for program in facts["programs"].values()):
@@ -179,5 +262,11 @@ if __name__ == "__main__":
     flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
     flags.DEFINE_bool("cycles", False, "Also print the executed times beside the compiler's estimates of cycles.")
     flags.DEFINE_string("rates", None, "Rates of the chip, as written by gspo_jax.bench --calibrate; without, assumed.")
+    flags.DEFINE_string(
+        "lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8."
+    )
+    flags.DEFINE_bool("tune", False, "With --lengths: search for the settings with the least projected iteration.")
+    flags.DEFINE_float("headroom", 0.08, "With --tune: part of a chip's memory to leave free.", 0.0, 0.9)
+    flags.DEFINE_string("figure", None, "With --lengths: draw the iteration to this PNG file.")
     flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
     cli.run(main)

@@ -38,7 +38,7 @@ def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
     q, k, v = draw(dtype)
     column = KV * H * k.dtype.itemsize
     monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
-    assert decode_attention_tpu._columns(C, column) == block
+    assert decode_attention_tpu.block_columns(C, column) == block
     zero, lowest = jnp.zeros((B, KV, G, 1)), jnp.full((B, KV, G, 1), attention._MASKED / 10)
     none = attention._PartialSoftmax(jnp.zeros((B, KV, G, H)), lowest, zero)
     loop = jax.jit(partial(attention._attend_own_tokens, none, q, k, v, jnp.asarray(1)))
@@ -81,4 +81,4 @@ def test_decoding_takes_the_kernel_on_tpu(monkeypatch):
 @pytest.mark.parametrize(("size", "columns"), [(448, 448), (4096, 1024), (64 * 37, 592), (50, 50)])
 def test_blocks_divide_a_segment(size, columns):
     """Four bfloat16 heads of 128: 1024 columns take 2^20 bytes. 64 · 37 = 2368 = 4 · 592."""
-    assert decode_attention_tpu._columns(size, 4 * 128 * 2) == columns
+    assert decode_attention_tpu.block_columns(size, 4 * 128 * 2) == columns

@@ -9,7 +9,7 @@ from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import sampler as sampler_lib
 from gspo_jax.rollout.decoder import response_keys
-from gspo_jax.rollout.episodes import Buffer, Episodes, Player
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player, deal
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.layout import Padded
@@ -207,6 +207,19 @@ REPLY = [7, 8, 5]
 def answer(prompt, response, record):
     """Reply while the last token hands over the turn, else return None."""
     return REPLY if response[-1] in GOES_ON else None
+
+
+def test_every_shard_gets_groups_of_all_ages(sampler, monkeypatch):
+    """Two shards: of six groups, the first shard gets the oldest, the third oldest and the fifth oldest."""
+    np.testing.assert_array_equal(deal(np.array([1, 2, 4, 5, 7, 8]), 2), [1, 4, 7, 2, 5, 8])
+    player, calls = Player(sampler), []
+    resume = player.resume
+    monkeypatch.setattr(
+        player, "resume", lambda some, **how: calls.append(list(some.texts[::G])) or resume(some, **how)
+    )
+    buffer = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=EarlyExit(min_ended=0.5))
+    buffer.batch(dealer(player))
+    assert calls[0] == [NAMES[i] for i in (0, 2, 4, 1, 3, 5)]
 
 
 def test_turns(sampler):

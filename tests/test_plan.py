@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 
 from gspo_jax import cli, plan
@@ -51,7 +52,9 @@ def test_flops_of_rows_that_share_their_prompt():
     assert flops.of_rows(2, prompt=2, response=3, share=1) == flops.Work(10, 6, 2 * (3 + 12))
 
 
-@pytest.mark.parametrize("name", ["", "v6e", "v5e", "long", "16", "1024", "long,256"])
+@pytest.mark.parametrize(
+    "name", ["", "v6e", "v5e", "long", "16", "1024", "long,256", "16k", "16k_padded", "16k_partial"]
+)
 def test_recipes_are_configs(name):
     config = cli.load_config(f"{RECIPE}:{name}")
     check(config)
@@ -68,7 +71,10 @@ def test_dense_recipes_are_configs(size):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (f"{RECIPE}:v7", "takes no argument 'v7'; there are v6e, v5e, long, a number of chips"),
+        (
+            f"{RECIPE}:v7",
+            "takes no argument 'v7'; there are v6e, v5e, long, 16k, 16k_padded, 16k_partial, a number of chips",
+        ),
         (f"{RECIPE}:48", "cannot be laid out on 48 chips; use 16, 32 or a multiple of 64"),
         ("configs/qwen3_dense.py:7B", "takes no argument '7B'; did you mean"),
         ("configs/qwen3_235b_a22b.py:most", "takes no argument 'most'; use least, or none"),
@@ -113,6 +119,23 @@ def setting(size="Qwen3-30B-A3B", prompts=64):
 def test_the_least_number_of_chips(size, chips):
     """16 bytes per parameter in float32 (weight, gradient, Adam's two moments) over v5p's 102.8e9 bytes of HBM."""
     assert setting(size).least_chips() == chips
+
+
+def test_executed_attention_of_packed_rows():
+    """Rows of a prompt of 512 tokens and a response of 15,872: of 32 blocks of 512, a query sees those before.
+
+    528 visits, each of 2 products of [512, 128, 512] per head in the forward pass and of 5 in the backward pass.
+    """
+    recipe = setting(prompts=8)
+    recipe.config.sampling.max_response_length, recipe.config.training.row_tokens = 15872, 16384
+    work = executed.kernels(recipe, "update")["packed_attention"]
+    queries = hlo.Array("bf16", (4, 8, 16384, 128), 0)
+    once = 2 * 32 * 528 * 512 * 512 * 128
+    for name, products in (("packed_attention.1", 2), ("packed_attention_backward.2", 5)):
+        assert work(costs.KernelCall(name, (queries,), (), costs.Work(0, 7))) == costs.Work(products * once, 7)
+    begin, end, own = executed.full_row(recipe, 16500)
+    assert (end[0, 512:16384] == 512).all() and (own[0, 512:16384] == 512).all() and not begin.any()
+    assert not end[0, :512].any() and (own[0, 16384:] > np.arange(16384, 16500)).all()
 
 
 def test_executed_attention_and_grouped_matmuls_of_the_recipe():

@@ -18,7 +18,7 @@ _BLOCK_BYTES = 2**20
 """Bytes of keys, and again of values, fetched per grid step: enough to hide the overhead of a step."""
 
 
-def _columns(size: int, column_bytes: int) -> int:
+def block_columns(size: int, column_bytes: int) -> int:
     """Columns per block: the largest divisor of the segment length `size` in whole tiles that fits `_BLOCK_BYTES`."""
     tiled = (c for c in range(size, 0, -16) if size % c == 0)
     return next((c for c in tiled if c * column_bytes <= _BLOCK_BYTES), size)
@@ -84,7 +84,7 @@ def ring_softmax(
     on any backend, slowly, for tests.
     """
     (B, Kv, g, h), (N, C) = q.shape, (k.shape[1], k.shape[4])
-    columns = _columns(C, Kv * h * k.dtype.itemsize)
+    columns = block_columns(C, Kv * h * k.dtype.itemsize)
     per_segment = C // columns
     # Block numbers keep counting up like steps: a block that is being overwritten is visited twice, under its old and
     # its new number, with different columns visible.

@@ -169,8 +169,11 @@ class Program(Module):
 
         Most expensive means the most memory traffic per iteration.
         """
-        turns = [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
-        return max(turns, key=lambda costs: costs.bytes, default=None)
+        return max(self.loops(), key=lambda costs: costs.bytes, default=None)
+
+    def loops(self) -> list[Costs]:
+        """Return the costs of one iteration of each outermost loop of unknown trip count, in the order of the text."""
+        return [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]
 
     def _unknown(self, computation: str, state: Mapping[int, int]) -> Iterator[Run]:
         """Yield the outermost loops of unknown trip count."""

@@ -1,7 +1,8 @@
 """Work that kernels execute beyond what is needed, for rows at their longest and random expert loads; parts of a time.
 
-A kernel's own module says what it computes: attention_tpu.py the blocks that its mask visits, grouped_matmul_tpu.py the
-tiles that a load visits. Another kernel whose work is not what it declares takes a row in `kernels`.
+A kernel's own module says what it computes: attention_tpu.py and packed_attention_tpu.py the blocks that a mask visits,
+grouped_matmul_tpu.py the tiles that a load visits. Another kernel whose work is not what it declares takes a row in
+`kernels`.
 """
 
 import math
@@ -15,11 +16,10 @@ from gspo_jax.kernels import attention_tpu, grouped_matmul_tpu, packed_attention
 from gspo_jax.parallel.costs import Cost, Costs, KernelCall, Kernels, Work
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.planning.setting import Setting
-from gspo_jax.training.packing import full_row
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")
 """Beginnings of the names of the grouped matmul kernels."""
-ATTENTION: tuple[str, ...] = ("splash_", "packed_attention", "ring_softmax")
+ATTENTION: tuple[str, ...] = ("splash_", "packed_", "ring_softmax")
 """Beginnings of the names of the attention kernels."""
 DRAWS = 16
 """Random expert loads over which executed rows are averaged."""
@@ -27,8 +27,8 @@ DRAWS = 16
 
 def kernels(setting: Setting, name: str) -> Kernels:
     """Return the functions for the executed work of the kernels in one program."""
-    splash, grouped = _splash(setting, name), _grouped(setting, name)
-    return {"splash_": splash, "packed_attention": _packed(setting), **dict.fromkeys(GROUPED, grouped)}
+    splash, packed, grouped = _splash(setting, name), _packed(setting), _grouped(setting, name)
+    return {"splash_": splash, "packed_attention": packed, **dict.fromkeys(GROUPED, grouped)}
 
 
 def _splash(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
@@ -49,35 +49,34 @@ def _splash(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
 
 
 def _packed(setting: Setting) -> Callable[[KernelCall], Work]:
-    """Attention over packed rows computes every pair of blocks that is visited, whole; a shard has one row at a time.
-
-    Rows are taken to hold as many responses of full length as fit, and where none fits, one as long as the row.
-    """
-    size = setting.row_size
+    """Attention of packed rows computes the blocks that their segments visit, whole: here responses of full length."""
 
     def work(call: KernelCall) -> Work:
-        q = next(a for a in call.operands if len(a.dims) == 4)
-        *heads, tokens, width = q.dims
-        block = packed_attention_tpu.block_length(tokens, int(q.bytes / math.prod(q.dims)))
-        pairs = packed_attention_tpu.visited_blocks(*_row_at_full_length(tokens, **size), block=block) * block**2
+        query = next(a for a in call.operands if len(a.dims) == 4)
+        groups, heads, tokens, width = query.dims
+        block = packed_attention_tpu.block_length(tokens, round(query.bytes / math.prod(query.dims)))
+        visits = packed_attention_tpu.visited_blocks(*full_row(setting, tokens), block=block)
         products = 5 if call.name.startswith("packed_attention_backward") else 2
-        return Work(2.0 * width * products * pairs * math.prod(heads), call.declared.bytes)
+        return Work(2.0 * products * groups * heads * width * block**2 * visits, call.declared.bytes)
 
     return work
 
 
-def _row_at_full_length(tokens: int, *, prompt: int, response: int, group_size: int) -> tuple[np.ndarray, ...]:
-    """Prompt's start and end and the own segment's start of each token, [1, tokens], as in `packed_attention.Spans`."""
-    response = min(response, tokens - prompt)
-    groups, count = full_row(tokens, prompt=prompt, response=response, group_size=group_size)
-    before = np.zeros(tokens, np.int32)
-    after, own = before.copy(), np.arange(1, tokens + 1, dtype=np.int32)
-    for begin in (prompt + count * response) * np.arange(groups):
-        own[begin : begin + prompt] = begin
-        for start in begin + prompt + response * np.arange(count):
-            inside = slice(start, start + response)
-            before[inside], after[inside], own[inside] = begin, begin + prompt, start
-    return before[None], after[None], own[None]
+def full_row(setting: Setting, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans, as `packed_attention.Spans` has them, of a row of full-length responses after prompts, [1, tokens]."""
+    config = setting.config
+    S, T, G = config.data.max_prompt_length, config.sampling.max_response_length, config.sampling.group_size
+    at = np.arange(tokens)
+    begin, end, own = np.zeros(tokens, int), np.zeros(tokens, int), at + 1
+    first = 0
+    while first + S + T <= tokens:
+        count = min(G, (tokens - first - S) // T)
+        own[first : first + S] = first
+        for response in range(first + S, first + S + count * T, T):
+            own[response : response + T] = response
+            begin[response : response + T], end[response : response + T] = first, first + S
+        first += S + count * T
+    return begin[None], end[None], own[None]
 
 
 def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], Work]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gspo_jax import engine as engine_lib
@@ -17,7 +18,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
 from gspo_jax.setup import learning, sampling
-from gspo_jax.types import Experience, OldPolicy, Prompts, Rollout, RouterRecord, Weights
+from gspo_jax.types import Experience, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
 NAMES = ("update", "score", "sample_prefill", "sample_decode", "reshard")
 
@@ -85,7 +86,7 @@ class _Programs:
             reference = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
         if self.critic is not None:
             critic = _placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
-        return Program(score, (self._trained(), critic, reference, self._rollout()), {}, self.mesh)
+        return Program(score, (self._trained(), critic, reference, self._rollout(), self._packing()), {}, self.mesh)
 
     def sample_prefill(self) -> Program:
         """Prefill of a batch's prompts."""
@@ -163,7 +164,17 @@ class _Programs:
             advantages=tokens if of_tokens else _rows(self.mesh, (self.rows,), jnp.float32),
             returns=None if objective.critic is None else tokens,
             correction=None if learning.make_mismatch_correction(config) is None else tokens,
+            packing=self._packing(),
         )
+
+    def _packing(self) -> Packing | None:
+        """The packing of a batch: its shapes do not depend on the lengths."""
+        if self.engine.packer is None:
+            return None
+        nothing = np.zeros(self.rows, np.int32)
+        packing = self.engine.packer(nothing, nothing)
+        everywhere = mesh_lib.replicated(self.mesh)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), packing)
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

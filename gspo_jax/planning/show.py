@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_jax.planning.tune import Try
+
 GB = 1e9
 
 
@@ -99,3 +101,31 @@ def cycles_table(found: Mapping[str, Any]) -> list[str]:
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a markdown table."""
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print the phases of an iteration, and what chips wait for in each."""
+    _print(
+        console,
+        f"\n[bold]iteration[/bold] with lengths {facts['lengths']} (projected, not measured): "
+        f"{facts['seconds']:.1f} s, {facts['tokens_per_s_per_chip']:,.0f} response tokens per second and chip",
+    )
+    for phase, seconds in facts["by_phase"].items():
+        waits = ", ".join(f"{why} {s:.1f}" for why, s in facts["waits"].get(phase, {}).items() if s >= 0.05)
+        if seconds:
+            _print(console, f"  {phase:8} {seconds:7.1f} s" + (f", of it {waits}" if waits else ""))
+    _print(
+        console,
+        f"  {facts['tokens']:,.0f} tokens, {facts['decode_steps']:,.0f} decode steps in {facts['sampling_calls']:.1f} "
+        f"sampling calls, {facts['microbatches']:.1f} micro-batches per update",
+    )
+
+
+def show_try(console: Console, one: Try) -> None:
+    """Print a line of the table of settings that were tried."""
+    seconds = "" if one.seconds is None else f"{one.seconds:.1f} s"
+    free = "" if one.headroom is None else f"{one.headroom:.0%} free"
+    changes = " ".join(f"{field}={value}" for field, value in one.changes.items()) or "as the config has it"
+    _print(
+        console, f"{one.part:9} {seconds:>9} {free:>9}  {changes}" + (f": {one.note}" if one.note else ""), markup=False
+    )

@@ -17,6 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.loop import Prefix
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
@@ -91,6 +92,15 @@ def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray
     return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
+def deal(groups: Int[np.ndarray, " N"], shards: int) -> Int[np.ndarray, " N"]:
+    """The same groups, in the order in which one after the other goes to the next of the batch shards.
+
+    From the oldest to the newest, every shard then gets groups of all ages. In the order of their ages, one shard would
+    get the oldest ones alone: few responses, all of them long, and the others would wait for it.
+    """
+    return groups.reshape(-1, shards).T.reshape(-1)
+
+
 def concatenate(parts: Iterable[Episodes]) -> Episodes:
     """Concatenate episodes along the rows."""
     return jax.tree.map(lambda *each: np.concatenate(each), *parts)
@@ -111,6 +121,11 @@ class Player:
           opening: tokens that every response starts with, treated like an environment's: they are no actions.
         """
         self._sampler, self._reply, self._max_turns, self._opening = sampler, reply, max_turns, list(opening)
+
+    @property
+    def shards(self) -> int:
+        """Number of batch shards that a sampling call's responses are split over, in order."""
+        return mesh_lib.batch_shards(dict(self._sampler.mesh.shape))
 
     def begin(
         self, prompts: Prompts, texts: Sequence[str], records: Sequence[Any], key: Key[Array, ""], *, first: int = 0
@@ -297,7 +312,7 @@ class Buffer:
         assert episodes is not None
         while (complete := episodes.complete(G)).sum() < self._groups:
             # Unfinished groups first, the oldest first; if these are too few, complete ones fill up the fixed shape.
-            chosen = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
+            chosen = deal(np.sort(np.argsort(complete, kind="stable")[: self._in_flight]), self._player.shards)
             resumed = self._player.resume(episodes.groups(chosen, G), early_exit=self._early_exit)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)

@@ -1,0 +1,353 @@
+"""The time of a whole iteration from its programs' times: sampling by simulation, training by counting packed rows.
+
+Response lengths are drawn from a distribution, independently of one another; prompts have their full length. Programs
+take the time that `plan` projects for them. Of a run's iterations this leaves out dynamic sampling (more than one
+round), several turns, evaluation, checkpoints and what the host does between two programs.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from gspo_jax.kernels.decode_attention_tpu import block_columns
+from gspo_jax.lengths import Lengths
+from gspo_jax.models.cache import segments
+from gspo_jax.parallel import costs as costs_lib
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import sampling
+from gspo_jax.planning.setting import Setting
+from gspo_jax.rewards import isolated
+from gspo_jax.rollout import decoder
+from gspo_jax.rollout.sampler import bucket
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
+from gspo_jax.training.packing import Packer, turns_at_full_length
+from gspo_jax.types import UserError
+
+PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
+"""Phases of an iteration, in order."""
+PROGRAMS = ("update", "score", "sample_prefill", "sample_decode", "reshard")
+"""Programs whose times an iteration is made of."""
+ANSWER_S = {"math_verify": 0.015}
+"""Seconds of one core for an answer, by reward function that runs in worker processes; all others take none.
+
+`math_verify` took 4 to 15 ms for answers of 13,000 to 51,000 characters without a box, 1 ms for those with one, on one
+core of a CPU machine: `time.process_time` around `rewards.isolated.math_verify`.
+"""
+FILLING, MEASURED = 10, 6
+"""Iterations until the buffer of partial rollouts is as it stays, and those whose mean is reported."""
+
+
+class Rows(NamedTuple):
+    """Rows of tokens that the trainer computes for some responses, on all chips together."""
+
+    microbatches: int
+    """Micro-batches."""
+    positions: float
+    """Positions of the rows, padding included."""
+    pairs: float
+    """Pairs of a query and a key that attention computes, in one layer and one head."""
+    tokens: int
+    """Positions that hold a token."""
+    seen: float
+    """Pairs of a token and another one that it sees."""
+
+
+class Rate(NamedTuple):
+    """Time of a program that reads rows of tokens."""
+
+    position_s: float
+    """Seconds of a chip for each position of its rows, without attention."""
+    pair_s: float
+    """Seconds of a chip for each of its pairs."""
+
+    def seconds(self, rows: Rows, chips: int) -> float:
+        """Seconds for these rows, spread evenly over the chips."""
+        return (rows.positions * self.position_s + rows.pairs * self.pair_s) / chips
+
+    def padding(self, rows: Rows, chips: int) -> float:
+        """Of these, the seconds for what is no token, or what no token sees."""
+        return self.seconds(rows, chips) - (rows.tokens * self.position_s + rows.seen * self.pair_s) / chips
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the time of a run's iterations follows from."""
+
+    chips: int
+    """Chips of the slice."""
+    prompts: int
+    """Prompts of a batch, P."""
+    group_size: int
+    """Responses to each prompt, G."""
+    prompt_length: int
+    """Tokens of every prompt."""
+    limit: int
+    """Most tokens of a response."""
+    minibatches: int
+    """Updates of an iteration."""
+    in_flight: int | None
+    """Prompts of a sampling call with partial rollouts; None without."""
+    packer: Packer | None
+    """Packs the responses into rows; None: rows are padded to the longest possible responses."""
+    padded: dict[str, Rows]
+    """Rows of "update" and "score" for a mini-batch whose responses all have the full length, or are padded to it."""
+    reshard_s: float
+    """Seconds of a cast and reshard of the weights for the sampler."""
+    prefill_s: float
+    """Seconds of the prefill of a batch's prompts."""
+    decoder: sampling.Decoder
+    """Slots of the decoder, and costs of its steps."""
+    reward_s: float
+    """Seconds that the hosts take for the rewards of a batch."""
+    update: Rate
+    """Forward and backward pass and optimizer step."""
+    forward: Rate
+    """The trainer's forward pass, which also stands for the prefill of partial rollouts' prefixes."""
+    scores: bool
+    """True if a batch is scored: log π_old is the trainer's, or there are a reference or a critic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """The mean iteration of a run."""
+
+    by_phase: dict[str, float]
+    """Seconds of each phase."""
+    waits: dict[str, dict[str, float]]
+    """Of these, the seconds that chips spend on what is no work, by phase and reason."""
+    tokens: float
+    """Tokens of the responses that it learns from."""
+    counts: dict[str, float]
+    """Sampling calls, decode steps, and micro-batches of an update."""
+    last: sampling.Batch
+    """What the last iteration sampled."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole iteration."""
+        return sum(self.by_phase.values())
+
+    def facts(self, lengths: str, chips: int) -> dict[str, Any]:
+        """The iteration as `plan --json` writes it."""
+        return {
+            "lengths": lengths,
+            "seconds": self.seconds,
+            "tokens_per_s_per_chip": self.tokens / self.seconds / chips,
+            "by_phase": self.by_phase,
+            "waits": self.waits,
+            "tokens": self.tokens,
+            **self.counts,
+        }
+
+
+def program_seconds(facts: Mapping[str, Any], setting: Setting) -> float:
+    """A program's projected time, with the link time that its schedule leaves exposed."""
+    seconds = facts["seconds"]
+    return seconds["executed"] / setting.rates.efficiency + (seconds["exposed"] or 0.0)
+
+
+def attention_seconds(facts: Mapping[str, Any], setting: Setting) -> float:
+    """The part of `program_seconds` that attention takes."""
+    return facts["executed_by"].get("attention", 0.0) / setting.rates.efficiency
+
+
+def decode_steps(module: costs_lib.Program, setting: Setting) -> list[dict[str, Any]]:
+    """Costs of a decode step in each phase, as `sampling.Step`: the slots are halved from loop to loop."""
+    config, rates = setting.config, setting.rates
+    shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
+    responses = config.data.prompts_per_batch * config.sampling.group_size
+    slots = min(config.sampling.slots or responses, responses) // shards
+    columns = math.prod(segments(config.sampling.max_response_length))
+    found = []
+    for phase, costs in enumerate(module.loops()):
+        own = sum(c.times * c.seconds(rates) for c in costs.operations if "ring_softmax" in c.operation)
+        fixed_s, key_s = costs.executed(rates) - own, own / ((slots >> phase) * columns)
+        step = sampling.Step(slots >> phase, fixed_s / rates.efficiency, key_s / rates.efficiency)
+        found.append(step._asdict())
+    return found
+
+
+def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run:
+    """What the iterations of a planned run follow from.
+
+    Raises:
+      UserError: a program is missing, or has no time because it does not fit.
+    """
+    for name in PROGRAMS:
+        if "seconds" not in programs.get(name, {}):
+            why = "does not fit" if name in programs else "is not among --programs"
+            raise UserError(f"--lengths needs the times of all programs, and {name} {why}")
+    config, chips = setting.config, setting.mesh.size
+    data, training, critic = config.data, config.training, setting.engine.critic
+    hosts = len({device.process_index for device in setting.mesh.devices.flat})
+    answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * config.scoring.workers))
+    return Run(
+        chips=chips,
+        prompts=data.prompts_per_batch,
+        group_size=config.sampling.group_size,
+        prompt_length=data.max_prompt_length,
+        limit=config.sampling.max_response_length,
+        minibatches=training.minibatches,
+        in_flight=config.sampling.partial.prompts,
+        packer=setting.engine.packer,
+        padded={name: full_rows(setting, name) for name in ("update", "score")},
+        reshard_s=program_seconds(programs["reshard"], setting),
+        prefill_s=program_seconds(programs["sample_prefill"], setting),
+        decoder=_decoder(setting, programs["sample_decode"]["steps"]),
+        reward_s=answers * sum(ANSWER_S[name] for name in config.rewards if name in isolated.__all__),
+        update=rate(programs["update"], setting, "update"),
+        forward=rate(programs["score"], setting, "score"),
+        scores=training.old_logprobs == "recompute" or config.reference.kl_weight > 0 or critic is not None,
+    )
+
+
+def rate(facts: Mapping[str, Any], setting: Setting, name: str) -> Rate:
+    """The rate of "update" or "score", planned with responses of full length."""
+    rows, chips, seconds = full_rows(setting, name), setting.mesh.size, program_seconds(facts, setting)
+    times, attention = setting.config.training.minibatches if name == "score" else 1, attention_seconds(facts, setting)
+    return Rate(chips * (seconds - attention) / (times * rows.positions), chips * attention / (times * rows.pairs))
+
+
+def full_rows(setting: Setting, name: str) -> Rows:
+    """Rows that "update" or "score" computes for a mini-batch of responses of full length, as programs are planned."""
+    training, packer, work = setting.config.training, setting.engine.packer, setting.work(name)
+    parts = setting.mesh.size / (training.minibatches if name == "score" else 1)
+    positions, pairs, count = parts * work.tokens, parts * work.pairs, training.microbatches
+    if packer is not None:
+        data, sampling = setting.config.data, setting.config.sampling
+        count, *_ = turns_at_full_length(
+            data.prompts_per_batch * sampling.group_size // training.minibatches // packer.shards,
+            packer.row_lengths,
+            prompt=data.max_prompt_length,
+            response=sampling.max_response_length,
+            group_size=sampling.group_size,
+        )
+        positions = count * packer.shards * packer.row_lengths[0]
+    return Rows(count, positions, pairs, round(parts * work.tokens), pairs)
+
+
+def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
+    config, sampler, model = setting.config, setting.engine.meshes.sampler, setting.model
+    limit, unfinished = config.sampling.max_response_length, config.sampling.partial
+    shards = mesh_lib.batch_shards(dict(sampler.shape))
+    in_flight, early = config.data.prompts_per_batch, NO_EARLY_EXIT
+    if unfinished.prompts is not None:
+        in_flight = unfinished.prompts
+        early = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens).per_shard(shards)
+    column_bytes = model.num_kv_heads // sampler.shape["tensor"] * model.head_dim * setting.engine.dtype.itemsize
+    most = decoder.most_steps(
+        in_flight * config.sampling.group_size, steps[0]["slots"] * shards, setting.engine.sampler.stop
+    )
+    return sampling.Decoder(
+        shards=shards,
+        lockstep=sampler.shape["expert"],
+        steps=tuple(sampling.Step(**step) for step in steps),
+        block=block_columns(segments(limit)[1], column_bytes),
+        polled=most > config.sampling.poll_steps,
+        share=early.min_ended,
+        tokens=early.max_tokens,
+    )
+
+
+def packed_rows(packer: Packer, lengths: Int[np.ndarray, "P G"], *, prompt: int) -> list[Rows]:
+    """Rows of each mini-batch. A micro-batch has one row for each shard and attends as long as the busiest of them."""
+    flat, parts = lengths.reshape(-1), packer.parts(lengths.reshape(-1))
+    packing, found = packer(flat, np.full_like(flat, prompt)), []
+    for index, own in enumerate(parts):
+        at = np.flatnonzero(packing.responses[index] >= 0)
+        shard = at // (packing.responses.shape[1] // packer.shards)
+        turn = packing.kind[index][at] * (packing.turn.max() + 1) + packing.turn[index][at]
+        rows = np.stack([turn, shard, packing.prompt[index][at]])
+        prompts = np.unique(rows, axis=1)
+        n = own[packing.responses[index][at]].astype(np.float64)
+        busy = np.zeros((turn.max() + 1, packer.shards))
+        np.add.at(busy, tuple(rows[:2]), n * (n + 1) / 2 + prompt * n)
+        np.add.at(busy, tuple(prompts[:2]), prompt * (prompt + 1) / 2)
+        tokens = int(own.sum()) + prompts.shape[1] * prompt
+        positions = packer.shards * int(packing.slots[index])
+        pairs = packer.shards * float(busy.max(axis=1).sum())
+        found.append(Rows(int(packing.turns[index].sum()), positions, pairs, tokens, float(busy.sum())))
+    return found
+
+
+def real(lengths: Int[np.ndarray, "*n"], *, prompt: int, prompts: int) -> tuple[int, float]:
+    """Tokens of responses and of `prompts` prompts that they follow, and the pairs that see each other."""
+    n = lengths.astype(np.float64)
+    seen = float((n * (n + 1) / 2 + prompt * n).sum()) + prompts * prompt * (prompt + 1) / 2
+    return int(lengths.sum()) + prompts * prompt, seen
+
+
+def prefix_rows(prefix: Int[np.ndarray, " B"], *, prompt: int, limit: int) -> Rows:
+    """What a prefill computes of the responses' prefixes: all padded to the bucket of the longest."""
+    longest = int(prefix.max(initial=0))
+    width = bucket(longest, limit) if longest else 0
+    pairs = width * (width + 1) / 2 + prompt * width
+    return Rows(1, len(prefix) * width, len(prefix) * pairs, *real(prefix, prompt=prompt, prompts=0))
+
+
+def batches(run: Run, lengths: Lengths, seed: int) -> Iterator[sampling.Batch]:
+    """Yield what the run's iterations sample, from the first, without end."""
+    draw = partial(lengths.draw, random=np.random.default_rng(seed))
+    if run.in_flight is None:
+        return sampling.whole(run.decoder, draw, groups=run.prompts, size=run.group_size)
+    return sampling.partial(run.decoder, draw, groups=run.prompts, size=run.group_size, in_flight=run.in_flight)
+
+
+def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
+    """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer.
+
+    Training, whose time hardly changes from batch to batch, is that of the last batch.
+    """
+    filling = 0 if run.in_flight is None else FILLING
+    sampled = list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED))
+    last, calls = sampled[-1], [call for batch in sampled for call in batch.calls]
+    prefixes = [
+        prefix_rows(prefix, prompt=run.prompt_length, limit=run.limit) for batch in sampled for prefix in batch.prefixes
+    ]
+    updates = training_rows(run, "update", last.lengths)
+    scored = training_rows(run, "score", last.lengths) if run.scores else []
+    prompts_s = run.prefill_s * (run.in_flight or run.prompts) / run.prompts
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(sampled)
+
+    by_phase = {
+        "reshard": run.reshard_s,
+        "prefill": mean(prompts_s + run.forward.seconds(rows, run.chips) for rows in prefixes),
+        "decode": mean(call.seconds for call in calls),
+        "reward": run.reward_s,
+        "score": sum(run.forward.seconds(rows, run.chips) for rows in scored),
+        "update": sum(run.update.seconds(rows, run.chips) for rows in updates),
+    }
+    waits = {
+        "prefill": {"padding": mean(run.forward.padding(rows, run.chips) for rows in prefixes)},
+        "decode": {
+            "idle slots": mean(call.idle_s for call in calls),
+            "other shards": mean(call.waiting_s for call in calls),
+        },
+        "reward": {"hosts": run.reward_s},
+        "score": {"padding": sum(run.forward.padding(rows, run.chips) for rows in scored)},
+        "update": {"padding": sum(run.update.padding(rows, run.chips) for rows in updates)},
+    }
+    counts = {
+        "sampling_calls": len(calls) / len(sampled),
+        "decode_steps": mean(call.steps for call in calls),
+        "microbatches": sum(rows.microbatches for rows in updates) / run.minibatches,
+    }
+    tokens = mean(float(batch.lengths.sum()) for batch in sampled)
+    return Iteration(by_phase=by_phase, waits=waits, tokens=tokens, counts=counts, last=last)
+
+
+def training_rows(run: Run, name: str, lengths: Int[np.ndarray, "P G"]) -> list[Rows]:
+    """Rows that "update" or "score" computes for each mini-batch."""
+    prompt, parts = run.prompt_length, [lengths[index :: run.minibatches] for index in range(run.minibatches)]
+    if run.packer is not None:
+        return packed_rows(run.packer, lengths, prompt=prompt)
+    found = [real(part, prompt=prompt, prompts=len(part)) for part in parts]
+    return [run.padded[name]._replace(tokens=tokens, seen=seen) for tokens, seen in found]

@@ -1,0 +1,140 @@
+"""An iteration step by step: every decode step of every slot in turn, every row filled token by token, in plain loops.
+
+The oracle of `planning/sampling.py` and `planning/iteration.py`, of which it imports nothing.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Decoding:
+    """A decoder: shards with a queue and slots each, whose steps take time."""
+
+    shards: int
+    lockstep: int
+    slots: int
+    fixed: list[float]
+    """Seconds of a step in each phase; the slots are halved from one to the next."""
+    key: float
+    """Seconds for each column of the cache that the slots of a shard read."""
+    block: int
+    polled: bool
+    share: float = 1.0
+    tokens: int | None = None
+
+
+def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple[float, int, np.ndarray]:
+    """Sample on from `done` tokens of each response; return the seconds, the steps, and how far each response comes."""
+    N, lockstep, slots = decoding.shards, decoding.lockstep, decoding.slots
+    per_shard = len(lengths) // N
+    done, groups = done.copy(), N // lockstep
+    unfinished = done < lengths
+    done += unfinished  # by prefill
+    queues = [
+        [i for i in range(shard * per_shard, (shard + 1) * per_shard) if unfinished[i] and done[i] < lengths[i]]
+        for shard in range(N)
+    ]
+    over = np.array([per_shard - len(queue) for queue in queues])
+    least = np.full(N, per_shard)
+    if decoding.share < 1:
+        live = unfinished.reshape(N, per_shard).sum(axis=1)
+        least = per_shard - np.array([math.floor(round((1 - decoding.share) * n, 4)) for n in live])
+    made = np.zeros(N, int)
+    held = np.full((N, slots), -1)
+    for shard in range(N):
+        for slot in range(min(slots, len(queues[shard]))):
+            held[shard, slot] = queues[shard].pop(0)
+    waiting = np.array([len(queue) for queue in queues])
+
+    def goes_on(fewer: int) -> np.ndarray:
+        here = ((held >= 0).sum(axis=1) + waiting > fewer) & (over < least)
+        if decoding.tokens is not None:
+            here &= made < decoding.tokens
+        return here.reshape(groups, lockstep).any(axis=1)
+
+    seconds, steps = np.zeros(groups), np.zeros(groups, int)
+    for phase, fixed in enumerate(decoding.fixed):
+        last = phase == len(decoding.fixed) - 1
+        running = goes_on(0)
+        while running.any():
+            busy = held >= 0
+            columns = np.where(busy, done[held] + decoding.block, 0).sum(axis=1).reshape(groups, lockstep).max(axis=1)
+            seconds += np.where(running, fixed + decoding.key * columns, 0.0)
+            steps += running
+            moving = busy & np.repeat(running, lockstep)[:, None]
+            made += moving.sum(axis=1)
+            done[held[moving]] += 1
+            for shard, slot in zip(*np.nonzero(moving & (done[held] == lengths[held])), strict=True):
+                over[shard] += 1
+                held[shard, slot] = queues[shard].pop(0) if queues[shard] else -1
+                waiting[shard] = len(queues[shard])
+            running &= goes_on(0 if last else slots >> (phase + 1))
+        if decoding.polled:
+            seconds[:] = seconds.max()
+    return seconds.max(), steps.max(), done
+
+
+@dataclass
+class Group:
+    """The responses to one prompt."""
+
+    lengths: np.ndarray
+    done: np.ndarray
+
+    @property
+    def complete(self) -> bool:
+        return bool((self.done == self.lengths).all())
+
+
+class Rollouts:
+    """Partial rollouts: `in_flight` groups in each call, of which the batch takes the oldest that are complete."""
+
+    def __init__(self, decoding: Decoding, draw, *, prompts: int, size: int, in_flight: int):
+        self.decoding, self.draw, self.prompts, self.size, self.in_flight = decoding, draw, prompts, size, in_flight
+        self.groups: list[Group] = []
+
+    def next(self) -> tuple[list[tuple[float, np.ndarray]], np.ndarray]:
+        """(seconds, prefixes) of each call, and the lengths of the batch's groups."""
+        while len(self.groups) < self.in_flight:
+            lengths = self.draw(self.prompts * self.size).reshape(self.prompts, self.size).astype(int)
+            self.groups += [Group(own, np.zeros(self.size, int)) for own in lengths]
+        calls = []
+        while sum(group.complete for group in self.groups) < self.prompts:
+            open_ones = [i for i, group in enumerate(self.groups) if not group.complete]
+            filling = [i for i, group in enumerate(self.groups) if group.complete]
+            oldest = sorted((open_ones + filling)[: self.in_flight])
+            N = self.decoding.shards
+            chosen = [self.groups[i] for shard in range(N) for i in oldest[shard::N]]  # dealt, one to each shard
+            done, lengths = (np.concatenate([getattr(g, name) for g in chosen]) for name in ("done", "lengths"))
+            seconds, _, after = generate(self.decoding, done, lengths)
+            calls.append((seconds, np.where(done < lengths, done, 0)))
+            for i, group in enumerate(chosen):
+                group.done = after[i * self.size : (i + 1) * self.size]
+        batch = [i for i, group in enumerate(self.groups) if group.complete][: self.prompts]
+        taken = np.array([self.groups[i].lengths for i in batch])
+        self.groups = [group for i, group in enumerate(self.groups) if i not in batch]
+        return calls, taken
+
+
+def rows(lengths: np.ndarray, *, prompt: int, row_tokens: int) -> tuple[int, int]:
+    """Rows that the responses of groups fill, and the pairs of a query and a key that attention then sees.
+
+    The responses come in turn, longest first, into the first row with room; each row has a group's prompt once.
+    """
+    filled: list[tuple[int, set[int]]] = []
+    pairs = 0
+    for length, group in sorted(((int(n), g) for g, own in enumerate(lengths) for n in own), reverse=True):
+        pairs += (
+            sum(range(prompt + 1, prompt + length + 1)) if length < 64 else length * prompt + length * (length + 1) // 2
+        )
+        for i, (used, groups) in enumerate(filled):
+            added = length + (0 if group in groups else prompt)
+            if used + added <= row_tokens:
+                filled[i] = used + added, groups | {group}
+                break
+        else:
+            filled.append((prompt + length, {group}))
+    return len(filled), pairs + sum(len(groups) for _, groups in filled) * prompt * (prompt + 1) // 2
