@@ -17,14 +17,14 @@ For gather a decode step has a second, smaller set of buffers for the usual load
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import grouped_matmuls, stacked_matmuls
@@ -97,8 +97,15 @@ def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slot: Int[Array, "N
 @jax.custom_vjp
 def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Float[Array, "N D"]:
     """out[n] = Σ_k y[slot[n, k]] over the pairs that have a slot; the gradient is `spread`."""
+    if platform() == "cpu":  # gathers of one row each end up in one loop, and no [N, K, D] array in memory
+        parts = (jnp.where(_has_row(s, source)[:, None], y.at[s].get(mode="clip"), 0) for s in slot.T)
+        return reduce(jnp.add, parts)
     each = y.at[slot].get(mode="clip")
-    return jnp.where(((slot >= 0) & (slot < source.size))[..., None], each, 0).sum(axis=1)
+    return jnp.where(_has_row(slot, source)[..., None], each, 0).sum(axis=1)
+
+
+def _has_row(slot: Int[Array, "*N"], source: Int[Array, " M"]) -> Bool[Array, "*N"]:
+    return (slot >= 0) & (slot < source.size)
 
 
 spread.defvjp(
