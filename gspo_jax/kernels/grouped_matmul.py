@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels import grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform, varying_like
@@ -31,16 +31,15 @@ class _Group(NamedTuple):
     full: Array
     rest: Array
 
-    def remainder(self, start: Array, rows: int, branches: Sequence[Callable[[], Tree]]) -> tuple[Array, Tree]:
-        """Compute what the remainder needs of the `rows` rows from `start`, in which it lies.
+    @property
+    def steps(self) -> Array:
+        """The remainder's rows in units of `_STEP`."""
+        return (self.end - self.rest + _STEP - 1) // _STEP
 
-        Branch i handles the first i · `_STEP` of these rows. Returns [rows, 1], True for rows of the remainder, and the
-        branch's result: branches must not return a whole buffer, which would be copied.
-        """
+    def has(self, start: Array, rows: int, since: Array) -> Bool[Array, "n 1"]:
+        """Return which of the `rows` rows from `start` are among the group's rows from row `since` on."""
         at = start + jnp.arange(rows)
-        needed = jnp.where(self.rest < self.end, self.end - start, 0)
-        found = jax.lax.switch((needed + _STEP - 1) // _STEP, branches)
-        return ((at >= self.rest) & (at < self.end))[:, None], found
+        return ((at >= since) & (at < self.end))[:, None]
 
 
 def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[_Group, Tree], Tree], out: Tree) -> Tree:
@@ -57,11 +56,6 @@ def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[_Group, Tree], Tre
     return jax.lax.while_loop(lambda state: state[0] < ends[-1], visit, begin)[1]
 
 
-def _block_sizes(n: int) -> list[int]:
-    """Possible row counts of a group's last block, given `n` rows in total."""
-    return [min(rows, n) for rows in range(_STEP, _BLOCK + _STEP, _STEP)]
-
-
 def _blocked(
     rows: Sequence[Array],
     weights: Sequence[Array],
@@ -74,29 +68,27 @@ def _blocked(
 
     The first group's matrices are weights[first].
     """
-    n, room = rows[0].shape[0], min(_BLOCK, rows[0].shape[0])
+    n = rows[0].shape[0]
+    step = min(_STEP, n)
 
     def one(group: _Group, outs: tuple[Array, ...]) -> tuple[Array, ...]:
         own = [jax.lax.dynamic_index_in_dim(w, first + group.expert, keepdims=False) for w in weights]
-        start = jnp.minimum(group.rest, n - room)
 
         def whole(i: Array, outs: tuple[Array, ...]) -> tuple[Array, ...]:
-            at = group.first + i * _BLOCK
-            found = product([_take(x, at, _BLOCK) for x in rows], own)
-            return tuple(_write(out, y, at) for out, y in zip(outs, found, strict=True))
+            start = group.first + i * _BLOCK
+            found = product([_take(x, start, _BLOCK) for x in rows], own)
+            return tuple(_write(out, y, start) for out, y in zip(outs, found, strict=True))
 
-        def part(block: int) -> tuple[Array, ...]:
-            found = product([_take(x, start, block) for x in rows], own)
-            return tuple(jnp.pad(y, ((0, room - block), (0, 0))) for y in found)
+        def part(i: Array, outs: tuple[Array, ...]) -> tuple[Array, ...]:
+            since = group.rest + i * step
+            start = jnp.minimum(since, n - step)
+            inside, found = group.has(start, step, since), product([_take(x, start, step) for x in rows], own)
+            kept = (jnp.where(inside, y, _take(out, start, step)) for out, y in zip(outs, found, strict=True))
+            return tuple(_write(out, y, start) for out, y in zip(outs, kept, strict=True))
 
         if n >= _BLOCK:
             outs = jax.lax.fori_loop(0, group.full, whole, outs)
-        nothing = tuple(varying_like(jnp.zeros((room, out.shape[1]), out.dtype), out) for out in outs)
-        branches = [lambda: nothing, *(partial(part, block) for block in _block_sizes(n))]
-        inside, last = group.remainder(start, room, branches)
-        return tuple(
-            _write(out, jnp.where(inside, y, _take(out, start, room)), start) for out, y in zip(outs, last, strict=True)
-        )
+        return jax.lax.fori_loop(0, group.steps, part, outs)
 
     shapes = jax.eval_shape(product, rows, [w[0] for w in weights])
     outs = tuple(varying_like(jnp.zeros(y.shape, y.dtype), *rows, *weights, group_sizes) for y in shapes)
@@ -125,26 +117,25 @@ def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Array], group_
 
 def _blocked_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
     """Compute dW_i[e] = Σ rows[n] grads_i[n]^T over the rows n of expert e, block by block, accumulated in float32."""
-    n, room = rows.shape[0], min(_BLOCK, rows.shape[0])
+    n = rows.shape[0]
     product = partial(jnp.einsum, "nd,nf->df", preferred_element_type=jnp.float32)
 
     def one(group: _Group, outs: tuple[Array, ...]) -> tuple[Array, ...]:
-        start = jnp.minimum(group.rest, n - room)
-
         def whole(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             at = group.first + i * _BLOCK
             x = _take(rows, at, _BLOCK)
             return tuple(sum_ + product(x, _take(g, at, _BLOCK)) for sum_, g in zip(sums, grads, strict=True))
 
         def part(block: int) -> tuple[Array, ...]:
-            at = start + jnp.arange(block)
-            inside = ((at >= group.rest) & (at < group.end))[:, None]
+            start = jnp.minimum(group.rest, n - block)
+            inside = group.has(start, block, group.rest)
             x, *gs = (jnp.where(inside, _take(a, start, block), 0) for a in (rows, *grads))
             return tuple(product(x, g) for g in gs)
 
+        # Branches that return a whole buffer, and not a sum alone, would copy it.
         nothing = tuple(varying_like(jnp.zeros(out.shape[1:], out.dtype), out) for out in outs)
-        branches = [lambda: nothing, *(partial(part, block) for block in _block_sizes(n))]
-        sums = group.remainder(start, room, branches)[1]
+        parts = (partial(part, min(rows, n)) for rows in range(_STEP, _BLOCK + _STEP, _STEP))
+        sums = jax.lax.switch(group.steps, [lambda: nothing, *parts])
         if n >= _BLOCK:
             sums = jax.lax.fori_loop(0, group.full, whole, sums)
         return tuple(

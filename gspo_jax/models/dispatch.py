@@ -18,14 +18,14 @@ load.
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import grouped_matmuls, stacked_matmuls
@@ -99,8 +99,14 @@ def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slots: Int[Array, "
 def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "N D"]:
     """out[n] = Σ_j y[slots[n, j]] over a row's slots; the gradient is `spread`."""
     slots = slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
-    each = y.at[slots].get(mode="clip")
-    return jnp.where(((slots >= 0) & (slots < source.size))[..., None], each, 0).sum(axis=0)
+    if platform() == "cpu":  # gathers of one row each end up in one loop, and no [J, N, D] array in memory
+        parts = (jnp.where(_has_row(s, source)[:, None], y.at[s].get(mode="clip"), 0) for s in slots)
+        return reduce(jnp.add, parts)
+    return jnp.where(_has_row(slots, source)[..., None], y.at[slots].get(mode="clip"), 0).sum(axis=0)
+
+
+def _has_row(slot: Int[Array, "*N"], source: Int[Array, " M"]) -> Bool[Array, "*N"]:
+    return (slot >= 0) & (slot < source.size)
 
 
 spread.defvjp(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.logprobs import log_softmax_at
 from gspo_jax.types import UserError
 
@@ -92,6 +93,17 @@ def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: fl
     return logits
 
 
+def _most_probable(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Return the first token with the highest logit.
+
+    On CPU by two plain reductions: that of argmax, over logits and ids at once, takes eight times as long.
+    """
+    if platform() != "cpu":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    ids, last = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1), logits.shape[1] - 1
+    return jnp.where(logits == logits.max(axis=-1, keepdims=True), ids, last).min(axis=-1)
+
+
 def draw(
     keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingParams
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
@@ -103,11 +115,13 @@ def draw(
     """
     logits = logits.astype(jnp.float32) / sampling.scoring_temperature
     if sampling.temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        tokens = _most_probable(logits)
         logprobs = log_softmax_at(logits, tokens)[0]
         return tokens, jnp.zeros_like(logprobs), logprobs
     kept = truncate(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
-    tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    # As jax.random.categorical does.
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:], kept.dtype))(keys)
+    tokens = _most_probable(kept + noise)
     full = log_softmax_at(logits, tokens)[0]
     # The kept tokens share probability 1: log p_kept = log p - log of the kept mass.
     behaviour = full + jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(kept, axis=-1)
