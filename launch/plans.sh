@@ -35,7 +35,7 @@ run mkdir -p "$runs"
 recipes=()
 while read -r name config topology; do
   recipes+=("$runs/$name.json")
-  only=(--programs=update,sample_decode)
+  only=("--programs=update,sample_decode")
   if [ "$name" = 30b ]; then only=(); fi # shown in full
   plan "$name" "$config" "$topology" ${only[@]+"${only[@]}"}
 done <<'LIST'

@@ -13,11 +13,15 @@ from flax import nnx
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.moe import Routing
+from gspo_jax.parallel import hosts
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.training.batches import cut_rows, join_rows
 from gspo_jax.training.layout import Padded
+from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
-from tests.tiny import CONFIG, leaf_errors, mostly_slow, responses, weights
+from gspo_jax.types import RouterRecord
+from tests.tiny import CONFIG, EIGHT, leaf_errors, mesh_id, mostly_slow, responses, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
 SCORING = Scoring(logprob_chunk=64)
@@ -151,3 +155,37 @@ def test_rows_are_cut_in_whole_groups_and_joined_again(group):
     assert cut.shape == (2, 8, 1)
     assert (np.asarray(cut).reshape(-1, group) // group == np.asarray(cut).reshape(-1, group)[:, :1] // group).all()
     np.testing.assert_array_equal(join_rows(cut, group_size=group), rows)
+
+
+@pytest.mark.parametrize(
+    "sizes", mostly_slow([None, EIGHT], always=[None]), ids=lambda s: mesh_id(s or {"unsharded": 1})
+)
+def test_packed_rows_have_the_old_policy_s_views_of_padded_ones(sizes):
+    """Log-probs, routes at every position, values and reference, under replay of a sampler's routes."""
+    rollout, rng = responses(P=16, G=4, T=T), np.random.default_rng(0)
+    experts = rng.integers(0, CONFIG.num_experts, rollout.routes.experts.shape).astype(np.int8)
+    experts[..., 1] = (experts[..., 0] + 1) % CONFIG.num_experts
+    experts[:, : rollout.prompts.shape[1]] = np.repeat(experts[::4, : rollout.prompts.shape[1]], 4, axis=0)
+    experts[::5, -3:] = -1
+    rollout = dataclasses.replace(rollout, routes=RouterRecord(experts, None))
+    graph, critic, _ = make_critic(own_trunk=True)
+    policy = weights()
+    others = critic, jax.tree.map(lambda x: x * 1.1, policy)
+    packer = Packer(group_size=4, minibatches=2, shards=8 if sizes else 1, row_lengths=(48, 12))
+    packing = packer(rollout.mask.sum(axis=1), rollout.prompt_lengths)
+    settings = {"recompute": True, "replay": "r3", "critic": graph}
+    if sizes is None:
+        score_all = make_old_policy(GRAPH, dataclasses.replace(SCORING, group_size=4), **settings)
+        found, expected = (score_all(policy, *others, rollout, rows) for rows in (packing, None))
+    else:
+        mesh = mesh_lib.make_mesh(sizes)
+        with jax.set_mesh(mesh):
+            score_all = make_old_policy(GRAPH, dataclasses.replace(SCORING, group_size=4), **settings)
+            placed = hosts.shard_rows(mesh, rollout)
+            found, expected = (score_all(policy, *others, placed, rows) for rows in (packing, None))
+    found, expected = jax.device_get((found, expected))
+    for field in ("logprobs", "values", "reference_logprobs"):
+        a, b = (getattr(x, field)[rollout.mask] for x in (found, expected))
+        np.testing.assert_allclose(a, b, atol=2e-5, err_msg=field)
+    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
+    np.testing.assert_allclose(found.routes.logprobs, expected.routes.logprobs, atol=2e-5)

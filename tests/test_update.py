@@ -24,6 +24,7 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import REPLAYS, experts_to_replay
+from gspo_jax.run.clock import CompileCounter
 from gspo_jax.run.log import response_columns, response_metrics
 from gspo_jax.run.scored import Scored
 from gspo_jax.run.shaping import Shaping
@@ -504,23 +505,69 @@ def test_no_buffer_holds_the_whole_logits():
     assert f"[{B},{S + length},{V}]" not in compiled.as_text()
 
 
-def packed(experience: Experience, *, shards: int, budget: int) -> Experience:
-    """Return the experience with a packing into rows of this budget, on so many batch shards."""
+def packed(experience: Experience, *, shards: int, turns: int) -> Experience:
+    """Return the experience packed for so many batch shards, in the shortest rows that need `turns` micro-batches."""
     r = experience.rollout
-    lengths = np.asarray(r.mask).sum(axis=1)
-    packer = Packer(group_size=G, minibatches=2, shards=shards, row_lengths=(budget,))
-    return dataclasses.replace(experience, packing=packer(lengths, np.asarray(r.prompt_lengths)))
+    columns = np.asarray(r.mask).sum(axis=1), np.asarray(r.prompt_lengths)
+    for budget in range(r.prompts.shape[1] + T, 1000):
+        packing = Packer(group_size=G, minibatches=2, shards=shards, row_lengths=(budget,))(*columns)
+        if packing.turns[1, 0] == turns:
+            return dataclasses.replace(experience, packing=packing)
+    raise AssertionError(f"no budget gives {turns} micro-batches")
 
 
-@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo",)))
-@pytest.mark.parametrize("sizes", mostly_slow([None, EIGHT], always=(None,)))
-def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, sizes, whole):
-    trainer = make_trainer(name=name, sizes=sizes, replay=replay_of(name), kl=0.1, entropy=0.01)
-    grads, metrics = gradient_and_loss(
-        packed(whole, shards=math.prod((sizes or {}).values()), budget=40), trainer=trainer
+def in_turns(experience: Experience, *, of_tokens: bool) -> Experience:
+    """Return the experience with an environment's tokens amid some responses, and tokens' advantages if asked for."""
+    rng, mask = np.random.default_rng(3), np.array(experience.mask)
+    mask[::3, 2:4] = False
+    mask[5] = False  # a response that is not learned from
+    rollout = dataclasses.replace(experience.rollout, action_mask=experience.rollout.action_mask & mask)
+    advantages = rng.standard_normal(mask.shape).astype(np.float32) if of_tokens else experience.advantages
+    return dataclasses.replace(experience, rollout=rollout, mask=mask, advantages=advantages)
+
+
+def check_packed(name: str, sizes, turns: int, batch: Experience) -> None:
+    """Check that packed rows give the gradient and all metrics of padded ones."""
+    trainer = make_trainer(
+        name=name, sizes=sizes, replay=replay_of(name), kl=0.1, entropy=0.01, balance=0.1, router_z=0.1
     )
-    expected, expected_metrics = gradient_and_loss(whole, trainer=trainer)
+    batch = in_turns(batch, of_tokens=objectives.make(name).token_advantages)
+    shards = math.prod((sizes or {}).values()) // (sizes or {}).get("tensor", 1)
+    expected, expected_metrics = gradient_and_loss(batch, trainer=trainer)
+    grads, metrics = gradient_and_loss(packed(batch, shards=shards, turns=turns), trainer=trainer)
     assert distance(expected, grads) < 1e-6
     assert metrics.keys() == expected_metrics.keys()
     for metric, value in expected_metrics.items():
-        np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=1e-5, err_msg=metric)
+        # Float32 variances lose digits as differences of sums of squares.
+        atol = {"mismatch/pearson": 3e-4, "critic/explained_variance": 1e-5}.get(metric, 1e-6)
+        np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
+
+
+@pytest.mark.parametrize("name", mostly_slow(objectives.catalogue.__all__, always=("gspo",)))
+def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, whole):
+    """Every objective, on eight devices in two micro-batches: critic, KL, corrections, replay, turns, step rewards."""
+    check_packed(name, EIGHT, 2, whole)
+
+
+DEVICES = [None, {"data": 2}, {"fsdp": 2, "expert": 2}, EIGHT, {"data": 2, "expert": 2, "tensor": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [1, 2, 4])
+@pytest.mark.parametrize("sizes", DEVICES, ids=lambda s: mesh_id(s or {"unsharded": 1}))
+def test_packed_rows_agree_on_any_number_of_devices_and_micro_batches(sizes, turns, whole):
+    check_packed("rspo", sizes, turns, whole)
+
+
+def test_one_program_serves_every_number_of_micro_batches(whole):
+    trainer, long = make_trainer(replay="r2"), packed(whole, shards=1, turns=4)
+    state, _ = trainer.update(trainer.start(), long, 1)
+    short = dataclasses.replace(whole.rollout, mask=whole.rollout.mask & (np.arange(T)[None] < 3))
+    batch = dataclasses.replace(whole, rollout=short, mask=short.mask)
+    packer = Packer(group_size=G, minibatches=2, shards=1, row_lengths=long.packing.row_lengths)
+    packing = packer(short.mask.sum(axis=1), np.asarray(short.prompt_lengths))
+    assert packing.turns[1, 0] < 4
+    count = CompileCounter()
+    trainer.update(state, dataclasses.replace(batch, packing=packing), 1)
+    count.stop()
+    assert count.programs == 0
