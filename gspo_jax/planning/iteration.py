@@ -26,7 +26,7 @@ from gspo_jax.rewards import isolated
 from gspo_jax.rollout import decoder
 from gspo_jax.rollout.sampler import bucket
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
-from gspo_jax.training.packing import Packer, turns_at_full_length
+from gspo_jax.training.packing import Packer
 from gspo_jax.types import UserError
 
 PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
@@ -218,18 +218,10 @@ def full_rows(setting: Setting, name: str) -> Rows:
     """Rows that "update" or "score" computes for a mini-batch of responses of full length, as programs are planned."""
     training, packer, work = setting.config.training, setting.engine.packer, setting.work(name)
     parts = setting.mesh.size / (training.minibatches if name == "score" else 1)
-    positions, pairs, count = parts * work.tokens, parts * work.pairs, training.microbatches
+    positions, count = parts * work.tokens, training.microbatches
     if packer is not None:
-        data, sampling = setting.config.data, setting.config.sampling
-        count, *_ = turns_at_full_length(
-            data.prompts_per_batch * sampling.group_size // training.minibatches // packer.shards,
-            packer.row_lengths,
-            prompt=data.max_prompt_length,
-            response=sampling.max_response_length,
-            group_size=sampling.group_size,
-        )
-        positions = count * packer.shards * packer.row_lengths[0]
-    return Rows(count, positions, pairs, round(parts * work.tokens), pairs)
+        count = round(positions / (packer.shards * packer.row_lengths[0]))
+    return Rows(count, positions, parts * work.pairs, round(positions), parts * work.pairs)
 
 
 def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
