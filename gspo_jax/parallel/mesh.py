@@ -166,8 +166,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def has_mesh() -> bool:
-    """Return whether a mesh is in scope (`jax.set_mesh`)."""
-    return not jax.sharding.get_abstract_mesh().empty
+    """Return whether a mesh of several devices is in scope (`jax.set_mesh`).
+
+    A single device is treated like no mesh: XLA's CPU backend would copy what a collective over one device returns.
+    """
+    return jax.sharding.get_abstract_mesh().size > 1
 
 
 def manual_axes() -> frozenset[str]:
