@@ -129,7 +129,11 @@ REMATERIALISED = ("dots", "full")
 
 def cases(target):
     """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
-    named = [(of, name) for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (ring, RINGS)) for name in names]
+    named = [
+        (of, name)
+        for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (ring, RINGS))
+        for name in names
+    ]
     if target.startswith("v5p"):
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in named if case in LARGEST)]
     return [(*case, "bfloat16") for case in named if case in LARGEST]
