@@ -216,12 +216,13 @@ def _backward_kernel(
     q: Any,
     k: Any,
     v: Any,
+    out: Any,
     grads: Any,
     log_sum: Any,
-    delta: Any,
     dq: Any,
     d_keys: Any,
     totals: Any,
+    delta: Any,
     sums: Any,
     before: Any,
     mask: Any,
@@ -253,15 +254,21 @@ def _backward_kernel(
         pl.when(n > 0)(lambda: store(1 - slot, key[jnp.maximum(n - 1, 0)]).wait())
         pl.when(~first_of_keys)(fetch.start)
 
+    def lanes(x: Any, head: int) -> Array:
+        return x[:, head * width : (head + 1) * width]
+
     @pl.when(_begins(query, n))
     def _() -> None:
         totals[...] = jnp.zeros_like(totals)
+        for head in range(heads):
+            product = lanes(grads, head).astype(jnp.float32) * lanes(out, head).astype(jnp.float32)
+            delta[head : head + 1] = product.T.sum(axis=0, keepdims=True)
 
     def visit(masked: bool) -> None:
         if masked:
             mask[...] = jnp.where(_seen(spans, i, j, block), 0, _MASKED)
         for head in range(heads):
-            do = grads[:, head * width : (head + 1) * width]
+            do = lanes(grads, head)
             scores = _dot(k[...], q[head], 1, 1) * (scale * math.log2(math.e))
             if masked:
                 scores += mask[...]
@@ -398,20 +405,19 @@ def _attend_backward(rows: _Rows, residuals: tuple[Array, ...], grads: Array) ->
     q, k, v, spans, out, log_sum = residuals
     (groups, heads, M, width), block = q.shape, rows.block
     of_q, of_k, of_v, of_out, numbers = _specs(q, k, rows)
-    products = (grads.astype(jnp.float32) * out.astype(jnp.float32)).reshape(M, groups, heads, width)
-    delta = jnp.moveaxis(products.sum(axis=-1), 0, 2)
     # Padding thereby has probability 0 everywhere.
     valid = spans[2] <= jnp.arange(M)
     log_sum = jnp.where(valid[None, None], log_sum, -_MASKED)
     dq, d_keys = _call(
         _backward_kernel,
-        ((q, of_q), (k, of_k), (v, of_v), (grads, of_out), (log_sum, numbers), (delta, numbers)),
+        ((q, of_q), (k, of_k), (v, of_v), (out, of_out), (grads, of_out), (log_sum, numbers)),
         (
             (jax.ShapeDtypeStruct(q.shape, q.dtype), of_q),
             (jax.ShapeDtypeStruct((groups, 2, M, width), jnp.float32), pl.BlockSpec(memory_space=pl.ANY)),
         ),
         (
             pltpu.VMEM((heads, width, block), jnp.float32),
+            pltpu.VMEM((heads, block), jnp.float32),
             pltpu.VMEM((2, 2, block, width), jnp.float32),
             pltpu.VMEM((2, block, width), jnp.float32),
             pltpu.VMEM((block, block), jnp.float32),
