@@ -139,10 +139,11 @@ def test_executed_attention_of_packed_rows():
 
 
 def test_executed_attention_and_grouped_matmuls_of_the_recipe():
-    """One chip's layers of an update, as an independent count has them: 510 ms of attention, 580 of grouped matmuls.
+    """One chip's layers of an update: 510 ms of attention as an independent count has it, and grouped matmuls.
 
     With a prompt per device as on 64 chips: rows of 512 + 4 * 3968 tokens; 131,072 pairs over 128 experts; 3 matrices,
-    each forward and with two gradients, in tiles of 512 rows: 1.5 of the rows that came.
+    each forward and with two gradients. A group that begins anywhere computes 127 rows more than it has, in parts of
+    128 rows; in whole tiles of 512 it would be 511, and 580 ms as that count has it.
     """
     recipe = setting(prompts=8)
     assert recipe.attention_rows("update") == (16384, 512, 4)
@@ -163,8 +164,8 @@ def test_executed_attention_and_grouped_matmuls_of_the_recipe():
     needed = 2 * 131072 * 2048 * 768
     grouped = 9 * seconds("grouped_matmul_512.3", (rows[0], weights), (rows[1],), needed)
     assert grouped == pytest.approx(9 * seconds("grouped_outer_512", rows, (weights,), needed))
-    assert grouped == pytest.approx(0.580, rel=0.02)
-    assert grouped == pytest.approx(1.5 * 9 * layers * needed / recipe.chip.flops, rel=0.02)
+    assert grouped == pytest.approx((1 + 127 * 128 / 131072) * 9 * layers * needed / recipe.chip.flops, rel=0.005)
+    assert grouped * (131072 + 511 * 128) / (131072 + 127 * 128) == pytest.approx(0.580, rel=0.01)
 
 
 TEXT = """HloModule m
@@ -333,7 +334,7 @@ def test_programs_of_the_recipe_fit_and_are_counted_right():
     assert update["peak_bytes"] <= 60e9 and seconds["per_op"] <= 1.20
     assert update["ici_bytes"] <= 185e9
     assert found["programs"]["sample_prefill"]["seconds"]["per_op"] <= 0.035
-    assert seconds["executed"] == pytest.approx(1.814, rel=0.05), "an independent count"
+    assert seconds["executed"] == pytest.approx(1.814 - 0.144, rel=0.05), "an independent count, with tiles in parts"
     assert sum(update["executed_by"].values()) == pytest.approx(seconds["executed"])
     assert found["chip"] == "v5p"
 
