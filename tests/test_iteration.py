@@ -147,20 +147,17 @@ RECIPE = Run(
     packer=Packer(group_size=16, minibatches=4, shards=64, row_lengths=(16384, 4096), pair_cost=6.5e-5),
     padded=dict.fromkeys(("update", "score"), Rows(32, POSITIONS, PAIRS, POSITIONS, PAIRS)),
     reshard_s=0.02,
-    prefill_s=0.7,
+    prefill_s=0.32,
     decoder=Decoder(
         shards=64,
         lockstep=32,
-        steps=tuple(
-            Step(slots, ms / 1e3 / 0.83, 35.55e-9 / 0.83)
-            for slots, ms in ((32, 4.16), (16, 3.24), (8, 2.71), (4, 2.49))
-        ),
+        steps=tuple(Step(slots, ms / 1e3, 42.8e-9) for slots, ms in ((32, 20.9), (16, 28.7), (8, 27.9), (4, 28.0))),
         block=992,
         polled=True,
     ),
     reward_s=1.0,
-    update=Rate(46.86 / (POSITIONS / 64), 31.03 / (PAIRS / 64)),
-    forward=Rate(51.0 / (4 * POSITIONS / 64), 35.44 / (4 * PAIRS / 64)),
+    update=Rate(48.32 / (POSITIONS / 64), 32.0 / (PAIRS / 64)),
+    forward=Rate(66.38 / (4 * POSITIONS / 64), 36.58 / (4 * PAIRS / 64)),
     scores=False,
 )
 PARTIAL = dataclasses.replace(RECIPE, in_flight=1024, decoder=dataclasses.replace(RECIPE.decoder, share=0.6))

@@ -57,7 +57,7 @@ def _phases(axes: "Axes", spans: list[tuple[str, float, float]]) -> None:
     total = spans[-1][2]
     for name, begin, end in spans:
         axes.barh(0, end - begin, left=begin, height=1.0, color=COLORS[name], edgecolor="white", linewidth=0.8)
-        if end - begin > 0.06 * total:
+        if end - begin > 0.09 * total:
             text = f"{name} {end - begin:.0f} s"
             axes.text((begin + end) / 2, 0, text, ha="center", va="center", color="white", weight="bold")
     axes.set_ylim(-0.5, 0.5)
