@@ -135,12 +135,16 @@ def test_responses_of_full_length_take_what_padded_rows_take():
     assert tokens_at_full_length(4, **size) == 16384
 
 
-def test_the_default_budget_repeats_the_prompt_little_and_never_exceeds_a_shard_s_share():
-    size = {"prompt": 512, "response": 1024, "group_size": 8}
-    budget = default_budget(32, **size)
-    count = (budget - 512) // 1024
-    assert 512 / count + 1024 <= 1.03 * (512 / 8 + 1024)
-    assert default_budget(2, **size) == 512 + 2 * 1024
+@pytest.mark.parametrize(
+    ("responses", "prompt", "response", "budget"),
+    [(16, 32, 512, 1056), (16, 32, 128, 1056), (32, 512, 1024, 8704), (2, 512, 1024, 2560), (16, 8, 24, 400)],
+)
+def test_rows_of_the_default_budget_have_little_to_spare_at_full_length(responses, prompt, response, budget):
+    """At most 3% of a shard's slots; the fewest tokens from 1024 on, unless the shard has fewer in all."""
+    size = {"prompt": prompt, "response": response, "group_size": 8}
+    assert default_budget(responses, **size) == budget
+    (turns,) = turns_at_full_length(responses, (budget,), **size)
+    assert turns * budget <= 1.03 * tokens_at_full_length(responses, **size)
     assert row_lengths(1024) == (1024,) and row_lengths(16384) == (16384, 4096)
 
 

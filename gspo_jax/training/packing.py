@@ -26,8 +26,8 @@ LEAST = 1024
 """Least row budget in tokens: shorter rows cost more in small operations than they save in padding."""
 _STEP = 32
 """Default budgets are multiples of this."""
-_REPEATED = 0.03
-"""Share of additional tokens that repeating the prompt in every row may cost if all responses have the full length."""
+_SPARE = 0.03
+"""Token slots that rows of the default budget may have in excess of what responses of full length need."""
 _SLACK = 0.02
 """Excess of the busiest shard over the least possible work that the packer accepts without looking further."""
 _MOVES = 200
@@ -46,16 +46,20 @@ def tokens_at_full_length(responses: int, *, prompt: int, response: int, group_s
 
 
 def default_budget(responses: int, *, prompt: int, response: int, group_size: int) -> int:
-    """Tokens of a row if a config gives none: enough for several full-length responses to one prompt.
+    """Tokens of a row if a config gives none: few, but enough that rows of full-length responses have little to spare.
 
-    The prompt is repeated in every row, and with full-length responses that may cost `_REPEATED` of the tokens. A row
-    is never longer than the `responses` of full length that a shard has in a mini-batch, and their prompts.
+    With the `responses` that a shard has in a mini-batch, all of full length, prompts repeated in every row and what is
+    left at the ends of rows may together cost `_SPARE` of the tokens.
     """
-    whole = tokens_at_full_length(responses, prompt=prompt, response=response, group_size=group_size)
-    most = (1 + _REPEATED) * (prompt / group_size + response)
-    count = next((k for k in range(1, group_size) if prompt / k + response <= most), group_size)
-    wanted = max(LEAST, prompt + count * response)
-    return min(whole, wanted + -wanted % _STEP)
+    size = {"prompt": prompt, "response": response, "group_size": group_size}
+    whole = tokens_at_full_length(responses, **size)
+    parts = [prompt + count * response for count in range(1, group_size)]
+    groups = [count * (prompt + group_size * response) for count in range(1, responses // group_size + 1)]
+    for budget in (tokens + -tokens % _STEP for tokens in (*parts, *groups)):
+        (turns, *_) = turns_at_full_length(responses, (budget,), **size)
+        if budget >= LEAST and turns * budget <= (1 + _SPARE) * whole:
+            return min(budget, whole)
+    return whole
 
 
 def places_per_shard(responses: int, shards: int) -> int:
