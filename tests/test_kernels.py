@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.kernels import attention
 from gspo_jax.kernels import grouped_matmul as gm
 from gspo_jax.kernels.attention import Rows, causal_attention, decode_attention, segment_attention
 from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
@@ -187,13 +188,17 @@ def test_responses_that_share_a_prompt_see_it_and_themselves():
 RING = 2, 3  # segments, and columns per segment
 
 
-@pytest.mark.parametrize("slots", ["aligned", "few", "one"])
+@pytest.mark.parametrize("slots", ["aligned", "few", "one", "few, as on TPU"])
 @pytest.mark.parametrize("step", [0, 2, 4, 7, 11])
-def test_two_segments_are_one_softmax(slots, step):
+def test_two_segments_are_one_softmax(slots, step, monkeypatch):
     """Shared prompt keys and a ring of own keys, under one softmax, equal naive attention over one contiguous row.
 
-    Checked to 1e-5 at every ring position, for slots in row order, few slots, and one.
+    Checked to 1e-5 at every ring position, for slots in row order, few slots, and one; prompts in blocks, and all at
+    once, as on TPU.
     """
+    if "TPU" in slots:
+        monkeypatch.setattr(attention, "_prompts_per_block", lambda slots, prompts, group_size: prompts)
+        slots = "few"
     rng = np.random.default_rng(step)
     L, P, G, S, Kv, h, layer = 2, 3, 2, 4, 2, 8, 1
     (N, C), n = RING, P * G

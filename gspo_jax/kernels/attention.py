@@ -21,6 +21,9 @@ _MASKED = -1e30
 """Masked score; finite, so that the softmax of a row without a visible key (padding) is finite instead of NaN."""
 
 
+_TPU_QUERIES = 8
+"""Queries per slot, most of them of no use, in a block of prompts on TPU: the operations of one more block would take
+longer to begin than some more prompts and queries take to compute."""
 _MIN_CHUNK, _MAX_CHUNKS = 64, 8
 """Minimum queries per chunk, and maximum number of chunks: scores exist for one chunk at a time, and each chunk is
 unrolled into its own code. Long rows therefore hold one eighth of the [T, N] scores at a time."""
@@ -183,7 +186,8 @@ def _partial_softmax(
 class Rows:
     """Mapping between slots and the P·G responses, and the prompts that the slots need; the same for all layers.
 
-    Prompts are read in blocks, sized so that the slots could hold the whole groups of a block's prompts.
+    Prompts are read in blocks, sized so that the slots could hold the whole groups of a block's prompts, on TPU
+    `_TPU_QUERIES` times as many.
     """
 
     responses: Int[Array, " B"]
@@ -208,7 +212,8 @@ class Rows:
 
 
 def _prompts_per_block(slots: int, prompts: int, group_size: int) -> int:
-    return next(w for w in range(min(prompts, max(1, slots // group_size)), 0, -1) if prompts % w == 0)
+    most = slots * (_TPU_QUERIES if platform() == "tpu" else 1) // group_size
+    return next(w for w in range(min(prompts, max(1, most)), 0, -1) if prompts % w == 0)
 
 
 def decode_attention(
