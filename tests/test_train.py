@@ -228,7 +228,7 @@ def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, t
     config.mesh.expert = 2
     config.training.old_logprobs = "recompute"
     config.training.minibatches = 2
-    config.training.row_tokens = 128
+    config.training.row_tokens = 288
     train(config, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 5

@@ -21,7 +21,7 @@ _MASKED = -1e30
 """Masked score; finite, so that the softmax of a row without a visible key (padding) is finite instead of NaN."""
 
 
-_TPU_QUERIES = 8
+_TPU_QUERIES = 32
 """Queries per slot, most of them of no use, in a block of prompts on TPU: the operations of one more block would take
 longer to begin than some more prompts and queries take to compute."""
 _MIN_CHUNK, _MAX_CHUNKS = 64, 8
