@@ -151,7 +151,7 @@ RECIPE = Run(
     decoder=Decoder(
         shards=64,
         lockstep=32,
-        steps=tuple(Step(slots, ms / 1e3, 42.8e-9) for slots, ms in ((32, 20.9), (16, 28.7), (8, 27.9), (4, 28.0))),
+        steps=tuple(Step(slots, ms / 1e3, 42.8e-9) for slots, ms in ((32, 12.9), (16, 12.7), (8, 11.9), (4, 12.0))),
         block=992,
         polled=True,
     ),
