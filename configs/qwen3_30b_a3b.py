@@ -1,17 +1,19 @@
-"""GSPO on Qwen3-30B-A3B, on 64 v5p chips; arguments select v6e, v5e, another number of chips or long responses.
+"""GSPO on Qwen3-30B-A3B, on 64 v5p chips; arguments select v6e, v5e, another number of chips, or longer responses.
 
     python -m gspo_jax.train --config=configs/qwen3_30b_a3b.py --workdir=gs://BUCKET/RUN \\
         --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
 
 The settings are the GSPO paper's: four updates per batch, sequence ratios clipped to [1 - 3e-4, 1 + 4e-4]. An update
-reads one prompt and four responses per chip, 16,384 tokens; parameters and Adam are float32. Compiled ahead of time by
+reads rows of 16,384 tokens per chip, one if all responses have the full length; parameters and Adam are float32.
+Compiled ahead of time by
 
     python -m gspo_jax.plan --config=configs/qwen3_30b_a3b.py --topology=v5p:4x4x4
 
-an update needs 53 of a chip's 103 GB. The lower bounds of its operations add up to 1.14 s, plus 0.24 s of attention,
-and each chip sends 180 GB, which takes 0.30 s, 0.11 s of it not hidden. With --config.model.remat=full it needs 17 GB,
-1.24 s and 0.31 s of attention. A decode step of all 1024 responses at their maximum length, 4480 tokens, takes 4.5 ms.
-Likewise, in memory per chip and seconds of operations plus attention:
+an update of one such row needs 57 of a chip's 103 GB. The lower bounds of its operations add up to 1.11 s, plus 0.24 s
+of attention; it executes for 1.46 s, and each chip sends 183 GB, which takes 0.30 s, 0.10 s of it not hidden. A decode
+step of all 1024 responses at their maximum length, 4480 tokens, takes 4.5 ms by its bytes, and executes for 11.7 ms.
+With padded rows (--config.training.packing=False, and for `long` --config.training.microbatches=4), in memory per chip
+and seconds of operations plus attention:
 
     --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       17 of 34 GB, 1.29 s + 0.15 s
     --config=configs/qwen3_30b_a3b.py:v5e --topology=v5e:16x16     12 of 17 GB, 3.2 s + 0.7 s
@@ -105,7 +107,10 @@ def padded_16k(config: ConfigDict) -> None:
 
 
 def partial_16k(config: ConfigDict) -> None:
-    """The same with partial rollouts: 1024 prompts in flight, until 60% of the unfinished responses have ended."""
+    """The same with partial rollouts, to project: 1024 prompts in flight until 60% of the unfinished have ended.
+
+    A run needs prefixes that are packed: padded to the longest, their keys alone would take 400 GB of a chip.
+    """
     responses_16k(config)
     config.sampling.partial.prompts = 1024
     config.sampling.partial.share = 0.6

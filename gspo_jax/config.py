@@ -130,8 +130,9 @@ def base() -> ConfigDict:
     config.training.minibatches = 4  # optimizer updates per batch
     # Responses share rows of a fixed number of tokens. False: each has a row's part of the full length, for comparison.
     config.training.packing = True
-    # Tokens of a row, of which each batch shard computes one at a time. It must hold a prompt and a response of full
-    # length; more take more memory, and fewer more padding. None: enough for several responses to one prompt.
+    # Tokens of a packed row, of which each batch shard computes one at a time. It must hold a prompt and a response of
+    # full length; more take more memory, and more padding if a shard has few. None: the fewest, from 1024 on, of which
+    # responses of full length leave little to spare.
     config.training.row_tokens = placeholder(int)
     # Gradient-accumulation steps per update, also of scoring, without packing; changes only memory. With packing there
     # are as many as the lengths of a batch need, each a row of every shard, and this must be 1.

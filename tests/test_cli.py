@@ -11,6 +11,7 @@ from ml_collections import config_flags
 
 from gspo_jax import cli
 from gspo_jax.run.resume import check_same_run
+from gspo_jax.setup import learning
 from gspo_jax.setup.checks import check
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
@@ -134,10 +135,6 @@ def test_a_config_argument_that_does_not_exist(name):
         ),
         ({"training.microbatches": 2}, "training.microbatches is 2, but packed rows .*set training.packing to False"),
         ({"training.row_tokens": 30}, "training.row_tokens is 30, too few for .*; use 40 or more"),
-        (
-            {"training.packing": False, "training.row_tokens": 64},
-            "training.row_tokens is 64 and training.packing False: .*leave it None",
-        ),
         ({"coldstart.batch": 12}, "coldstart.batch 12 is not divisible by data×fsdp×expert = 8; use 8 or 16"),
         ({"training.old_logprobs": "samplr"}, "'samplr'; use 'sampler' or 'recompute'"),
         ({"objective.name": "gsop"}, "no objective 'gsop'; did you mean 'gspo'"),
@@ -188,6 +185,15 @@ def test_a_config_that_cannot_run_is_refused_before_devices_are_touched(changes,
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError, match=says):
         check(config)
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b.py", "qwen3_30b_a3b.py:16k", "qwen3_dense.py:8B"])
+def test_one_flag_pads_the_rows_of_a_recipe(recipe):
+    config = cli.load_config(f"configs/{recipe}")
+    model = check(config)
+    assert learning.make_packer(config, model, 4).row_lengths[0] == config.training.row_tokens
+    config.training.packing = False
+    assert learning.make_packer(config, check(config), 4) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import sampler as sampler_lib
 from gspo_jax.rollout.decoder import response_keys
-from gspo_jax.rollout.episodes import Buffer, Episodes, Player, deal
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player, spread_over_shards
 from gspo_jax.rollout.sampler import Sampler, bucket
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.layout import Padded
@@ -211,7 +211,7 @@ def answer(prompt, response, record):
 
 def test_every_shard_gets_groups_of_all_ages(sampler, monkeypatch):
     """Two shards: of six groups, the first shard gets the oldest, the third oldest and the fifth oldest."""
-    np.testing.assert_array_equal(deal(np.array([1, 2, 4, 5, 7, 8]), 2), [1, 4, 7, 2, 5, 8])
+    np.testing.assert_array_equal(spread_over_shards(np.array([1, 2, 4, 5, 7, 8]), 2), [1, 4, 7, 2, 5, 8])
     player, calls = Player(sampler), []
     resume = player.resume
     monkeypatch.setattr(

@@ -74,6 +74,16 @@ def test_every_response_is_whole_in_one_row_behind_its_prompt(data):
         assert packing.turns[minibatch].sum() >= 1
 
 
+def test_empty_responses_take_the_places_that_others_leave():
+    """Here the responses of one shard fill all of its places."""
+    rng = np.random.default_rng(5552)
+    lengths, prompts = rng.integers(0, 51, 48), np.repeat(rng.integers(1, 4, 24), 2)
+    assert (lengths == 0).any()
+    packing = Packer(group_size=2, minibatches=2, shards=4, row_lengths=(136,))(lengths, prompts)
+    for places in packing.responses:
+        assert sorted(places[places >= 0]) == list(range(24))
+
+
 def test_a_packing_by_hand():
     """Two prompts of 2, responses of 5, 3, 2 and 2 in rows of 10: 2 + 5 + 3 fill one, 2 + 2 + 2 six of another."""
     packer = Packer(group_size=2, minibatches=1, shards=1, row_lengths=(10,))

@@ -133,7 +133,7 @@ def test_executed_attention_of_packed_rows():
     once = 2 * 32 * 528 * 512 * 512 * 128
     for name, products in (("packed_attention.1", 2), ("packed_attention_backward.2", 5)):
         assert work(costs.KernelCall(name, (queries,), (), costs.Work(0, 7))) == costs.Work(products * once, 7)
-    begin, end, own = executed.full_row(recipe, 16500)
+    begin, end, own = executed.spans_at_full_length(16500, **recipe.row_size)
     assert (end[0, 512:16384] == 512).all() and (own[0, 512:16384] == 512).all() and not begin.any()
     assert not end[0, :512].any() and (own[0, 16384:] > np.arange(16384, 16500)).all()
 

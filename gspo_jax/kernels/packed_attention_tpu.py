@@ -305,7 +305,7 @@ def _backward_kernel(
 
 
 class _Rows(NamedTuple):
-    """What is static about a call."""
+    """Static settings of a call."""
 
     tokens: int
     """Tokens per row, a multiple of the block."""

@@ -122,7 +122,7 @@ class _Rows(NamedTuple):
     positions: Int[Array, "B T"]
     """Positions for the rotation of queries and keys."""
     attend: Attend
-    """What a query sees."""
+    """Attention of queries over the keys that they see."""
 
 
 def _segments(valid: Bool[Array, "B T"], prompt: int, responses: int) -> _Rows:

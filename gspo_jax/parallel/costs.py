@@ -45,7 +45,7 @@ class Traffic(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What an operation computes and moves in one execution."""
+    """Flops and bytes of one execution of an operation."""
 
     flops: float
     """Flops of matmuls."""
@@ -88,7 +88,7 @@ class Cost(NamedTuple):
     executed: Work
     """Work of one execution as it runs: what a kernel computes for nothing included."""
     waits: str
-    """What one execution takes at least: an "operation" or a "collective" latency of `Rates`; "" for none."""
+    """Latency of `Rates` that is an execution's least time: "operation" or "collective"; "" for none."""
     cycles: float | None
     """The compiler's own estimate of one execution, in cycles; None if it gives none."""
 

@@ -45,6 +45,7 @@ def take_rows(tree: Tree, rows: Int[Array, " Q"]) -> Tree:
 
         def turn(step: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
             found, passing = state
+            passing = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_previous), passing)
             owner = (me + step) % count
 
             def keep(mine: Array, theirs: Array) -> Array:
@@ -52,12 +53,9 @@ def take_rows(tree: Tree, rows: Int[Array, " Q"]) -> Tree:
                 here = ((at >= 0) & (at < theirs.shape[0])).reshape(-1, *(1,) * (theirs.ndim - 1))
                 return jnp.where(here, theirs.at[at].get(mode="clip"), mine)
 
-            found = jax.tree.map(keep, found, passing)
-            return found, jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_previous), passing)
+            return jax.tree.map(keep, found, passing), passing
 
-        def nothing(x: Array) -> Array:
-            return jax.lax.pcast(jnp.zeros((rows.shape[0], *x.shape[1:]), x.dtype), axes, to="varying")
-
-        return jax.lax.fori_loop(0, count, turn, (jax.tree.map(nothing, tree), tree))[0]
+        own = jax.tree.map(lambda x: x.at[rows - me * x.shape[0]].get(mode="clip"), tree)
+        return jax.lax.fori_loop(1, count, turn, (own, tree))[0]
 
     return by_batch_shard(shard)(rows, tree)

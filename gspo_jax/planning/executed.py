@@ -55,26 +55,27 @@ def _packed(setting: Setting) -> Callable[[KernelCall], Work]:
         query = next(a for a in call.operands if len(a.dims) == 4)
         groups, heads, tokens, width = query.dims
         block = packed_attention_tpu.block_length(tokens, round(query.bytes / math.prod(query.dims)))
-        visits = packed_attention_tpu.visited_blocks(*full_row(setting, tokens), block=block)
+        visits = packed_attention_tpu.visited_blocks(*spans_at_full_length(tokens, **setting.row_size), block=block)
         products = 5 if call.name.startswith("packed_attention_backward") else 2
         return Work(2.0 * products * groups * heads * width * block**2 * visits, call.declared.bytes)
 
     return work
 
 
-def full_row(setting: Setting, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def spans_at_full_length(
+    tokens: int, *, prompt: int, response: int, group_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Spans, as `packed_attention.Spans` has them, of a row of full-length responses after prompts, [1, tokens]."""
-    config = setting.config
-    S, T, G = config.data.max_prompt_length, config.sampling.max_response_length, config.sampling.group_size
+    S, T, G = prompt, response, group_size
     at = np.arange(tokens)
     begin, end, own = np.zeros(tokens, int), np.zeros(tokens, int), at + 1
     first = 0
     while first + S + T <= tokens:
         count = min(G, (tokens - first - S) // T)
         own[first : first + S] = first
-        for response in range(first + S, first + S + count * T, T):
-            own[response : response + T] = response
-            begin[response : response + T], end[response : response + T] = first, first + S
+        for start in range(first + S, first + S + count * T, T):
+            own[start : start + T] = start
+            begin[start : start + T], end[start : start + T] = first, first + S
         first += S + count * T
     return begin[None], end[None], own[None]
 

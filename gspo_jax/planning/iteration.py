@@ -71,13 +71,13 @@ class Rate(NamedTuple):
         return (rows.positions * self.position_s + rows.pairs * self.pair_s) / chips
 
     def padding(self, rows: Rows, chips: int) -> float:
-        """Of these, the seconds for what is no token, or what no token sees."""
+        """Seconds of these that go to padding: positions without a token, and pairs that no token sees."""
         return self.seconds(rows, chips) - (rows.tokens * self.position_s + rows.seen * self.pair_s) / chips
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the time of a run's iterations follows from."""
+    """A run in numbers: batch, rows, slots, and the times of its programs."""
 
     chips: int
     """Chips of the slice."""
@@ -120,13 +120,13 @@ class Iteration:
     by_phase: dict[str, float]
     """Seconds of each phase."""
     waits: dict[str, dict[str, float]]
-    """Of these, the seconds that chips spend on what is no work, by phase and reason."""
+    """Seconds of these in which chips do no work, by phase and reason."""
     tokens: float
     """Tokens of the responses that it learns from."""
     counts: dict[str, float]
     """Sampling calls, decode steps, and micro-batches of an update."""
     last: sampling.Batch
-    """What the last iteration sampled."""
+    """Responses and sampling calls of the last iteration."""
 
     @property
     def seconds(self) -> float:

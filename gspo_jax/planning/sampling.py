@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from gspo_jax.rollout.episodes import deal
+from gspo_jax.rollout.episodes import spread_over_shards
 
 NEVER = np.iinfo(np.int64).max
 """A step that is never reached."""
@@ -232,7 +232,7 @@ def partial(
             done = np.concatenate([done, np.zeros((groups, size), np.int64)])
         calls, prefixes = [], []
         while (complete := (done == lengths).all(axis=1)).sum() < groups:
-            chosen = deal(np.sort(np.argsort(complete, kind="stable")[:in_flight]), decoder.shards)
+            chosen = spread_over_shards(np.sort(np.argsort(complete, kind="stable")[:in_flight]), decoder.shards)
             left = lengths[chosen] - done[chosen]
             prefix = np.where(left > 0, done[chosen], 0).reshape(-1)
             calls.append(decode(decoder, prefix, left.reshape(-1)))

@@ -92,7 +92,7 @@ def group_rows(groups: Int[np.ndarray, " N"], group_size: int) -> Int[np.ndarray
     return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
-def deal(groups: Int[np.ndarray, " N"], shards: int) -> Int[np.ndarray, " N"]:
+def spread_over_shards(groups: Int[np.ndarray, " N"], shards: int) -> Int[np.ndarray, " N"]:
     """The same groups, in the order in which one after the other goes to the next of the batch shards.
 
     From the oldest to the newest, every shard then gets groups of all ages. In the order of their ages, one shard would
@@ -312,7 +312,8 @@ class Buffer:
         assert episodes is not None
         while (complete := episodes.complete(G)).sum() < self._groups:
             # Unfinished groups first, the oldest first; if these are too few, complete ones fill up the fixed shape.
-            chosen = deal(np.sort(np.argsort(complete, kind="stable")[: self._in_flight]), self._player.shards)
+            oldest = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
+            chosen = spread_over_shards(oldest, self._player.shards)
             resumed = self._player.resume(episodes.groups(chosen, G), early_exit=self._early_exit)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)

@@ -123,11 +123,6 @@ def _check_packing(config: ConfigDict) -> None:
     """Check that a row has room for the longest prompt and response, and that only padded rows are cut into parts."""
     training, prompt, response = config.training, config.data.max_prompt_length, config.sampling.max_response_length
     if not training.packing:
-        if training.row_tokens is not None:
-            raise UserError(
-                f"training.row_tokens is {training.row_tokens} and training.packing False: only packed rows have a "
-                "budget; leave it None, or set training.packing to True"
-            )
         return
     if training.microbatches != 1:
         raise UserError(

@@ -205,9 +205,11 @@ class _Rows:
         """
         order = [i for i in np.argsort(-self.lengths, kind="stable") if self.lengths[i]]
         few = max(1, places // sum(self.turns))
-        for choose, most in itertools.product((self._evenly, self._tightly), (places, few)):
-            self._clear()
-            if all(choose(i, most) for i in order):
+        for choose in (self._evenly, self._tightly):
+            for most in (places, few):
+                self._clear()
+                if not all(choose(i, most) for i in order):
+                    break  # fewer in each row would fit even less
                 self._deal()
                 if self._held().max() <= places:
                     return True
@@ -285,11 +287,11 @@ class _Rows:
         Candidates are compared as if every response had its prompt to itself; the best is undone if it does not help.
         """
         each, tokens = self.own + self.shared, self.lengths + self.prompts
-        here = np.flatnonzero((self.row >= 0) & (self.shard[self.row] == busiest) & (self.lengths > 0))
-        there = np.flatnonzero((self.row >= 0) & (self.shard[self.row] != busiest) & (self.lengths > 0))
+        here = np.flatnonzero((self.row >= 0) & (self.shard[self.row] == busiest))
+        there = np.flatnonzero((self.row >= 0) & (self.shard[self.row] != busiest))
         held = self._held()
         rows = np.flatnonzero(self.shard != busiest)
-        # Candidates: response `here` moves to a row (swap -1), or is swapped with a response `there` of that row.
+        # Candidates: a response `here` moves to a row of another shard, or is swapped with a response `there`.
         gain = each[here][:, None]
         to = load[self.shard[rows]][None] + gain
         to = np.where(self.used[rows] + tokens[here][:, None] <= self.room[rows], to, np.inf)
@@ -330,7 +332,8 @@ class _Rows:
         held, used = np.zeros(self.shards, np.int64), np.zeros(len(self.room), np.int64)
         before: tuple[int, int] | None = None
         prompt = 0
-        for i in np.lexsort((self.groups, self.row)):  # the responses of a row together, and in it those of a group
+        # The responses of a row together, and in it those of a group; empty ones, in no row, go where room is left.
+        for i in np.lexsort((self.groups, np.where(self.row < 0, len(self.room), self.row))):
             row, group = int(self.row[i]), int(self.groups[i])
             shard = int(self.shard[row]) if row >= 0 else int(held.argmin())
             place = shard * places + held[shard]
