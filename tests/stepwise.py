@@ -4,6 +4,7 @@ The oracle of `planning/sampling.py` and `planning/iteration.py`, of which it im
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,7 +120,7 @@ class Rollouts:
         return calls, taken
 
 
-def rows(lengths: np.ndarray, *, prompt: int, row_tokens: int) -> tuple[int, int]:
+def rows(lengths: Iterable[np.ndarray], *, prompt: int, row_tokens: int) -> tuple[int, int]:
     """Rows that the responses of groups fill, and the pairs of a query and a key that attention then sees.
 
     The responses come in turn, longest first, into the first row with room; each row has a group's prompt once.
@@ -138,3 +139,13 @@ def rows(lengths: np.ndarray, *, prompt: int, row_tokens: int) -> tuple[int, int
         else:
             filled.append((prompt + length, {group}))
     return len(filled), pairs + sum(len(groups) for _, groups in filled) * prompt * (prompt + 1) // 2
+
+
+def prefix_rows(prefix: np.ndarray, *, shards: int, size: int, prompt: int, row_tokens: int) -> tuple[int, int]:
+    """Rows that each shard reads the prefixes of its responses again in, and the most pairs that one then computes."""
+    found = []
+    for own in np.split(prefix.reshape(-1, size), shards):
+        found.append(rows([group[group > 0] for group in own], prompt=prompt, row_tokens=row_tokens))
+    fullest = max(count for count, _ in found)
+    allowed = sorted(part * 2**n for part in (2, 3) for n in range(20))
+    return min(n for n in [0, 1, *allowed] if n >= fullest), max(pairs for _, pairs in found)

@@ -15,8 +15,9 @@ from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder
-from gspo_jax.rollout.decoder import Prefix, generate, make_reshard, response_keys
+from gspo_jax.rollout.decoder import generate, make_reshard, response_keys
 from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.prefixes import Prefix, pack
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, score
@@ -147,17 +148,17 @@ def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
     rows = (groups[:, None] * 4 + np.arange(4)).reshape(-1)
     left = cut.unfinished[rows]
     lengths = jnp.where(left, mask[rows].sum(axis=1), 0)
-    batch = prompts()
+    batch = jax.tree.map(lambda x: x[groups], prompts())
     keys = response_keys(jax.random.key(1), jnp.asarray(rows))
     found = generate(
         GRAPH,
         weights(),
-        Prompts(batch.tokens[groups], batch.lengths[groups]),
+        batch,
         keys,
         **SETTINGS,
         slots=slots,
         limits=jnp.where(left, LIMITS[rows], 0),
-        prefix=Prefix(jnp.where(left[:, None], kept[rows], 0)[:, : int(lengths.max())], lengths),
+        prefix=pack(batch, Prefix(kept[rows], lengths), shards=1, limit=70),
     )
     assert not found.unfinished.any()
     assert not found.rollout.mask[~left].any()
@@ -251,7 +252,8 @@ def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit):
         batch, numbers, limits = given
         keys = response_keys(jax.random.key(1), numbers)
         lengths = jnp.minimum(jnp.arange(32) % 5, limits - 1)
-        prefix = Prefix(jax.random.randint(jax.random.key(2), (32, 4), 4, 60), lengths)
+        said = Prefix(jax.random.randint(jax.random.key(2), (32, 4), 4, 60), lengths)
+        prefix = pack(*jax.device_get((batch, said)), shards=decoder.batch_shards(), limit=70)
         prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, sampling=SamplingParams(), router_logprobs=True)
         options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "early_exit": early_exit}
         options["slots"] = decoder.resolve_slots(slots, 32)

@@ -10,7 +10,8 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import sampler as sampler_lib
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, spread_over_shards
-from gspo_jax.rollout.sampler import Sampler, bucket
+from gspo_jax.rollout.prefixes import bucket
+from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, score

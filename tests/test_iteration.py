@@ -124,13 +124,17 @@ def test_rows_are_filled_alike():
 
 
 def test_padding_by_hand():
-    """Two prefixes of 3 and 9 tokens, a limit of 16: both are padded to 12, and see a prompt of 2 as well."""
-    rows = iteration.prefix_rows(np.array([3, 9]), prompt=2, limit=16)
-    assert rows == Rows(1, 2 * 12, 2 * (12 * 13 / 2 + 2 * 12), 12, 6 + 45 + 2 * 12)
+    """Prefixes of 300 and 900 tokens, each on its shard behind a prompt of 20: the bucket of 920 is 1024."""
+    size = {"group_size": 2, "prompt": 20, "limit": 1000, "shards": 2}
+    rows = iteration.prefix_rows(np.array([300, 0, 900, 0]), **size)
+    few, many = (n * (n + 1) / 2 + 20 * n + 210 for n in (300, 900))
+    assert rows == Rows(1, 2 * 1024, 2 * many, 1240, few + many)
     rate = Rate(2.0, 0.5)
-    assert rate.seconds(rows, chips=2) == (24 * 2 + 204 * 0.5) / 2
-    assert rate.padding(rows, chips=2) == (12 * 2 + (204 - 75) * 0.5) / 2
-    assert iteration.prefix_rows(np.zeros(4, int), prompt=2, limit=16) == Rows(1, 0, 0, 0, 0)
+    assert rate.seconds(rows, chips=2) == (2048 * 2 + 2 * many * 0.5) / 2
+    assert rate.padding(rows, chips=2) == (808 * 2 + (many - few) * 0.5) / 2
+    assert iteration.prefix_rows(np.zeros(4, int), **size) == Rows(0, 0, 0, 0, 0)
+    beside = iteration.prefix_rows(np.array([900, 0, 0, 900, 900, 0, 0, 0]), **size)
+    assert beside.microbatches == 2 and beside.positions == 2 * 2 * 1024
 
 
 # The 30B recipe on v5p:4x4x4, as `plan --config=configs/qwen3_30b_a3b.py:16k --json` has it; see docs/plan.md.
@@ -194,10 +198,11 @@ def stepped(run: Run, *, iterations: int, filling: int = 0, seed: int = 5) -> di
         prefill = 0.0
         for _, prefix in calls:
             prefill += run.prefill_s * (run.in_flight or run.prompts) / run.prompts
-            quarter = run.limit / 4
-            width = math.ceil(prefix.max() / quarter) * quarter
-            prefill += run.forward.position_s * len(prefix) * width / run.chips
-            prefill += run.forward.pair_s * len(prefix) * (width * S + width**2 / 2) / run.chips
+            rows, pairs = stepwise.prefix_rows(
+                prefix, shards=decoding.shards, size=run.group_size, prompt=S, row_tokens=S + run.limit
+            )
+            prefill += run.forward.position_s * rows * (S + run.limit)
+            prefill += run.forward.pair_s * pairs
         update = 0.0
         for part in range(run.minibatches):
             if run.packer is None:

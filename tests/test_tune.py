@@ -109,11 +109,9 @@ def test_steps_between_those_that_are_compiled():
     assert [step.fixed_s for step in found] == pytest.approx([3.8e-3, 3.2e-3, 2.9e-3])
 
 
-def test_bytes_of_a_slot():
+def test_bytes_of_a_slot_and_of_a_token():
     """48 layers, 4 heads of 128, keys and values in bfloat16: 98,304 bytes for each of 1024 columns, 8 times 128."""
     config = small()
     _, setting = Made()(config, [])
     assert tune.slot_bytes(setting) == 98_304 * 1024
-    config.sampling.partial.prompts = 40
-    _, setting = Made()(config, [])
-    assert tune.prefix_bytes(setting) == 98_304 * 1024 * 40 * 16 // 8
+    assert tune.token_bytes(setting) == 98_304

@@ -96,10 +96,12 @@ def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv
     return jax.lax.dynamic_update_slice(ring, new[None, None, :, :, None], (layer, segment, 0, 0, column, 0))
 
 
-def write_row(ring: Array, slot: Array, step: Array, own: Float[Array, "L Kv Q h"], length: Array) -> Array:
-    """Return the ring with the first `length` columns of `own` as one slot's newest, before those of this step."""
+def write_row(
+    ring: Array, slot: Array, step: Array, row: Float[Array, "L Kv M h"], start: Array, length: Array
+) -> Array:
+    """Return the ring with `length` columns of `row` from `start` on as a slot's newest, before those of this step."""
     L, N, _, Kv, C, h = ring.shape
     from_first = (jnp.arange(N * C) - step + length) % (N * C)
-    row = own[:, :, jnp.minimum(from_first, own.shape[2] - 1)]
+    row = row[:, :, jnp.minimum(start + from_first, row.shape[2] - 1)]
     row = jnp.swapaxes(row.reshape(L, Kv, N, C, h), 1, 2)
     return jax.lax.dynamic_update_slice(ring, row[:, :, None].astype(ring.dtype), (0, 0, slot, 0, 0, 0))

@@ -125,8 +125,13 @@ class _Rows(NamedTuple):
     """Attention of queries over the keys that they see."""
 
 
-def _segments(valid: Bool[Array, "B T"], prompt: int, responses: int) -> _Rows:
-    """Rows of a prompt and of responses of equal length."""
+def _rows(
+    tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, prompt: int, responses: int, spans: Spans | None
+) -> _Rows:
+    """Packed rows with `spans`, else rows of a prompt and of responses of equal length."""
+    if spans is not None:
+        return _Rows(spans.valid, spans.positions, lambda q, k, v: (attend_packed(q, k, v, spans), None))
+    valid = jnp.ones(tokens.shape, bool) if valid is None else valid
     return _Rows(
         valid,
         segment_positions(valid, prompt, responses),
@@ -184,19 +189,17 @@ class Transformer(nnx.Module):
           routing: requests to the routers, such as experts to replay.
           remat: the activation checkpointing policy, one of `REMATS`.
         """
-        if spans is None:
-            valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-            rows = _segments(valid, prompt, responses)
-        else:
-            rows = _Rows(spans.valid, spans.positions, lambda q, k, v: (attend_packed(q, k, v, spans), None))
-        out, _ = self._forward(tokens, rows, routing, remat)
+        out, _ = self._forward(tokens, _rows(tokens, valid, prompt, responses, spans), routing, remat)
         return out
 
     def prefill(
-        self, tokens: Int[Array, "P M"], valid: Bool[Array, "P M"], *, prompt: int, responses: int
+        self, tokens: Int[Array, "P M"], valid: Bool[Array, "P M"] | None = None, *, spans: Spans | None = None
     ) -> tuple[Output, tuple[Float[Array, "L P M Kv h"], Float[Array, "L P M Kv h"]]]:
-        """The forward of `__call__`, which also returns every layer's keys and values."""
-        rows = _segments(valid, prompt, responses)
+        """The forward of `__call__`, which also returns every layer's keys and values.
+
+        With `spans` rows are packed, else each is one text whose tokens `valid` tells from padding.
+        """
+        rows = _rows(tokens, valid, tokens.shape[1], 1, spans)
 
         def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             return rows.attend(q, k, v)[0], (k, v)

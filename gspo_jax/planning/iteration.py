@@ -24,7 +24,7 @@ from gspo_jax.planning import sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rewards import isolated
 from gspo_jax.rollout import decoder
-from gspo_jax.rollout.sampler import bucket
+from gspo_jax.rollout import prefixes as prefixes_lib
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.training.packing import Packer
 from gspo_jax.types import UserError
@@ -124,7 +124,7 @@ class Iteration:
     tokens: float
     """Tokens of the responses that it learns from."""
     counts: dict[str, float]
-    """Sampling calls, decode steps, and micro-batches of an update."""
+    """Sampling calls, decode steps, micro-batches of an update, and most positions of prefixes on a batch shard."""
     last: sampling.Batch
     """Responses and sampling calls of the last iteration."""
 
@@ -275,12 +275,23 @@ def real(lengths: Int[np.ndarray, "*n"], *, prompt: int, prompts: int) -> tuple[
     return int(lengths.sum()) + prompts * prompt, seen
 
 
-def prefix_rows(prefix: Int[np.ndarray, " B"], *, prompt: int, limit: int) -> Rows:
-    """What a prefill computes of the responses' prefixes: all padded to the bucket of the longest."""
-    longest = int(prefix.max(initial=0))
-    width = bucket(longest, limit) if longest else 0
-    pairs = width * (width + 1) / 2 + prompt * width
-    return Rows(1, len(prefix) * width, len(prefix) * pairs, *real(prefix, prompt=prompt, prompts=0))
+def prefix_rows(prefix: Int[np.ndarray, " B"], *, group_size: int, prompt: int, limit: int, shards: int) -> Rows:
+    """Rows that a sampling call reads its prefixes again in: as many on every batch shard as the fullest needs."""
+    if not prefix.any():
+        return Rows(0, 0, 0, 0, 0)
+    groups, longest = np.arange(len(prefix)) // group_size, prefixes_lib.row_tokens(prompt, limit)
+    places, rows, width = prefixes_lib.place(
+        prefix, np.full_like(prefix, prompt), groups, shards=shards, longest=longest
+    )
+    busy, tokens = np.zeros((rows, shards)), int(prefix.sum())
+    for shard, own in enumerate(places):
+        for i, at in own.items():
+            n = float(prefix[i])
+            busy[at.row, shard] += n * (n + 1) / 2 + prompt * n
+        for row, _ in {(at.row, at.prompt) for at in own.values()}:
+            busy[row, shard] += prompt * (prompt + 1) / 2
+            tokens += prompt
+    return Rows(rows, shards * rows * width, shards * float(busy.max(axis=1).sum()), tokens, float(busy.sum()))
 
 
 def batches(run: Run, lengths: Lengths, seed: int) -> Iterator[sampling.Batch]:
@@ -300,7 +311,15 @@ def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
     sampled = list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED))
     last, calls = sampled[-1], [call for batch in sampled for call in batch.calls]
     prefixes = [
-        prefix_rows(prefix, prompt=run.prompt_length, limit=run.limit) for batch in sampled for prefix in batch.prefixes
+        prefix_rows(
+            prefix,
+            group_size=run.group_size,
+            prompt=run.prompt_length,
+            limit=run.limit,
+            shards=run.decoder.shards,
+        )
+        for batch in sampled
+        for prefix in batch.prefixes
     ]
     updates = training_rows(run, "update", last.lengths)
     scored = training_rows(run, "score", last.lengths) if run.scores else []
@@ -331,6 +350,7 @@ def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
         "sampling_calls": len(calls) / len(sampled),
         "decode_steps": mean(call.steps for call in calls),
         "microbatches": sum(rows.microbatches for rows in updates) / run.minibatches,
+        "prefix_tokens": max(rows.positions for rows in prefixes) / run.decoder.shards,
     }
     tokens = mean(float(batch.lengths.sum()) for batch in sampled)
     return Iteration(by_phase=by_phase, waits=waits, tokens=tokens, counts=counts, last=last)

@@ -114,10 +114,12 @@ def show_iteration(console: Console, facts: Mapping[str, Any]) -> None:
         waits = ", ".join(f"{why} {s:.1f}" for why, s in facts["waits"].get(phase, {}).items() if s >= 0.05)
         if seconds:
             _print(console, f"  {phase:8} {seconds:7.1f} s" + (f", of it {waits}" if waits else ""))
+    prefixes = facts["prefix_tokens"]
+    kept = f", up to {prefixes:,.0f} tokens of prefixes on a batch shard" if prefixes else ""
     _print(
         console,
         f"  {facts['tokens']:,.0f} tokens, {facts['decode_steps']:,.0f} decode steps in {facts['sampling_calls']:.1f} "
-        f"sampling calls, {facts['microbatches']:.1f} micro-batches per update",
+        f"sampling calls, {facts['microbatches']:.1f} micro-batches per update{kept}",
     )
 
 

@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.cache import segments
-from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import iteration, sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.setup.fields import at
@@ -163,11 +162,10 @@ class Search:
             self._add(Try(SAMPLING, changes, None, free, "does not fit"))
             return None
         run = dataclasses.replace(iteration.make_run(facts, setting), packer=None)
-        by_phase = iteration.simulate(run, self.lengths).by_phase
+        found = iteration.simulate(run, self.lengths)
+        free -= token_bytes(setting) * found.counts["prefix_tokens"] / setting.chip.memory
         note = "" if free >= self.headroom else f"leaves less than {self.headroom:.0%} of the memory free"
-        if run.in_flight is not None and (kept := prefix_bytes(setting)) > (free - self.headroom) * setting.chip.memory:
-            note = f"the prefixes' keys and values alone may take {kept / 1e9:.0f} GB"
-        seconds = sum(by_phase[phase] for phase in ("reshard", "prefill", "decode"))
+        seconds = sum(found.by_phase[phase] for phase in ("reshard", "prefill", "decode"))
         self._add(Try(SAMPLING, changes, seconds, free, note))
         return None if note else seconds
 
@@ -233,17 +231,13 @@ class Search:
 
 def slot_bytes(setting: Setting) -> int:
     """Bytes of a slot's cache in each of the chips that share it."""
+    return math.prod(segments(setting.config.sampling.max_response_length)) * token_bytes(setting)
+
+
+def token_bytes(setting: Setting) -> int:
+    """Bytes of a token's keys and values in each of the chips that share them."""
     model, tensor = setting.model, setting.engine.meshes.sampler.shape["tensor"]
-    columns = math.prod(segments(setting.config.sampling.max_response_length))
-    one = setting.engine.dtype.itemsize * (model.num_kv_heads // tensor) * model.head_dim
-    return 2 * model.num_layers * columns * one
-
-
-def prefix_bytes(setting: Setting) -> int:
-    """Bytes of a chip for the keys and values of a call's prefixes, at their longest."""
-    config, sampler = setting.config, setting.engine.meshes.sampler
-    responses = config.sampling.partial.prompts * config.sampling.group_size
-    return slot_bytes(setting) * responses // mesh_lib.batch_shards(dict(sampler.shape))
+    return 2 * model.num_layers * setting.engine.dtype.itemsize * (model.num_kv_heads // tensor) * model.head_dim
 
 
 def interpolated(steps: Sequence[sampling.Step], slots: int) -> tuple[sampling.Step, ...]:

@@ -19,25 +19,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
+from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
 from gspo_jax.models.cache import heads_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
-from gspo_jax.rollout.loop import Prefilled, PrefilledKV, Prefix, SampledTokens, length_mask, token_keys
+from gspo_jax.rollout.loop import Prefilled, PrefilledKV, SampledTokens, length_mask, token_keys
+from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule, draw
 from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, shrink
-from gspo_jax.types import Prompts, UserError, Weights
+from gspo_jax.types import Prompts, RouterRecord, UserError, Weights
 
 ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
 _KV: Any = PrefilledKV(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, ROWS)))
 
 
-def prefilled_specs(prefix: Prefix | None) -> Any:
+def prefilled_specs(prefix: PackedPrefix | None) -> Any:
     """Partition specs of a `Prefilled` on a mesh, one per field; `prefix` says whether it has prefixes."""
-    specs: Any = (ROWS, None, _KV, None, ROWS) if prefix is None else (ROWS, ROWS, _KV, _KV, ROWS)
+    specs: Any = (ROWS, None, _KV, None, ROWS) if prefix is None else (ROWS, ROWS, _KV, ROWS, ROWS)
     return Prefilled(*specs)
 
 
@@ -56,7 +58,7 @@ def generate(
     stop: StopRule,
     slots: int | None = None,
     limits: Int[Array, " B"] | None = None,
-    prefix: Prefix | None = None,
+    prefix: PackedPrefix | None = None,
     early_exit: EarlyExit = NO_EARLY_EXIT,
     router_logprobs: bool = False,
 ) -> Decoded:
@@ -72,7 +74,7 @@ def generate(
       slots: responses decoded at a time, over all devices; None: all.
       limits: token limit of each response, at most `stop.max_length` and including its prefix; a response with limit 0
         is left empty. None: `stop.max_length` for all.
-      prefix: tokens that the responses start with; None: none.
+      prefix: tokens that the responses start with, see `prefixes.pack`; None: none.
       early_exit: when to return with responses unfinished.
       router_logprobs: also return the router's log-probs of the experts it chose.
 
@@ -135,12 +137,12 @@ def prefill(
     weights: Weights,
     prompts: Prompts,
     keys: Key[Array, " B"],
-    prefix: Prefix | None = None,
+    prefix: PackedPrefix | None = None,
     *,
     sampling: SamplingParams,
     router_logprobs: bool = False,
 ) -> Prefilled:
-    """Run the model on each prompt and prefix once, and sample the next token of each response; see `generate`."""
+    """Run the model on prompts and rows of prefixes, and sample the next token of each response; see `generate`."""
     run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs)
     args = prompts, keys, prefix
     return shard_over_batch(run, weights, args, in_specs=(ROWS,) * 3, out_specs=prefilled_specs(prefix))
@@ -151,7 +153,7 @@ def _prefill(
     weights: Weights,
     prompts: Prompts,
     keys: Key[Array, " B"],
-    prefix: Prefix | None,
+    prefix: PackedPrefix | None,
     *,
     sampling: SamplingParams,
     router_logprobs: bool,
@@ -159,33 +161,42 @@ def _prefill(
     """The part of one batch shard."""
     model = weights.model(graph)
     (P, S), B = prompts.tokens.shape, keys.shape[0]
-    G = B // P
-    tokens, valid = prompts.tokens, length_mask(prompts.lengths, S)
-    last, lengths = prompts.lengths[:, None] - 1, jnp.zeros(B, jnp.int32)
-    if prefix is not None:  # a row is a prompt, then its group's prefixes, each of which sees the prompt and itself
-        Q, lengths = prefix.tokens.shape[1], prefix.lengths
-        tokens = jnp.concatenate([tokens, prefix.tokens.reshape(P, -1)], axis=1)
-        valid = jnp.concatenate([valid, length_mask(prefix.lengths, Q).reshape(P, -1)], axis=1)
-        ends = S + jnp.arange(G)[None] * Q + prefix.lengths.reshape(P, G) - 1
-        last = jnp.where(prefix.lengths.reshape(P, G) > 0, ends, last)
-    output, (k, v) = model.prefill(tokens, valid, prompt=S, responses=G if prefix is not None else 1)
-    hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
-    logits = dataclasses.replace(output, hidden=hidden).logits
+    record = partial(moe.record, config=model.config, logprobs=router_logprobs)
+    valid = length_mask(prompts.lengths, S)
+    output, (k, v) = model.prefill(prompts.tokens, valid)
+    last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
+    prompt_kv = PrefilledKV(heads_first(k), heads_first(v), record(output.routes, valid))
+    lengths, prefix_kv = jnp.zeros(B, jnp.int32), None
+    if prefix is not None:
+        lengths = prefix.lengths
+        last, prefix_kv = _prefill_rows(model, prefix, jnp.repeat(last[:, 0], B // P, axis=0), record)
+        last = last.reshape(P, B // P, -1)
+    logits = dataclasses.replace(output, hidden=last).logits
     logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
     first = SampledTokens(*draw(token_keys(keys, lengths), logits, sampling))
-    routes = moe.record(output.routes, valid, model.config, logprobs=router_logprobs)
-
-    def of_prefixes(x: Array) -> Array:
-        """[P, S + G Q, ...] -> [B, Q, ...]."""
-        return x[:, S:].reshape(B, -1, *x.shape[2:])
-
-    prompt_k, prompt_v = heads_first(k[:, :, :S]), heads_first(v[:, :, :S])
-    prompt_kv = PrefilledKV(prompt_k, prompt_v, jax.tree.map(lambda r: r[:, :S], routes))
-    if prefix is None:
-        return Prefilled(prompts, None, prompt_kv, None, first)
-    prefix_k, prefix_v = heads_first(jax.vmap(of_prefixes)(k)), heads_first(jax.vmap(of_prefixes)(v))
-    prefix_kv = PrefilledKV(prefix_k, prefix_v, jax.tree.map(of_prefixes, routes))
     return Prefilled(prompts, prefix, prompt_kv, prefix_kv, first)
+
+
+def _prefill_rows(
+    model: Transformer, prefix: PackedPrefix, last: Float[Array, "B D"], record: Callable[..., RouterRecord]
+) -> tuple[Float[Array, "B D"], PrefilledKV]:
+    """Run the model on one row of prefixes after the other.
+
+    Returns:
+      The hidden state at the end of each prefix, `last` for a response without one, and the rows' cache entries.
+    """
+    ends = prefix.start + prefix.lengths - 1
+
+    def one(last: Array, xs: tuple[Array, Array, Spans]) -> tuple[Array, PrefilledKV]:
+        number, tokens, spans = xs
+        output, (k, v) = model.prefill(tokens, spans=spans)
+        here = (prefix.row == number) & (prefix.lengths > 0)
+        last = jnp.where(here[:, None], output.hidden[0].at[ends].get(mode="clip"), last)
+        routes = jax.tree.map(lambda r: r[0], record(output.routes, spans.valid))
+        return last, PrefilledKV(heads_first(k)[:, 0], heads_first(v)[:, 0], routes)
+
+    rows = jax.tree.map(lambda x: x[:, None], (prefix.tokens, prefix.spans))
+    return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows))
 
 
 @partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "early_exit", "prompt_length"))

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Int, Key, Shaped, UInt32
 
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout.loop import Prefix
-from gspo_jax.rollout.sampler import Sampler, bucket
+from gspo_jax.rollout.prefixes import Prefix
+from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.rollout.shard import Decoded
 from gspo_jax.types import EpisodeBatch, Prompts, Rollout, RouterRecord
@@ -170,7 +170,7 @@ class Player:
         lengths: Any = np.where(live, np.asarray(rollout.mask).sum(axis=1), 0).astype(np.int32)
         prefix, limits, one_per_group = None, None, slice(None, None, sampler.group_size)
         if lengths.any():
-            prefix = Prefix(rollout.tokens[:, : bucket(int(lengths.max()), max_length)], lengths)
+            prefix = Prefix(rollout.tokens, lengths)
         if prefix is not None or not live.all():
             limits = np.where(live, max_length, 0).astype(np.int32)
         decoded = sampler.resume(

@@ -40,6 +40,7 @@ from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots, write_ro
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
+from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
 from gspo_jax.types import Prompts, RouterRecord
 
@@ -55,21 +56,12 @@ class SampledTokens(NamedTuple):
     """Log-probs under the full softmax at the sampling temperature."""
 
 
-class Prefix(NamedTuple):
-    """Tokens that responses start with: sampled in an earlier call, said by an environment, or given as text."""
-
-    tokens: Int[Array, "B Q"]
-    """Token ids, right-padded."""
-    lengths: Int[Array, " B"]
-    """Number of prefix tokens, less than the response's token limit; 0 for no prefix."""
-
-
 class PrefilledKV(NamedTuple):
-    """Keys, values and routes of M prefilled positions in R sequences: prompts, or prefixes of responses."""
+    """Keys, values and routes of M prefilled positions in R rows: prompts, or packed prefixes of responses."""
 
-    k: Float[Array, "L R Kv M h"]
-    """Keys, rotary positions applied."""
-    v: Float[Array, "L R Kv M h"]
+    k: Float[Array, "L R Kv M h"] | Float[Array, "R L Kv M h"]
+    """Keys, rotary positions applied; of prefixes rows first, as each is written to the ring for all layers."""
+    v: Float[Array, "L R Kv M h"] | Float[Array, "R L Kv M h"]
     """Values."""
     routes: RouterRecord
     """Router choices, [R, M, L, K]."""
@@ -80,12 +72,12 @@ class Prefilled(NamedTuple):
 
     prompts: Prompts
     """The prompts, [P, S]."""
-    prefix: Prefix | None
+    prefix: PackedPrefix | None
     """Prefixes of the B responses; None if there are none."""
     prompt_kv: PrefilledKV
     """Cache entries of the P prompts."""
     prefix_kv: PrefilledKV | None
-    """Cache entries of the B prefixes; None without prefixes."""
+    """Cache entries of the rows of prefixes; None without prefixes."""
     first: SampledTokens
     """First sampled token of each response, after its prefix, [B]."""
 
@@ -311,16 +303,16 @@ class DecodeLoop:
 
     def _load_prefixes(self, state: LoopState, first: Int[Array, ""]) -> LoopState:
         """Write the prefixes of the queue positions from `first` on, which have just got their slots, to the cache."""
-        prefix_kv = self.prefilled.prefix_kv
-        if prefix_kv is None:
+        prefix, prefix_kv = self.prefilled.prefix, self.prefilled.prefix_kv
+        if prefix is None or prefix_kv is None:
             return state
 
         def load(position: Array, cache: Cache) -> Cache:
             response = self.queue[position]
-            where = {"slot": state.slot[position], "step": cache.step, "length": self.prefix_lengths[response]}
+            own = {"start": prefix.start[response], "length": prefix.lengths[response]}
             k, v = (
-                write_row(ring, own=jax.lax.dynamic_index_in_dim(prefix, response, 1, keepdims=False), **where)
-                for ring, prefix in ((cache.k, prefix_kv.k), (cache.v, prefix_kv.v))
+                write_row(ring, state.slot[position], cache.step, rows[prefix.row[response]], **own)
+                for ring, rows in ((cache.k, prefix_kv.k), (cache.v, prefix_kv.v))
             )
             return dataclasses.replace(cache, k=k, v=v)
 

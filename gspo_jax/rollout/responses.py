@@ -41,12 +41,11 @@ class ResponseBuffer:
             )
             return cls(sampled, routes, prefix_lengths + 1)
 
-        def padded(x: Array) -> Array:
-            return jnp.pad(x, ((0, 0), (0, max_length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
-
+        row, start = prefilled.prefix.row[:, None], prefilled.prefix.start[:, None]
+        at = jnp.minimum(start + jnp.arange(max_length)[None], prefilled.prefix.tokens.shape[1] - 1)
         in_prefix = length_mask(prefix_lengths, max_length)
-        tokens = jnp.where(in_prefix, padded(prefilled.prefix.tokens), sampled.tokens)
-        routes = jax.tree.map(lambda r: padded(flatten_routes(r)), prefilled.prefix_kv.routes)
+        tokens = jnp.where(in_prefix, prefilled.prefix.tokens[row, at], sampled.tokens)
+        routes = jax.tree.map(lambda r: flatten_routes(r)[row, at], prefilled.prefix_kv.routes)
         return cls(sampled._replace(tokens=tokens), routes, prefix_lengths + 1)
 
     def add_phase(

@@ -15,9 +15,10 @@ from jaxtyping import Array, Int, Key, UInt32
 
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
-from gspo_jax.rollout.loop import Prefix
 from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.prefixes import PackedPrefix, Prefix, bucket, pack
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
 from gspo_jax.rollout.shard import Decoded, DecodeStats
 from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
@@ -149,10 +150,11 @@ class Sampler:
         self.poll()
         width = prompts.tokens.shape[1]
         prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)], prompts.lengths)
-        prefix_width = None if prefix is None else prefix.tokens.shape[1]
-        shapes = (prompts.tokens.shape, width, prefix_width, limits is None, early_exit)
+        shards = mesh_lib.batch_shards(dict(self.mesh.shape))
+        packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
+        shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, early_exit)
         compiled = _compiled_programs()
-        inputs: Any = hosts.shard_rows(self.mesh, (prompts, keys, prefix, limits))
+        inputs: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
         with jax.set_mesh(self.mesh):
             decoded = self._generate(*inputs, prompt_length=width, early_exit=early_exit)
         if shapes in self._sampled_shapes and _compiled_programs() > compiled:
@@ -165,7 +167,7 @@ class Sampler:
         self,
         prompts: Prompts,
         key_data: UInt32[Array, "B words"],
-        prefix: Prefix | None,
+        prefix: PackedPrefix | None,
         limits: Int[Array, " B"] | None,
         *,
         prompt_length: int,
@@ -207,12 +209,6 @@ class Sampler:
             decode_tokens=stats.decode_tokens + int(work.decode_tokens.sum()),
             sampled_tokens=stats.sampled_tokens + int(work.sampled_tokens.sum()),
         )
-
-
-def bucket(longest: int, size: int) -> int:
-    """The least of a quarter, a half, three quarters and all of `size` that holds `longest`."""
-    quarter = -(-size // 4)
-    return min(-(-longest // quarter) * quarter, size)
 
 
 def _compiled_programs() -> int:

@@ -1,0 +1,153 @@
+"""Prefixes of responses, packed into rows: what a sampling call reads again before it continues them.
+
+A row holds prompts, each followed by the prefixes of responses to it, and padding at its end; a prefix is never cut.
+Rows have a fixed length and are prefilled one after the other: a call computes, and keeps in memory, what its prefixes
+have, not what the longest of them could have.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.types import Prompts
+
+LEAST = 1024
+"""Least tokens of a row: shorter rows cost more in small operations than they save in padding."""
+
+
+class Prefix(NamedTuple):
+    """Tokens that responses start with: sampled in an earlier call, said by an environment, or given as text."""
+
+    tokens: Int[Array, "B Q"]
+    """Token ids, right-padded."""
+    lengths: Int[Array, " B"]
+    """Number of prefix tokens, less than the response's token limit; 0 for no prefix."""
+
+
+class PackedPrefix(NamedTuple):
+    """The prefixes of B responses in R rows of M tokens, the same number of rows on each batch shard."""
+
+    lengths: Int[Array, " B"]
+    """Number of prefix tokens; 0 for no prefix."""
+    row: Int[Array, " B"]
+    """Row of each prefix, among those of its shard."""
+    start: Int[Array, " B"]
+    """First token of each prefix in its row."""
+    tokens: Int[Array, "R M"]
+    """Token ids of the rows."""
+    spans: Spans
+    """The keys that each token of the rows sees."""
+
+
+class Place(NamedTuple):
+    """Where a response's prefix is, among the rows of its shard."""
+
+    row: int
+    prompt: int
+    """First token of the prompt before it."""
+    start: int
+    """First token of the prefix."""
+
+
+def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int) -> PackedPrefix:
+    """Pack prefixes into rows, on the host. The number and length of rows take few values, as programs depend on them.
+
+    Args:
+      prompts: the prompts, [P, S]; responses to a prompt are adjacent.
+      prefix: the prefixes of the B responses.
+      shards: batch shards, which hold B / shards adjacent responses each.
+      limit: maximum tokens of a response.
+    """
+    heads, head_lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
+    tokens, lengths = np.asarray(prefix.tokens), np.asarray(prefix.lengths)
+    prompt_of = np.arange(len(lengths)) // (len(lengths) // len(heads))
+    longest = row_tokens(heads.shape[1], limit)
+    places, rows, width = place(lengths, head_lengths[prompt_of], prompt_of, shards=shards, longest=longest)
+    row, start = np.zeros((2, len(lengths)), np.int32)
+    filled, begin, end = np.zeros((3, shards * rows, width), np.int32)
+    own_start = np.tile(np.arange(1, width + 1, dtype=np.int32), (shards * rows, 1))  # of padding, which sees nothing
+    for shard, own in enumerate(places):
+        for i, at in own.items():
+            row[i], start[i] = at.row, at.start
+            here, head = shard * rows + at.row, head_lengths[prompt_of[i]]
+            prompt, response = slice(at.prompt, at.prompt + head), slice(at.start, at.start + lengths[i])
+            filled[here, prompt], own_start[here, prompt] = heads[prompt_of[i], :head], at.prompt
+            filled[here, response], own_start[here, response] = tokens[i, : lengths[i]], at.start
+            begin[here, response], end[here, response] = at.prompt, at.prompt + head
+    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(begin, end, own_start)
+    return PackedPrefix(*arrays)
+
+
+def place(
+    lengths: Int[np.ndarray, " B"],
+    prompts: Int[np.ndarray, " B"],
+    groups: Int[np.ndarray, " B"],
+    *,
+    shards: int,
+    longest: int,
+) -> tuple[list[dict[int, Place]], int, int]:
+    """Where the prefixes of each shard's responses are, by response; the rows of every shard, and their tokens.
+
+    Args:
+      lengths: tokens of each prefix; those without any get no place.
+      prompts: tokens of the prompt before it.
+      groups: number of its prompt.
+      shards: batch shards, which hold B / shards adjacent responses each.
+      longest: tokens of a row, unless a single shorter one is enough.
+    """
+    own = np.split(np.arange(len(lengths)), shards)
+    found = [_fill(lengths, prompts, groups, i[lengths[i] > 0], width=longest) for i in own]
+    rows = few(max((at.row + 1 for places in found for at in places.values()), default=1))
+    if rows > 1:
+        return found, rows, longest
+    used = max((at.start + int(lengths[i]) for places in found for i, at in places.items()), default=1)
+    return found, 1, bucket(used, longest)
+
+
+def _fill(
+    lengths: np.ndarray, prompts: np.ndarray, groups: np.ndarray, chosen: Int[np.ndarray, " b"], *, width: int
+) -> dict[int, Place]:
+    """Places for the prefixes of the chosen responses in as few rows as a fast search finds, the longest first.
+
+    A prefix joins its group in a row that has room and their prompt, else the first row with room for both.
+    """
+    rows: list[dict[int, list[int]]] = []
+    room: list[int] = []
+    for i in chosen[np.argsort(-lengths[chosen], kind="stable")]:
+        group, added = int(groups[i]), [int(lengths[i]) + (groups[i] not in row) * int(prompts[i]) for row in rows]
+        fitting = [r for r, tokens in enumerate(added) if tokens <= room[r]]
+        if fitting:
+            best = min(fitting, key=lambda r: added[r])
+            room[best] -= added[best]
+        else:
+            best = len(rows)
+            rows.append({})
+            room.append(width - int(lengths[i] + prompts[i]))
+        rows[best].setdefault(group, []).append(int(i))
+    places = {}
+    for number, row in enumerate(rows):
+        at = 0
+        for members in row.values():
+            prompt, at = at, at + int(prompts[members[0]])
+            for i in members:
+                places[i], at = Place(number, prompt, at), at + int(lengths[i])
+    return places
+
+
+def row_tokens(prompt: int, limit: int) -> int:
+    """Tokens of a row: room for the longest prompt and response."""
+    return max(LEAST, prompt + limit)
+
+
+def few(rows: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, … that is not below `rows`."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+
+
+def bucket(longest: int, size: int) -> int:
+    """The least of a quarter, a half, three quarters and all of `size` that holds `longest`."""
+    quarter = -(-size // 4)
+    return min(-(-longest // quarter) * quarter, size)
