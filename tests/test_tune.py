@@ -88,7 +88,7 @@ def test_the_best_that_fits_is_found():
         iteration.by_phase["update"] + iteration.by_phase["reward"] + 1
     )
     partial = [one for one in found.tries if "sampling.partial.prompts" in one.changes]
-    assert len(partial) == len(tune.PARTIAL) and all(one.seconds for one in partial)
+    assert partial and all(one.seconds for one in partial)
     assert planner.asked.count("score") == 1, "programs are planned once for settings that do not shape them"
     assert "training" in said and "as the config has it" in said and "does not fit" in said
 

@@ -1,13 +1,14 @@
 """Search for the settings of a run with the least projected iteration on a slice, among those that fit in its memory.
 
 Training and sampling share only the weights, so that they are searched one after the other, each one field at a time,
-from the config's own settings: remat, row budget and mesh by the time of the updates; sampler mesh, slots and partial
-rollouts by that of sampling. A program is compiled where a cheap model promises a gain: slots are tried in the order
-of a simulation with interpolated steps, and not beyond the memory that their cache would take; partial rollouts are
-simulated alone. Not searched: what changes the algorithm, such as batch size and updates per batch, and dispatch.
+from the config's own settings: remat, row budget and mesh by the time of the updates; sampler mesh, then slots
+together with partial rollouts by that of sampling. Slots are compiled where a simulation with interpolated steps
+promises a gain, and their cache and the prefixes leave enough memory free. Not searched: what changes the algorithm,
+such as batch size and updates per batch, and dispatch.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ SHAPED_BY = {
     "reshard": ("mesh", "sampling.mesh"),
 }
 """Of the fields that are searched, those that a program, or what stays in memory beside it, depends on."""
+TRIED = 4
+"""Numbers of slots, with or without partial rollouts, that are compiled at most."""
 MARGIN = 1.1
 """Memory of a slot, beside its cache: what its log and buffers take, as a multiple of the cache."""
 
@@ -91,7 +94,7 @@ class Search:
         own = self._sample(best, facts, setting)
         if own is None:
             raise UserError(f"the config's own decoder leaves less than {self.headroom:.0%} of a chip's memory free")
-        for candidates in (self._sampler_meshes, self._slots):
+        for candidates in (self._sampler_meshes, self._calls):
             for changes in candidates(best, facts, setting):
                 try:
                     new, its = self._plan(changes, ("sample_prefill", "sample_decode", "reshard"))
@@ -101,11 +104,6 @@ class Search:
                 seconds = self._sample(changes, facts | new, its)
                 if seconds is not None and seconds < own:
                     best, own, facts, setting = changes, seconds, facts | new, its
-        for changes in self._partial(best):
-            its = dataclasses.replace(setting, engine=dataclasses.replace(setting.engine, config=self._with(changes)))
-            seconds = self._sample(changes, facts, its)
-            if seconds is not None and seconds < own:
-                best, own, setting = changes, seconds, its
         return best, iteration.simulate(iteration.make_run(facts, setting), self.lengths)
 
     def _with(self, changes: Changes) -> ConfigDict:
@@ -206,27 +204,35 @@ class Search:
                     "sampling.mesh.tensor": shape["tensor"],
                 }
 
-    def _slots(self, best: Changes, facts: Mapping[str, Any], setting: Setting) -> Iterator[Changes]:
-        """Other numbers of slots, those that a simulation with interpolated steps finds faster, the fastest first."""
-        run = dataclasses.replace(iteration.make_run(facts, setting), packer=None)
-        decoder, decode = run.decoder, facts["sample_decode"]
-        own, shards = decoder.steps[0].slots, decoder.shards
-        room = (decode["headroom"] - self.headroom) * setting.chip.memory * setting.mesh.size / shards
-        most = min(own + int(room / (MARGIN * slot_bytes(setting))), run.prompts * run.group_size // shards)
-        times = {}
-        for slots in {most, most - most % 4, 3 * own // 2, own // 2, 3 * own // 4, own}:
-            if 0 < slots <= most:
-                steps = interpolated(decoder.steps, slots)
-                trial = dataclasses.replace(run, decoder=dataclasses.replace(decoder, steps=steps))
-                times[slots] = iteration.simulate(trial, self.lengths).by_phase["decode"]
-        for slots in sorted((n for n in times if times[n] < times[own]), key=lambda n: times[n])[:2]:
-            yield best | {"sampling.slots": slots * shards}
+    def _calls(self, best: Changes, facts: Mapping[str, Any], setting: Setting) -> Iterator[Changes]:
+        """Other numbers of slots, with and without partial rollouts: the fastest that a simulation finds, in order.
 
-    def _partial(self, best: Changes) -> Iterator[Changes]:
-        """Partial rollouts with more or fewer prompts in flight."""
-        prompts = self.config.data.prompts_per_batch
-        for times, share in PARTIAL:
-            yield best | {"sampling.partial.prompts": round(times * prompts), "sampling.partial.share": share}
+        The simulation interpolates the steps of other numbers of slots, whose memory is estimated from that of the
+        compiled number, and of prefixes.
+        """
+        decode, chip, found = facts["sample_decode"], setting.chip.memory, {}
+        for partial in (None, *PARTIAL):
+            part = best if partial is None else best | self._partial(*partial)
+            its = dataclasses.replace(setting, engine=dataclasses.replace(setting.engine, config=self._with(part)))
+            run = dataclasses.replace(iteration.make_run(facts, its), packer=None)
+            steps, shards = run.decoder.steps, run.decoder.shards
+            own, prefixes = steps[0].slots, iteration.simulate(run, self.lengths).counts["prefix_tokens"]
+            free = (decode["headroom"] - self.headroom) * chip - prefixes * token_bytes(its)
+            most = min(own + math.floor(free / (MARGIN * slot_bytes(its))), run.prompts * run.group_size // shards)
+            for slots in {most, most - most % 4, 3 * own // 2, own, 3 * own // 4, own // 2}:
+                if 0 < slots <= most:
+                    decoder = dataclasses.replace(run.decoder, steps=interpolated(steps, slots))
+                    trial = iteration.simulate(dataclasses.replace(run, decoder=decoder), self.lengths)
+                    seconds = trial.by_phase["prefill"] + trial.by_phase["decode"]
+                    changes = part if slots == own else part | {"sampling.slots": slots * shards}
+                    found[seconds, len(found)] = changes
+        faster = itertools.takewhile(lambda changes: changes != best, (found[key] for key in sorted(found)))
+        yield from itertools.islice(faster, TRIED)
+
+    def _partial(self, times: float, share: float) -> Changes:
+        """Partial rollouts with this multiple of a batch's prompts in flight."""
+        prompts = round(times * self.config.data.prompts_per_batch)
+        return {"sampling.partial.prompts": prompts, "sampling.partial.share": share}
 
 
 def slot_bytes(setting: Setting) -> int:
