@@ -107,13 +107,14 @@ def padded_16k(config: ConfigDict) -> None:
 
 
 def partial_16k(config: ConfigDict) -> None:
-    """The same with partial rollouts, to project: 1024 prompts in flight until 60% of the unfinished have ended.
+    """The same with partial rollouts: 768 prompts in flight until 80% of the unfinished responses have ended.
 
-    A run needs prefixes that are packed: padded to the longest, their keys alone would take 400 GB of a chip.
+    Fewer slots leave memory for the prefixes' keys and values.
     """
     responses_16k(config)
-    config.sampling.partial.prompts = 1024
-    config.sampling.partial.share = 0.6
+    config.sampling.slots = 1536
+    config.sampling.partial.prompts = 768
+    config.sampling.partial.share = 0.8
 
 
 ARGUMENTS = {

@@ -70,17 +70,21 @@ def empty_ring(config: ModelConfig, slots: int, length: int, dtype: DTypeLike) -
 def keep_slots(cache: Cache, kept: Int[Array, " b"]) -> Cache:
     """Move these slots to the front; the memory of the others stays allocated, unused.
 
-    Works in place, one layer at a time: a smaller cache beside the old one would take half as much memory again.
+    Works in place, one layer and segment at a time: a smaller cache beside the old one would take half as much memory
+    again, and moving all segments together would change the cache's layout in memory, for which a TPU copies it.
     """
+    L, N, B, Kv, C, h = cache.k.shape
 
-    def move(layer: Array | int, rings: tuple[Array, Array]) -> tuple[Array, Array]:
+    def move(i: Array | int, rings: tuple[Array, Array]) -> tuple[Array, Array]:
+        layer, segment = jnp.divmod(i, N)
+
         def moved(ring: Array) -> Array:
-            new = jnp.take(jax.lax.dynamic_index_in_dim(ring, layer, keepdims=False), kept, axis=1)
-            return jax.lax.dynamic_update_slice(ring, new[None], (layer, 0, 0, 0, 0, 0))
+            own = jax.lax.dynamic_slice(ring, (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h))[0, 0]
+            return jax.lax.dynamic_update_slice(ring, own[kept][None, None], (layer, segment, 0, 0, 0, 0))
 
         return moved(rings[0]), moved(rings[1])
 
-    k, v = jax.lax.fori_loop(0, cache.k.shape[0], move, (cache.k, cache.v))
+    k, v = jax.lax.fori_loop(0, L * N, move, (cache.k, cache.v))
     return dataclasses.replace(cache, k=k, v=v)
 
 
@@ -96,12 +100,30 @@ def write_column(ring: Array, layer: Array, step: Array, new: Float[Array, "B Kv
     return jax.lax.dynamic_update_slice(ring, new[None, None, :, :, None], (layer, segment, 0, 0, column, 0))
 
 
-def write_row(
-    ring: Array, slot: Array, step: Array, row: Float[Array, "L Kv M h"], start: Array, length: Array
+def write_prefix(
+    ring: Array, slot: Array, step: Array, rows: Float[Array, "R L Kv M h"], row: Array, start: Array, length: Array
 ) -> Array:
-    """Return the ring with `length` columns of `row` from `start` on as a slot's newest, before those of this step."""
+    """Return the ring with `length` columns of a row from `start` on as a slot's newest, before those of this step.
+
+    One layer and segment at a time, and by slices: more at a time would be several copies of a slot, and a gather would
+    make a TPU change the layout of the ring, and so copy it, in every step.
+    """
     L, N, _, Kv, C, h = ring.shape
-    from_first = (jnp.arange(N * C) - step + length) % (N * C)
-    row = row[:, :, jnp.minimum(start + from_first, row.shape[2] - 1)]
-    row = jnp.swapaxes(row.reshape(L, Kv, N, C, h), 1, 2)
-    return jax.lax.dynamic_update_slice(ring, row[:, :, None].astype(ring.dtype), (0, 0, slot, 0, 0, 0))
+    M = rows.shape[3]
+
+    def write(i: Array | int, ring: Array) -> Array:
+        layer, segment = jnp.divmod(i, N)
+
+        def columns(first: Array) -> Float[Array, "Kv C h"]:
+            """C columns from `first` on, undefined outside the row."""
+            near = jnp.clip(first, 0, M - C)
+            found = jax.lax.dynamic_slice(rows, (row, layer, 0, near, 0), (1, 1, Kv, C, h))[0, 0]
+            return jax.lax.dynamic_slice_in_dim(jnp.pad(found, ((0, 0), (C, C), (0, 0))), C + first - near, C, axis=1)
+
+        # Where the ring begins again, its columns go on with those N·C before.
+        first = (segment * C - step + length) % (N * C)
+        again = (first + jnp.arange(C) >= N * C)[:, None]
+        own = jnp.where(again, columns(start + first - N * C), columns(start + first)).astype(ring.dtype)
+        return jax.lax.dynamic_update_slice(ring, own[None, None, None], (layer, segment, slot, 0, 0, 0))
+
+    return jax.lax.fori_loop(0, L * N, write, ring)

@@ -36,7 +36,7 @@ def at_most(trips: int) -> str:
 
 
 RARELY = "rarely"
-"""Scope name of a branch that is taken so rarely that costs ignore it."""
+"""Scope name of a branch that is taken, or a loop that turns, so rarely that costs ignore it."""
 
 SCALARS = 6
 """Memory space of the scalar unit."""
@@ -206,6 +206,8 @@ class Module:
         Of a conditional, the branches that may run: those outside the scope `RARELY`. Other operations run nothing.
         """
         if operation.opcode == "while":
+            if RARELY in operation.scope.split("/"):
+                return []
             trips, inner = self._trips(computation, operation, state)
             body = operation.attribute(r"body=%([\w.\-~]+)")
             assert body

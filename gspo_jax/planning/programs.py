@@ -15,8 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from gspo_jax import engine as engine_lib
 from gspo_jax.engine import Engine
+from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout import decoder
+from gspo_jax.rollout import decoder, prefixes
+from gspo_jax.rollout.prefixes import PackedPrefix
+from gspo_jax.rollout.sampling import EarlyExit
 from gspo_jax.setup import learning, sampling
 from gspo_jax.types import Experience, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
@@ -89,27 +92,50 @@ class _Programs:
         return Program(score, (self._trained(), critic, reference, self._rollout(), self._packing()), {}, self.mesh)
 
     def sample_prefill(self) -> Program:
-        """Prefill of a batch's prompts."""
-        options = self.engine.sampler.prefill_options
-        rows = partial(_rows, self.sampler_mesh)
-        prompts = Prompts(rows((self.prompts, self.S), jnp.int32), rows((self.prompts,), jnp.int32))
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.rows))
-        arguments = self.engine.policy.graph, self._copied(), prompts, rows(keys.shape, keys.dtype)
-        return Program(decoder.prefill, arguments, options, self.sampler_mesh)
+        """Prefill of a batch's prompts; that of partial rollouts' prefixes is not planned."""
+        return self._prefill(self.prompts)
 
     def sample_decode(self) -> Program:
-        """The decode loop for the responses of a batch."""
-        prefill = self.sample_prefill()
-        graph, weights, prompts, keys = prefill.arguments
+        """The decode loop of a sampling call.
+
+        With partial rollouts it has all prompts in flight, and in every slot a response whose prefix has half of the
+        longest possible length.
+        """
+        in_flight = self.config.sampling.partial.prompts
+        prompts, prefix, limits = in_flight or self.prompts, None, ()
         with jax.set_mesh(self.sampler_mesh):
-            prefilled = decoder.prefill.eval_shape(graph, weights, prompts, keys, **prefill.options)
-            options = self.engine.sampler.decode_options(self.rows)
+            options = self.engine.sampler.decode_options(prompts * self.group)
+        if in_flight is not None:
+            unfinished = self.config.sampling.partial
+            options["early_exit"] = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens)
+            prefix = self._prefix(prompts * self.group, slots=options["slots"])
+            limits = (_rows(self.sampler_mesh, (prompts * self.group,), jnp.int32),)
+        prefill = self._prefill(prompts, prefix)
+        graph, weights, _, keys, _ = prefill.arguments
+        with jax.set_mesh(self.sampler_mesh):
+            prefilled = decoder.prefill.eval_shape(*prefill.arguments, **prefill.options)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
-            decoder.prefilled_specs(None),
+            decoder.prefilled_specs(prefix),
             prefilled,
         )
-        return Program(decoder.decode, (graph, weights, _placed(prefilled, places), keys), options, self.sampler_mesh)
+        arguments = graph, weights, _placed(prefilled, places), keys, *limits
+        return Program(decoder.decode, arguments, options, self.sampler_mesh)
+
+    def _prefill(self, prompts: int, prefix: PackedPrefix | None = None) -> Program:
+        rows, responses = partial(_rows, self.sampler_mesh), prompts * self.group
+        batch = Prompts(rows((prompts, self.S), jnp.int32), rows((prompts,), jnp.int32))
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), responses))
+        arguments = self.engine.policy.graph, self._copied(), batch, rows(keys.shape, keys.dtype), prefix
+        return Program(decoder.prefill, arguments, self.engine.sampler.prefill_options, self.sampler_mesh)
+
+    def _prefix(self, responses: int, *, slots: int) -> PackedPrefix:
+        shards, longest = mesh_lib.batch_shards(dict(self.sampler_mesh.shape)), prefixes.row_tokens(self.S, self.T)
+        count = shards * prefixes.few(-(-slots // shards // 2))
+        of_responses, of_rows = (
+            _rows(self.sampler_mesh, shape, jnp.int32) for shape in ((responses,), (count, longest))
+        )
+        return PackedPrefix(*(of_responses,) * 3, of_rows, Spans(*(of_rows,) * 3))
 
     def reshard(self) -> Program:
         """Cast and reshard of the trainer's weights for the sampler."""

@@ -34,7 +34,7 @@ SHAPED_BY = {
     "update": ("mesh", "model.remat", "training.row_tokens"),
     "score": ("mesh", "model.remat", "training.row_tokens"),
     "sample_prefill": ("mesh", "sampling.mesh"),
-    "sample_decode": ("mesh", "sampling.mesh", "sampling.slots"),
+    "sample_decode": ("mesh", "sampling.mesh", "sampling.slots", "sampling.partial.prompts"),
     "reshard": ("mesh", "sampling.mesh"),
 }
 """Of the fields that are searched, those that a program, or what stays in memory beside it, depends on."""
@@ -161,7 +161,6 @@ class Search:
             return None
         run = dataclasses.replace(iteration.make_run(facts, setting), packer=None)
         found = iteration.simulate(run, self.lengths)
-        free -= token_bytes(setting) * found.counts["prefix_tokens"] / setting.chip.memory
         note = "" if free >= self.headroom else f"leaves less than {self.headroom:.0%} of the memory free"
         seconds = sum(found.by_phase[phase] for phase in ("reshard", "prefill", "decode"))
         self._add(Try(SAMPLING, changes, seconds, free, note))

@@ -36,9 +36,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from gspo_jax.models import moe
-from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots, write_row
+from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots, write_prefix
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.hlo import RARELY
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
@@ -60,7 +61,7 @@ class PrefilledKV(NamedTuple):
     """Keys, values and routes of M prefilled positions in R rows: prompts, or packed prefixes of responses."""
 
     k: Float[Array, "L R Kv M h"] | Float[Array, "R L Kv M h"]
-    """Keys, rotary positions applied; of prefixes rows first, as each is written to the ring for all layers."""
+    """Keys, rotary positions applied; the first layout is that of prompts, the second that of rows of prefixes."""
     v: Float[Array, "L R Kv M h"] | Float[Array, "R L Kv M h"]
     """Values."""
     routes: RouterRecord
@@ -309,14 +310,16 @@ class DecodeLoop:
 
         def load(position: Array, cache: Cache) -> Cache:
             response = self.queue[position]
-            own = {"start": prefix.start[response], "length": prefix.lengths[response]}
+            own = prefix.row[response], prefix.start[response], prefix.lengths[response]
             k, v = (
-                write_row(ring, state.slot[position], cache.step, rows[prefix.row[response]], **own)
+                write_prefix(ring, state.slot[position], cache.step, rows, *own)
                 for ring, rows in ((cache.k, prefix_kv.k), (cache.v, prefix_kv.v))
             )
             return dataclasses.replace(cache, k=k, v=v)
 
-        return dataclasses.replace(state, cache=jax.lax.fori_loop(first, state.next_position, load, state.cache))
+        with jax.named_scope(RARELY):
+            cache = jax.lax.fori_loop(first, state.next_position, load, state.cache)
+        return dataclasses.replace(state, cache=cache)
 
     def _empty_log(self, rows: int, slots: int) -> StepLog:
         def empty(r: Array) -> Array:

@@ -41,11 +41,16 @@ class ResponseBuffer:
             )
             return cls(sampled, routes, prefix_lengths + 1)
 
-        row, start = prefilled.prefix.row[:, None], prefilled.prefix.start[:, None]
-        at = jnp.minimum(start + jnp.arange(max_length)[None], prefilled.prefix.tokens.shape[1] - 1)
-        in_prefix = length_mask(prefix_lengths, max_length)
-        tokens = jnp.where(in_prefix, prefilled.prefix.tokens[row, at], sampled.tokens)
-        routes = jax.tree.map(lambda r: flatten_routes(r)[row, at], prefilled.prefix_kv.routes)
+        def of_prefixes(x: Array) -> Array:
+            """[R, M, …] -> [n, T, …], one response at a time."""
+            padded = jnp.pad(x, ((0, 0), (0, max_length), *((0, 0),) * (x.ndim - 2)))
+            nowhere, size = (0,) * (x.ndim - 2), (1, max_length, *x.shape[2:])
+            places = prefilled.prefix.row, prefilled.prefix.start
+            return jax.lax.map(lambda at: jax.lax.dynamic_slice(padded, (*at, *nowhere), size)[0], places)
+
+        tokens = of_prefixes(prefilled.prefix.tokens)
+        tokens = jnp.where(length_mask(prefix_lengths, max_length), tokens, sampled.tokens)
+        routes = jax.tree.map(lambda r: of_prefixes(flatten_routes(r)), prefilled.prefix_kv.routes)
         return cls(sampled._replace(tokens=tokens), routes, prefix_lengths + 1)
 
     def add_phase(
