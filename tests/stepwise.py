@@ -3,6 +3,7 @@
 The oracle of `planning/sampling.py` and `planning/iteration.py`, of which it imports nothing.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -120,32 +121,37 @@ class Rollouts:
         return calls, taken
 
 
-def rows(lengths: Iterable[np.ndarray], *, prompt: int, row_tokens: int) -> tuple[int, int]:
-    """Rows that the responses of groups fill, and the pairs of a query and a key that attention then sees.
+def filled(lengths: Iterable[np.ndarray], *, prompt: int, row_tokens: int) -> list[int]:
+    """The pairs of a query and a key that attention sees in each of the rows that the responses of groups fill.
 
     The responses come in turn, longest first, into the first row with room; each row has a group's prompt once.
     """
-    filled: list[tuple[int, set[int]]] = []
-    pairs = 0
+    found: list[tuple[int, set[int], int]] = []
     for length, group in sorted(((int(n), g) for g, own in enumerate(lengths) for n in own), reverse=True):
-        pairs += (
+        pairs = (
             sum(range(prompt + 1, prompt + length + 1)) if length < 64 else length * prompt + length * (length + 1) // 2
         )
-        for i, (used, groups) in enumerate(filled):
+        for i, (used, groups, seen) in enumerate(found):
             added = length + (0 if group in groups else prompt)
             if used + added <= row_tokens:
-                filled[i] = used + added, groups | {group}
+                found[i] = used + added, groups | {group}, seen + pairs
                 break
         else:
-            filled.append((prompt + length, {group}))
-    return len(filled), pairs + sum(len(groups) for _, groups in filled) * prompt * (prompt + 1) // 2
+            found.append((prompt + length, {group}, pairs))
+    return [pairs + len(groups) * prompt * (prompt + 1) // 2 for _, groups, pairs in found]
+
+
+def rows(lengths: Iterable[np.ndarray], *, prompt: int, row_tokens: int) -> tuple[int, int]:
+    """Rows that the responses of groups fill, and the pairs that attention then sees."""
+    pairs = filled(lengths, prompt=prompt, row_tokens=row_tokens)
+    return len(pairs), sum(pairs)
 
 
 def prefix_rows(prefix: np.ndarray, *, shards: int, size: int, prompt: int, row_tokens: int) -> tuple[int, int]:
-    """Rows that each shard reads the prefixes of its responses again in, and the most pairs that one then computes."""
+    """Rows that each shard reads the prefixes of its responses again in, and the pairs it computes or waits for."""
     found = []
     for own in np.split(prefix.reshape(-1, size), shards):
-        found.append(rows([group[group > 0] for group in own], prompt=prompt, row_tokens=row_tokens))
-    fullest = max(count for count, _ in found)
+        found.append(filled([group[group > 0] for group in own], prompt=prompt, row_tokens=row_tokens))
     allowed = sorted(part * 2**n for part in (2, 3) for n in range(20))
-    return min(n for n in [0, 1, *allowed] if n >= fullest), max(pairs for _, pairs in found)
+    turns = list(itertools.zip_longest(*found, fillvalue=0))
+    return min(n for n in [0, 1, *allowed] if n >= len(turns)), sum(max(turn) for turn in turns)

@@ -113,6 +113,17 @@ def test_a_branch_for_rare_cases_is_not_counted():
     assert jaxpr.product_flops(jax.make_jaxpr(f)(*arguments)) == once
 
 
+def test_nor_is_a_loop_for_rare_cases():
+    def f(x, w, n):
+        with jax.named_scope(hlo.RARELY):
+            y = jax.lax.fori_loop(0, n, lambda _, y: y @ w, x)
+        return y @ w
+
+    program = compiled(f, ones(4, 16), ones(16, 16), jnp.int32(3))
+    assert program.costs().flops == 2 * 4 * 16 * 16
+    assert program.loops() == []
+
+
 def test_the_likely_branch_is_the_costliest_that_is_not_rare():
     def f(x, w, n):
         return jax.lax.cond(n > 0, lambda: (x @ w) @ w, lambda: x @ w)

@@ -203,14 +203,15 @@ class Module:
     def runs(self, computation: str, operation: Operation, state: Mapping[int, int]) -> list[Run]:
         """Return what a loop, conditional or call runs, given the constants of the enclosing loop's state.
 
-        Of a conditional, the branches that may run: those outside the scope `RARELY`. Other operations run nothing.
+        Of a conditional, the branches that may run: those outside the scope `RARELY`, in which a loop has no turns.
+        Other operations run nothing.
         """
         if operation.opcode == "while":
-            if RARELY in operation.scope.split("/"):
-                return []
             trips, inner = self._trips(computation, operation, state)
             body = operation.attribute(r"body=%([\w.\-~]+)")
             assert body
+            if RARELY in operation.scope.split("/"):
+                return [Run(body, 0, True, inner)]
             return [Run(body, 1 if trips is None else trips, trips is not None, inner)]
         if operation.opcode == "conditional":
             usual = [called for called in operation.calls if not self._rare(called)]

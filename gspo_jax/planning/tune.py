@@ -18,8 +18,10 @@ from ml_collections import ConfigDict
 
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.cache import segments
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import iteration, sampling
 from gspo_jax.planning.setting import Setting
+from gspo_jax.rollout import prefixes
 from gspo_jax.setup.fields import at
 from gspo_jax.types import UserError
 
@@ -40,6 +42,8 @@ SHAPED_BY = {
 """Of the fields that are searched, those that a program, or what stays in memory beside it, depends on."""
 TRIED = 4
 """Numbers of slots, with or without partial rollouts, that are compiled at most."""
+RECORDS = 4
+"""Copies of the routes of a response and of their log-probs that a decode has at its peak."""
 MARGIN = 1.1
 """Memory of a slot, beside its cache: what its log and buffers take, as a multiple of the cache."""
 
@@ -206,21 +210,21 @@ class Search:
     def _calls(self, best: Changes, facts: Mapping[str, Any], setting: Setting) -> Iterator[Changes]:
         """Other numbers of slots, with and without partial rollouts: the fastest that a simulation finds, in order.
 
-        The simulation interpolates the steps of other numbers of slots, whose memory is estimated from that of the
-        compiled number, and of prefixes.
+        The simulation interpolates the steps of other numbers of slots. Their memory is estimated from that of the
+        compiled number.
         """
-        decode, chip, found = facts["sample_decode"], setting.chip.memory, {}
+        decode, found = facts["sample_decode"], {}
         for partial in (None, *PARTIAL):
             part = best if partial is None else best | self._partial(*partial)
             its = dataclasses.replace(setting, engine=dataclasses.replace(setting.engine, config=self._with(part)))
             run = dataclasses.replace(iteration.make_run(facts, its), packer=None)
-            steps, shards = run.decoder.steps, run.decoder.shards
-            own, prefixes = steps[0].slots, iteration.simulate(run, self.lengths).counts["prefix_tokens"]
-            free = (decode["headroom"] - self.headroom) * chip - prefixes * token_bytes(its)
-            most = min(own + math.floor(free / (MARGIN * slot_bytes(its))), run.prompts * run.group_size // shards)
+            own, shards = run.decoder.steps[0].slots, run.decoder.shards
+            room = (decode["headroom"] - self.headroom) * setting.chip.memory - partial_bytes(its, own)
+            most = own + math.floor(room / (MARGIN * slot_bytes(its)))
+            most = min(most, run.prompts * run.group_size // shards)
             for slots in {most, most - most % 4, 3 * own // 2, own, 3 * own // 4, own // 2}:
                 if 0 < slots <= most:
-                    decoder = dataclasses.replace(run.decoder, steps=interpolated(steps, slots))
+                    decoder = dataclasses.replace(run.decoder, steps=interpolated(run.decoder.steps, slots))
                     trial = iteration.simulate(dataclasses.replace(run, decoder=decoder), self.lengths)
                     seconds = trial.by_phase["prefill"] + trial.by_phase["decode"]
                     changes = part if slots == own else part | {"sampling.slots": slots * shards}
@@ -237,6 +241,23 @@ class Search:
 def slot_bytes(setting: Setting) -> int:
     """Bytes of a slot's cache in each of the chips that share it."""
     return math.prod(segments(setting.config.sampling.max_response_length)) * token_bytes(setting)
+
+
+def partial_bytes(setting: Setting, slots: int) -> int:
+    """Bytes of a chip that partial rollouts add to a decode with so many slots a shard, as it is planned.
+
+    They are the keys and values of prefixes, and `RECORDS` copies of the records of the responses beyond a batch.
+    """
+    config, model = setting.config, setting.model
+    if config.sampling.partial.prompts is None:
+        return 0
+    shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
+    rows = prefixes.few(-(-slots // 2)) * prefixes.row_tokens(
+        config.data.max_prompt_length, config.sampling.max_response_length
+    )
+    more = (config.sampling.partial.prompts - config.data.prompts_per_batch) * config.sampling.group_size // shards
+    record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + 4)
+    return rows * token_bytes(setting) + RECORDS * more * config.sampling.max_response_length * record
 
 
 def token_bytes(setting: Setting) -> int:
