@@ -12,12 +12,11 @@ Compiled ahead of time by
 an update of one such row needs 57 of a chip's 103 GB. The lower bounds of its operations add up to 1.11 s, plus 0.24 s
 of attention; it executes for 1.46 s, and each chip sends 183 GB, which takes 0.30 s, 0.10 s of it not hidden. A decode
 step of all 1024 responses at their maximum length, 4480 tokens, takes 4.5 ms by its bytes, and executes for 11.7 ms.
-With padded rows (--config.training.packing=False, and for `long` --config.training.microbatches=4), in memory per chip
-and seconds of operations plus attention:
+Others, in memory per chip and seconds that an update executes for:
 
-    --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       17 of 34 GB, 1.29 s + 0.15 s
-    --config=configs/qwen3_30b_a3b.py:v5e --topology=v5e:16x16     12 of 17 GB, 3.2 s + 0.7 s
-    --config=configs/qwen3_30b_a3b.py:long --topology=v5p:4x4x4    28 of 103 GB, 9.6 s + 16.6 s
+    --config=configs/qwen3_30b_a3b.py:v6e --topology=v6e:8x8       20 of 34 GB, 1.4 s
+    --config=configs/qwen3_30b_a3b.py:v5e --topology=v5e:16x16     15 of 17 GB, 4.3 s
+    --config=configs/qwen3_30b_a3b.py:long --topology=v5p:4x4x4    27 of 103 GB, 26 s
     --config=configs/qwen3_30b_a3b.py:256 --topology=v5p:4x8x8     as on 64 chips
 
 docs/plan.md has the details. Nothing has been measured on a real TPU, and no accuracy is known.

@@ -75,7 +75,7 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
     B = 4 * group_size
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, 64, (B, T)))
     valid = np.arange(10)[None] < batch.lengths[:, None]
-    out, kept = jax.jit(partial(net.prefill, prompt=10, responses=1))(batch.tokens, jnp.asarray(valid))
+    out, kept = jax.jit(net.prefill)(batch.tokens, jnp.asarray(valid))
     k, v = map(heads_first, kept)
     ring = empty_ring(config, B, T, k.dtype)
     cache = Cache(k, v, jnp.asarray(batch.lengths), ring, ring, jnp.zeros((), jnp.int32), group_size)

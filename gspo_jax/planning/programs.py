@@ -132,10 +132,9 @@ class _Programs:
     def _prefix(self, responses: int, *, slots: int) -> PackedPrefix:
         shards, longest = mesh_lib.batch_shards(dict(self.sampler_mesh.shape)), prefixes.row_tokens(self.S, self.T)
         count = shards * prefixes.few(-(-slots // shards // 2))
-        of_responses, of_rows = (
-            _rows(self.sampler_mesh, shape, jnp.int32) for shape in ((responses,), (count, longest))
-        )
-        return PackedPrefix(*(of_responses,) * 3, of_rows, Spans(*(of_rows,) * 3))
+        each = _rows(self.sampler_mesh, (responses,), jnp.int32)
+        tokens = _rows(self.sampler_mesh, (count, longest), jnp.int32)
+        return PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
 
     def reshard(self) -> Program:
         """Cast and reshard of the trainer's weights for the sampler."""

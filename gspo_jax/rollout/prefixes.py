@@ -76,7 +76,8 @@ def pack(prompts: Prompts, prefix: Prefix, *, shards: int, limit: int) -> Packed
             filled[here, prompt], own_start[here, prompt] = heads[prompt_of[i], :head], at.prompt
             filled[here, response], own_start[here, response] = tokens[i, : lengths[i]], at.start
             begin[here, response], end[here, response] = at.prompt, at.prompt + head
-    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(begin, end, own_start)
+    spans: Any = begin, end, own_start
+    arrays: tuple[Any, ...] = lengths.astype(np.int32), row, start, filled, Spans(*spans)
     return PackedPrefix(*arrays)
 
 

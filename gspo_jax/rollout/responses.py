@@ -35,7 +35,8 @@ class ResponseBuffer:
         """The buffer before the first decode step: each response's prefix and first sampled token."""
         is_first = jnp.arange(max_length)[None] == prefix_lengths[:, None]
         sampled = jax.tree.map(lambda d: jnp.where(is_first, d[:, None], jnp.zeros((), d.dtype)), prefilled.first)
-        if prefilled.prefix is None or prefilled.prefix_kv is None:
+        prefix, prefix_kv = prefilled.prefix, prefilled.prefix_kv
+        if prefix is None or prefix_kv is None:
             routes = jax.tree.map(
                 lambda r: jnp.zeros((*is_first.shape, r.shape[-2] * r.shape[-1]), r.dtype), prefilled.prompt_kv.routes
             )
@@ -45,12 +46,12 @@ class ResponseBuffer:
             """[R, M, …] -> [n, T, …], one response at a time."""
             padded = jnp.pad(x, ((0, 0), (0, max_length), *((0, 0),) * (x.ndim - 2)))
             nowhere, size = (0,) * (x.ndim - 2), (1, max_length, *x.shape[2:])
-            places = prefilled.prefix.row, prefilled.prefix.start
+            places = prefix.row, prefix.start
             return jax.lax.map(lambda at: jax.lax.dynamic_slice(padded, (*at, *nowhere), size)[0], places)
 
-        tokens = of_prefixes(prefilled.prefix.tokens)
+        tokens = of_prefixes(prefix.tokens)
         tokens = jnp.where(length_mask(prefix_lengths, max_length), tokens, sampled.tokens)
-        routes = jax.tree.map(lambda r: of_prefixes(flatten_routes(r)), prefilled.prefix_kv.routes)
+        routes = jax.tree.map(lambda r: of_prefixes(flatten_routes(r)), prefix_kv.routes)
         return cls(sampled._replace(tokens=tokens), routes, prefix_lengths + 1)
 
     def add_phase(
