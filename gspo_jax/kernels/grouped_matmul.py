@@ -17,7 +17,7 @@ from gspo_jax.kernels.backend import platform, varying_like
 
 Tree = TypeVar("Tree")
 
-_BLOCK, _STEP = 64, 8
+_BLOCK, _STEP = 64, 16
 """Rows per block on CPU, and the granularity of a group's smaller last block: large enough for the matmul to run at
 full speed, small enough that the padding rows cost little."""
 
