@@ -119,9 +119,11 @@ def test_nor_is_a_loop_for_rare_cases():
             y = jax.lax.fori_loop(0, n, lambda _, y: y @ w, x)
         return y @ w
 
-    program = compiled(f, ones(4, 16), ones(16, 16), jnp.int32(3))
-    assert program.costs().flops == 2 * 4 * 16 * 16
+    arguments, once = (ones(4, 16), ones(16, 16), jnp.int32(3)), 2 * 4 * 16 * 16
+    program = compiled(f, *arguments)
+    assert program.costs().flops == once
     assert program.loops() == []
+    assert jaxpr.product_flops(jax.make_jaxpr(f)(*arguments)) == once
 
 
 def test_the_likely_branch_is_the_costliest_that_is_not_rare():

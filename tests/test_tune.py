@@ -53,7 +53,8 @@ class Made:
         slow = 1.2 if config.model.remat == "full" else 1.0
         positions = config.training.row_tokens or 1024
         seconds = {"update": slow * (20 + 2000 / positions), "score": 5.0, "sample_prefill": 0.1, "reshard": 0.1}
-        used = {"update": 0.3 if config.model.remat == "full" else 0.7 * positions / 1024}
+        share = self.memory.get("update", 0.7)
+        used = {"update": 0.3 if config.model.remat == "full" else share * positions / 1024}
         expert = setting.engine.meshes.sampler.shape["expert"]
         slots = config.sampling.slots // 8
         used["sample_decode"] = self.memory.get("slot", 0.001) * slots
@@ -87,10 +88,17 @@ def test_the_best_that_fits_is_found():
     assert iteration.seconds < max(one.seconds for one in found.tries if one.part == tune.SAMPLING and one.seconds) + (
         iteration.by_phase["update"] + iteration.by_phase["reward"] + 1
     )
-    partial = [one for one in found.tries if "sampling.partial.prompts" in one.changes]
-    assert all(one.seconds for one in partial)
     assert planner.asked.count("score") == 1, "programs are planned once for settings that do not shape them"
     assert "training" in said and "as the config has it" in said and "does not fit" in said
+
+
+def test_partial_rollouts_are_planned_with_the_slots_that_their_prefixes_leave_room_for():
+    found, *_ = search(Made(slot=0.01, update=0.1), headroom=0.82)
+    slots = [one.changes for one in found.tries if "sampling.slots" in one.changes]
+    whole = [one["sampling.slots"] for one in slots if "sampling.partial.prompts" not in one]
+    partial = [one["sampling.slots"] for one in slots if "sampling.partial.prompts" in one]
+    assert len(partial) == 1 and 128 < partial[0] < max(whole) - 64
+    assert len(slots) <= tune.TRIED
 
 
 def test_memory_that_has_to_stay_free():

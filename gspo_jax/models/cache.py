@@ -105,6 +105,7 @@ def write_prefix(
 ) -> Array:
     """Return the ring with `length` columns of a row from `start` on as a slot's newest, before those of this step.
 
+    A row has at least as many columns as a segment.
     One layer and segment at a time, and by slices: more at a time would be several copies of a slot, and a gather would
     make a TPU change the layout of the ring, and so copy it, in every step.
     """

@@ -13,7 +13,7 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
 
     A matmul inside `jax.shard_map` runs once per shard; outside, it is the whole global product. `devices` is the
     number of shards that each product of this jaxpr counts for. A loop whose trips depend on data counts the maximum
-    declared by its scope (`hlo.at_most`), or one trip. `filled` as in `costs.Program`.
+    declared by its scope (`hlo.at_most`), or one trip, none in the scope `hlo.RARELY`. `filled` as in `costs.Program`.
     """
 
     def inside(jaxpr: Any, devices: int = devices) -> float:
@@ -37,21 +37,24 @@ def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] |
             shards = math.prod(sizes[axis] for axis in cut)
             total += inside(parameters["jaxpr"], devices * shards)
         elif name == "cond":
-            total += max(inside(branch) for branch in parameters["branches"] if not _rare(branch))
+            branches = (b for b in parameters["branches"] if not any(map(_rare, b.jaxpr.eqns)))
+            total += max(map(inside, branches))
         else:
             times = _trips(name, equation)
             total += times * sum(map(inside, _inner_jaxprs(parameters)))
     return total
 
 
-def _rare(branch: Any) -> bool:
-    return any(RARELY in str(equation.source_info.name_stack).split("/") for equation in branch.jaxpr.eqns)
+def _rare(equation: Any) -> bool:
+    return RARELY in str(equation.source_info.name_stack).split("/")
 
 
 def _trips(name: str, equation: Any) -> int:
     if name == "scan":
         return equation.params["length"]
     if name == "while":
+        if _rare(equation):
+            return 0
         trips = re.findall(AT_MOST, str(equation.source_info.name_stack))
         return int(trips[-1]) if trips else 1
     return 1

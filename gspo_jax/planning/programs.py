@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from ml_collections import ConfigDict
 
 from gspo_jax import engine as engine_lib
 from gspo_jax.engine import Engine
@@ -130,10 +131,10 @@ class _Programs:
         return Program(decoder.prefill, arguments, self.engine.sampler.prefill_options, self.sampler_mesh)
 
     def _prefix(self, responses: int, *, slots: int) -> PackedPrefix:
-        shards, longest = mesh_lib.batch_shards(dict(self.sampler_mesh.shape)), prefixes.row_tokens(self.S, self.T)
-        count = shards * prefixes.few(-(-slots // shards // 2))
+        shards = mesh_lib.batch_shards(dict(self.sampler_mesh.shape))
+        count, width = prefix_rows(self.config, slots // shards)
         each = _rows(self.sampler_mesh, (responses,), jnp.int32)
-        tokens = _rows(self.sampler_mesh, (count, longest), jnp.int32)
+        tokens = _rows(self.sampler_mesh, (shards * count, width), jnp.int32)
         return PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
 
     def reshard(self) -> Program:
@@ -200,6 +201,13 @@ class _Programs:
         packing = self.engine.packer(nothing, nothing)
         everywhere = mesh_lib.replicated(self.mesh)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), packing)
+
+
+def prefix_rows(config: ConfigDict, slots: int) -> tuple[int, int]:
+    """Rows of prefixes that a batch shard with so many slots is planned with, and their tokens: half a row a slot."""
+    return prefixes.few(-(-slots // 2)), prefixes.row_tokens(
+        config.data.max_prompt_length, config.sampling.max_response_length
+    )
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

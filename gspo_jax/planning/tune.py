@@ -19,9 +19,8 @@ from ml_collections import ConfigDict
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.cache import segments
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.planning import iteration, sampling
+from gspo_jax.planning import iteration, programs, sampling
 from gspo_jax.planning.setting import Setting
-from gspo_jax.rollout import prefixes
 from gspo_jax.setup.fields import at
 from gspo_jax.types import UserError
 
@@ -43,7 +42,8 @@ SHAPED_BY = {
 TRIED = 4
 """Numbers of slots, with or without partial rollouts, that are compiled at most."""
 RECORDS = 4
-"""Copies of the routes of a response and of their log-probs that a decode has at its peak."""
+"""Copies of a response's routes and their log-probs at a decode's peak: what 42 GB more for 128 more responses of the
+30B recipe on a chip, 26 GB of it prefixes, come to. Only for the choice of what to compile."""
 MARGIN = 1.1
 """Memory of a slot, beside its cache: what its log and buffers take, as a multiple of the cache."""
 
@@ -219,9 +219,18 @@ class Search:
             its = dataclasses.replace(setting, engine=dataclasses.replace(setting.engine, config=self._with(part)))
             run = dataclasses.replace(iteration.make_run(facts, its), packer=None)
             own, shards = run.decoder.steps[0].slots, run.decoder.shards
-            room = (decode["headroom"] - self.headroom) * setting.chip.memory - partial_bytes(its, own)
-            most = own + math.floor(room / (MARGIN * slot_bytes(its)))
-            most = min(most, run.prompts * run.group_size // shards)
+            room = (decode["headroom"] - self.headroom) * setting.chip.memory + partial_bytes(setting, own)
+
+            def fits(
+                slots: int,
+                its: Setting = its,
+                own: int = own,
+                room: float = room,
+                one: float = MARGIN * slot_bytes(its),
+            ) -> bool:
+                return one * (slots - own) + partial_bytes(its, slots) <= room
+
+            most = next((n for n in range(run.prompts * run.group_size // shards, 0, -1) if fits(n)), 0)
             for slots in {most, most - most % 4, 3 * own // 2, own, 3 * own // 4, own // 2}:
                 if 0 < slots <= most:
                     decoder = dataclasses.replace(run.decoder, steps=interpolated(run.decoder.steps, slots))
@@ -252,12 +261,10 @@ def partial_bytes(setting: Setting, slots: int) -> int:
     if config.sampling.partial.prompts is None:
         return 0
     shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
-    rows = prefixes.few(-(-slots // 2)) * prefixes.row_tokens(
-        config.data.max_prompt_length, config.sampling.max_response_length
-    )
+    rows, width = programs.prefix_rows(config, slots)
     more = (config.sampling.partial.prompts - config.data.prompts_per_batch) * config.sampling.group_size // shards
     record = math.prod(model.route_shape) * (model.expert_dtype.itemsize + 4)
-    return rows * token_bytes(setting) + RECORDS * more * config.sampling.max_response_length * record
+    return rows * width * token_bytes(setting) + RECORDS * more * config.sampling.max_response_length * record
 
 
 def token_bytes(setting: Setting) -> int:

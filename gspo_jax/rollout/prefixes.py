@@ -45,6 +45,7 @@ class Place(NamedTuple):
     """Where a response's prefix is, among the rows of its shard."""
 
     row: int
+    """Number of the row."""
     prompt: int
     """First token of the prompt before it."""
     start: int
