@@ -58,26 +58,35 @@ LARGEST = 10
 def plan_program(
     name: str, setting: Setting, *, slices: int, key: str, cache: Path, dump: Path | None
 ) -> dict[str, Any]:
-    """Compile one program and return its facts: memory, costs, time bounds and warnings."""
-    program = programs.make(name, setting.engine)
-    traced = program.trace()
-    with jax.set_mesh(program.mesh):
-        compiled = compile_ahead(traced.lower(lowering_platforms=("tpu",)), key=key, cache=cache)
+    """Compile one program and return its facts: memory, costs, time bounds and warnings.
+
+    Of one that runs in several pieces: the memory of the piece that needs the most, and the costs of the loop that they
+    step through.
+    """
+    made = programs.make(name, setting.engine)
+    traced, found = [program.trace() for program in made], []
+    for program, one in zip(made, traced, strict=True):
+        with jax.set_mesh(program.mesh):
+            found.append(compile_ahead(one.lower(lowering_platforms=("tpu",)), key=key, cache=cache))
+    filled, kernels = dict.fromkeys(executed.GROUPED, setting.filled(name)), executed.kernels(setting, name)
+    modules = [costs_lib.Program(one.text, filled=filled, kernels=kernels) for one in found]
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        (dump / f"{name}.hlo").write_text(compiled.text)
-    resident, filled = setting.resident(name), dict.fromkeys(executed.GROUPED, setting.filled(name))
-    kernels, chip = executed.kernels(setting, name), setting.chip
-    module = costs_lib.Program(compiled.text, filled=filled, kernels=kernels)
+        for i, one in enumerate(found):
+            (dump / f"{name}{f'_{i}' if i else ''}.hlo").write_text(one.text)
+    resident, chip = setting.resident(name), setting.chip
+    largest = max(range(len(found)), key=lambda i: found[i].peak_bytes)
+    compiled, module = found[largest], modules[largest]
+    fits = all(one.fits for one in found)
     facts: dict[str, Any] = {
-        "fits": compiled.fits and compiled.peak_bytes + resident <= chip.memory,
+        "fits": fits and compiled.peak_bytes + resident <= chip.memory,
         "peak_bytes": compiled.peak_bytes,
         "resident_bytes": resident,
         "limit_bytes": chip.memory,
         "headroom": round(1 - (compiled.peak_bytes + resident) / chip.memory, 4),
-        "host_bytes": compiled.host_bytes,
+        "host_bytes": max(one.host_bytes for one in found),
         "hbm_by_kind": memory.by_kind(module, compiled, setting, name),
-        "compile_s": round(compiled.seconds, 1),
+        "compile_s": round(sum(one.seconds for one in found), 1),
         "warnings": [],
     }
     if not facts["fits"]:
@@ -85,14 +94,16 @@ def plan_program(
         said = f": {compiled.complaint.splitlines()[0][:200]}" if compiled.complaint else ""
         facts["warnings"].append(f"needs {over:.1f} GB more than a chip has{said}")
         facts["largest"] = [memory.described(module, buffer) for buffer in compiled.live[:LARGEST]]
-    if not compiled.fits:
+    if not fits:
         return facts
     if name == "sample_decode":
-        facts["steps"] = iteration.decode_steps(module, setting)
-    whole = module.costs()
-    costs = whole if name != "sample_decode" else module.loop() or whole
-    traced_flops = jaxpr.product_flops(traced.jaxpr, filled=filled) / setting.mesh.size
-    facts |= figures(costs, name, setting, traced_flops=traced_flops, scheduled=module if costs is whole else None)
+        loops = [loop for module in modules for loop in module.loops()]
+        facts["steps"] = iteration.decode_steps(loops, setting)
+        costs, scheduled = max(loops, key=lambda costs: costs.bytes), None
+    else:
+        costs, scheduled = module.costs(), module
+    traced_flops = sum(jaxpr.product_flops(one.jaxpr, filled=filled) for one in traced) / setting.mesh.size
+    facts |= figures(costs, name, setting, traced_flops=traced_flops, scheduled=scheduled)
     facts["cycles"] = cycles.compared(costs, setting)
     facts["warnings"] += warnings(costs, setting, slices)
     return facts

@@ -298,20 +298,16 @@ def test_prompts_and_prefixes_come_in_four_lengths(longest, size, want):
 def test_a_call_can_be_ended_before_and_in_the_midst_of_its_decode_steps(monkeypatch):
     """By its `poll`; tests/test_decoder.py has the decoder that calls it."""
 
-    class Pieces:
-        def __init__(self, *, poll_steps: int, **options):
-            self.steps = poll_steps
-
-        def __call__(self, *inputs, poll, **options):
-            polls.append(self.steps)
-            poll()
+    def decode(self, *inputs, poll, **options):
+        polls.append(self.poll_steps)
+        poll()
 
     def poll() -> None:
         polls.append(0)
         if len(polls) == 3:
             raise StopRequested
 
-    monkeypatch.setattr(sampler_lib, "PolledDecode", Pieces)
+    monkeypatch.setattr(PolledDecode, "__call__", decode)
     polled, polls = make_sampler(poll_steps=2), []
     polled.load(Weights.full(place(params(), MESH)))
     polled.poll = poll

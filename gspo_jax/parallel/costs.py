@@ -164,13 +164,6 @@ class Program(Module):
         """Return the costs of one run of the program."""
         return self._costs_of(self.entry, {})
 
-    def loop(self) -> Costs | None:
-        """Return the costs of one iteration of the most expensive loop of unknown trip count; None if all are known.
-
-        Most expensive means the most memory traffic per iteration.
-        """
-        return max(self.loops(), key=lambda costs: costs.bytes, default=None)
-
     def loops(self) -> list[Costs]:
         """Return the costs of one iteration of each outermost loop of unknown trip count, in the order of the text."""
         return [self._costs_of(turn.computation, turn.state) for turn in self._unknown(self.entry, {})]

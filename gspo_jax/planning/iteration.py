@@ -8,10 +8,11 @@ round), several turns, evaluation, checkpoints and what the host does between tw
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -23,7 +24,6 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rewards import isolated
-from gspo_jax.rollout import decoder
 from gspo_jax.rollout import prefixes as prefixes_lib
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.training.packing import Packer
@@ -157,15 +157,15 @@ def attention_seconds(facts: Mapping[str, Any], setting: Setting) -> float:
     return facts["executed_by"].get("attention", 0.0) / setting.rates.efficiency
 
 
-def decode_steps(module: costs_lib.Program, setting: Setting) -> list[dict[str, Any]]:
-    """Costs of a decode step in each phase, as `sampling.Step`: the slots are halved from loop to loop."""
+def decode_steps(loops: Sequence[costs_lib.Costs], setting: Setting) -> list[dict[str, Any]]:
+    """Costs of a decode step in each phase, as `sampling.Step`, from those of its loop; each halves the slots."""
     config, rates = setting.config, setting.rates
     shards = mesh_lib.batch_shards(dict(setting.engine.meshes.sampler.shape))
     responses = config.data.prompts_per_batch * config.sampling.group_size
     slots = min(config.sampling.slots or responses, responses) // shards
     columns = math.prod(segments(config.sampling.max_response_length))
     found = []
-    for phase, costs in enumerate(module.loops()):
+    for phase, costs in enumerate(loops):
         own = sum(c.times * c.seconds(rates) for c in costs.operations if "ring_softmax" in c.operation)
         fixed_s, key_s = costs.executed(rates) - own, own / ((slots >> phase) * columns)
         step = sampling.Step(slots >> phase, fixed_s / rates.efficiency, key_s / rates.efficiency)
@@ -233,15 +233,14 @@ def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
         in_flight = unfinished.prompts
         early = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens).per_shard(shards)
     column_bytes = model.num_kv_heads // sampler.shape["tensor"] * model.head_dim * setting.engine.dtype.itemsize
-    most = decoder.most_steps(
-        in_flight * config.sampling.group_size, steps[0]["slots"] * shards, setting.engine.sampler.stop
-    )
+    with jax.set_mesh(sampler):
+        pieces = setting.engine.sampler.pieces(in_flight * config.sampling.group_size)
     return sampling.Decoder(
         shards=shards,
         lockstep=sampler.shape["expert"],
         steps=tuple(sampling.Step(**step) for step in steps),
         block=block_columns(segments(limit)[1], column_bytes),
-        polled=most > config.sampling.poll_steps,
+        polled=pieces is not None,
         share=early.min_ended,
         tokens=early.max_tokens,
     )

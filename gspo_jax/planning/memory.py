@@ -32,17 +32,18 @@ def producer(module: hlo.Module, buffer: Buffer) -> tuple[hlo.Operation | None, 
 
 def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
     """The live buffers, without the arguments of loop bodies that alias a buffer outside (loops update in place)."""
-    found, seen, inner = [], Counter[hlo.Array | None](), []
+    found, seen, inner = [], Counter[object](), []
     for buffer in live:
         operation, array = producer(module, buffer)
+        content = array and (array.dtype, tuple(size for size in array.dims if size > 1))  # as a bitcast leaves it
         if operation is not None and operation.opcode == "parameter" and buffer.element is not None:
-            inner.append((buffer, array))
+            inner.append((buffer, content))
         else:
             found.append(buffer)
-            seen[array] += 1
-    for buffer, array in inner:
-        if seen[array]:
-            seen[array] -= 1
+            seen[content] += 1
+    for buffer, content in inner:
+        if seen[content]:
+            seen[content] -= 1
         else:
             found.append(buffer)
     return found
@@ -72,7 +73,7 @@ def kind_of(
             return "optimizer"
         if "params" in path or "trainable" in path:
             return "parameters"
-        return "cache" if ".k" in path or ".v" in path else "batch"
+        return "cache" if ".k" in path or ".v" in path or path.startswith("rings") else "batch"
     if operation.opcode.removesuffix("-start").removesuffix("-done") in hlo.COLLECTIVES:
         return "collectives"
     dims = array.dims if array else ()

@@ -18,9 +18,10 @@ from gspo_jax import engine as engine_lib
 from gspo_jax.engine import Engine
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout import decoder, prefixes
+from gspo_jax.rollout import decoder, polled, prefixes
+from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix
-from gspo_jax.rollout.sampling import EarlyExit
+from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.setup import learning, sampling
 from gspo_jax.types import Experience, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
@@ -46,10 +47,17 @@ class Program:
         with jax.set_mesh(self.mesh):
             return traceable.trace(*self.arguments, **self.options)
 
+    def results(self) -> Any:
+        """The shapes of what it returns."""
+        traceable: Any = self.function
+        with jax.set_mesh(self.mesh):
+            return traceable.eval_shape(*self.arguments, **self.options)
 
-def make(name: str, engine: Engine) -> Program:
-    """The engine's program of this name, one of `NAMES`."""
-    return getattr(_Programs(engine), name)()
+
+def make(name: str, engine: Engine) -> list[Program]:
+    """What the engine runs under this name, one of `NAMES`: one program, or several that follow one another."""
+    made = getattr(_Programs(engine), name)()
+    return made if isinstance(made, list) else [made]
 
 
 class _Programs:
@@ -96,32 +104,60 @@ class _Programs:
         """Prefill of a batch's prompts; that of partial rollouts' prefixes is not planned."""
         return self._prefill(self.prompts)
 
-    def sample_decode(self) -> Program:
-        """The decode loop of a sampling call.
+    def sample_decode(self) -> list[Program]:
+        """The decode loop of a sampling call, whole or, as `rollout.polled` runs a long one, in pieces.
 
         With partial rollouts it has all prompts in flight, and in every slot a response whose prefix has half of the
         longest possible length.
         """
-        in_flight = self.config.sampling.partial.prompts
-        prompts, prefix, limits = in_flight or self.prompts, None, ()
+        in_flight, sampler = self.config.sampling.partial.prompts, self.engine.sampler
+        prompts, prefix, limits, early_exit = in_flight or self.prompts, None, None, NO_EARLY_EXIT
+        responses = prompts * self.group
         with jax.set_mesh(self.sampler_mesh):
-            options = self.engine.sampler.decode_options(prompts * self.group)
+            options = sampler.decode_options(responses)
         if in_flight is not None:
             unfinished = self.config.sampling.partial
-            options["early_exit"] = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens)
-            prefix = self._prefix(prompts * self.group, slots=options["slots"])
-            limits = (_rows(self.sampler_mesh, (prompts * self.group,), jnp.int32),)
+            early_exit = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens)
+            prefix = self._prefix(responses, slots=options["slots"])
+            limits = _rows(self.sampler_mesh, (responses,), jnp.int32)
         prefill = self._prefill(prompts, prefix)
         graph, weights, _, keys, _ = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
             prefilled = decoder.prefill.eval_shape(*prefill.arguments, **prefill.options)
+            pieces = sampler.pieces(responses, early_exit)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
             decoder.prefilled_specs(prefix),
             prefilled,
         )
-        arguments = graph, weights, _placed(prefilled, places), keys, *limits
-        return Program(decoder.decode, arguments, options, self.sampler_mesh)
+        inputs = _placed(prefilled, places), keys, limits
+        if pieces is not None:
+            return self._pieces(pieces, weights, inputs)
+        options["early_exit"] = early_exit
+        return [Program(decoder.decode, (graph, weights, *inputs), options, self.sampler_mesh)]
+
+    def _pieces(self, decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...]) -> list[Program]:
+        """The pieces of a decode; of those that move slots together only the first, which moves the most."""
+        found: list[Program] = []
+
+        def piece(function: Any, *carried: Any, **options: Any) -> Any:
+            program = Program(function, (decode, weights, inputs, *carried), options, self.sampler_mesh)
+            if function is not polled.shrink_piece or options["phase"] == 1:
+                found.append(program)
+            return program.results()
+
+        def placed(carried: Any) -> Any:
+            return jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), carried)
+
+        carried = placed(piece(polled.begin_piece))
+        with jax.set_mesh(self.sampler_mesh):
+            phases = decode.phases(inputs[0], inputs[2])
+        for phase in range(phases):
+            if phase:
+                carried = placed(piece(polled.shrink_piece, *carried, phase=phase))
+            carried = placed(piece(polled.advance_piece, *carried, phase=phase)[0])
+        piece(polled.finish_piece, carried[0], prompt_length=self.S)
+        return found
 
     def _prefill(self, prompts: int, prefix: PackedPrefix | None = None) -> Program:
         rows, responses = partial(_rows, self.sampler_mesh), prompts * self.group

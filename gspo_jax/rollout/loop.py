@@ -33,6 +33,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from gspo_jax.models import moe
@@ -144,6 +145,15 @@ def flatten_routes(x: Shaped[Array, "*b L K"]) -> Shaped[Array, "*b LK"]:
     return x.reshape(*x.shape[:-2], -1)
 
 
+def _written(log: Shaped[Array, "rows *b"], new: Shaped[Array, "*b"], row: Int[Array, ""]) -> Array:
+    """The log with a row written, kept row by row in memory.
+
+    Left to itself, the TPU's compiler may lay it out as it has the row, with few slots padded to 128.
+    """
+    written = jax.lax.dynamic_update_index_in_dim(log, new, row, 0)
+    return with_layout_constraint(written, Layout(tuple(range(log.ndim))))
+
+
 def _any_in_expert_group(here: Bool[Array, ""]) -> Bool[Array, ""]:
     """True if `here` is true on any shard of the expert group, whose shards must take the same number of steps."""
     if "expert" not in mesh_lib.manual_axes():
@@ -226,11 +236,8 @@ class DecodeLoop:
         sampled = SampledTokens(*draw(keys, logits, self.sampling))
         with_logprobs = self.prefilled.prompt_kv.routes.logprobs is not None
         routes = moe.record(output.routes, active[:, None], self.model.config, logprobs=with_logprobs)
-        log = jax.tree.map(
-            lambda rows, new: jax.lax.dynamic_update_index_in_dim(rows, new, state.row, 0),
-            state.log,
-            StepLog(sampled, jax.tree.map(lambda r: flatten_routes(r[:, 0]), routes)),
-        )
+        new = StepLog(sampled, jax.tree.map(lambda r: flatten_routes(r[:, 0]), routes))
+        log = jax.tree.map(lambda rows, new: _written(rows, new, state.row), state.log, new)
         lengths = state.lengths + 1
         ends = is_eos(sampled.tokens, self.eos_ids) | (lengths >= self.limits[responses])
         state = dataclasses.replace(

@@ -51,7 +51,7 @@ class PolledDecode:
         """Like `decode`; `poll` is called between two programs, and may raise to end the decode."""
         inputs = prefilled, keys, limits
         progress, rings = begin_piece(self, weights, inputs)
-        for phase in range(len(phases(self.slots // batch_shards(), prefilled, limits, self.stop))):
+        for phase in range(self.phases(prefilled, limits)):
             if phase:
                 progress, rings = shrink_piece(self, weights, inputs, progress, rings, phase=phase)
             running = True
@@ -61,6 +61,10 @@ class PolledDecode:
                 poll()
         del rings  # makes room for the responses
         return finish_piece(self, weights, inputs, progress, prompt_length=prompt_length)
+
+    def phases(self, prefilled: Prefilled, limits: Array | None) -> int:
+        """The number of phases; needs the mesh in scope."""
+        return len(phases(self.slots // batch_shards(), prefilled, limits, self.stop))
 
     def run(
         self,

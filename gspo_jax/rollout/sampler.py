@@ -79,6 +79,16 @@ class Sampler:
         slots = None if self._slots is None else min(self._slots, responses)
         return {"sampling": self._sampling, "stop": self.stop, "slots": decoder.resolve_slots(slots, responses)}
 
+    def pieces(self, responses: int, early_exit: EarlyExit = NO_EARLY_EXIT) -> PolledDecode | None:
+        """The programs of a decode of this many responses, or None if `decoder.decode` does it in one.
+
+        It is one where it takes at most `poll_steps` steps. Needs the sampler's mesh in scope.
+        """
+        options, steps = self.decode_options(responses), self._poll_steps
+        if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
+            return None
+        return PolledDecode(graph=self._graph, **options, early_exit=early_exit, poll_steps=steps)
+
     def load(self, weights: Weights) -> None:
         """Cast and reshard the trainer's weights into the sampler's copy, and reset `stats`."""
         with jax.set_mesh(self.mesh):
@@ -187,13 +197,12 @@ class Sampler:
             )
         )
         middle = time.perf_counter()
-        options: dict[str, Any] = {**self.decode_options(B), "early_exit": early_exit}
         inputs: tuple[Any, ...] = self._weights, prefilled, keys, limits
-        if self._poll_steps is None or decoder.most_steps(B, options["slots"], self.stop) <= self._poll_steps:
-            decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=prompt_length)
-        else:
-            pieces = PolledDecode(graph=self._graph, **options, poll_steps=self._poll_steps)
+        if (pieces := self.pieces(B, early_exit)) is not None:
             decoded = pieces(*inputs, prompt_length=prompt_length, poll=self.poll)
+        else:
+            options: dict[str, Any] = {**self.decode_options(B), "early_exit": early_exit}
+            decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=prompt_length)
         decoded = jax.block_until_ready(decoded)
         self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)
         return decoded
