@@ -17,7 +17,8 @@ sampler mesh, remat, row budget, slots and partial rollouts, with `--headroom` o
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +38,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import jaxpr, topology
 from gspo_jax.parallel import rates as rates_lib
-from gspo_jax.parallel.ahead import compile_ahead
+from gspo_jax.parallel.ahead import Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS
 from gspo_jax.planning import cycles, executed, iteration, memory, programs
 from gspo_jax.planning.figures import figures, warnings
@@ -50,24 +51,45 @@ from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.types import UserError, choices
 
+Piece = tuple[jax.stages.Traced, Future[Compiled]]
+"""A traced program, and what its compilation returns."""
 PACKAGES = ("jax", "jaxlib", "libtpu")
 LARGEST = 10
 """Number of buffers listed for a program that does not fit."""
 
 
-def plan_program(
-    name: str, setting: Setting, *, slices: int, key: str, cache: Path, dump: Path | None
+def plan_programs(
+    names: Sequence[str],
+    setting: Setting,
+    *,
+    pool: ThreadPoolExecutor,
+    slices: int,
+    key: str,
+    cache: Path,
+    dump: Path | None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each program's name and facts, in order; `pool` compiles them side by side."""
+
+    def started(program: programs.Program) -> Piece:
+        traced = program.trace()
+        with jax.set_mesh(program.mesh):
+            lowered = traced.lower(lowering_platforms=("tpu",))
+        return traced, pool.submit(compile_ahead, lowered, key=key, cache=cache)
+
+    pieces = [[started(program) for program in programs.make(name, setting.engine)] for name in names]
+    for name, own in zip(names, pieces, strict=True):
+        yield name, program_facts(name, own, setting, slices=slices, dump=dump)
+
+
+def program_facts(
+    name: str, pieces: Sequence[Piece], setting: Setting, *, slices: int, dump: Path | None
 ) -> dict[str, Any]:
-    """Compile one program and return its facts: memory, costs, time bounds and warnings.
+    """Return the facts of a compiled program: memory, costs, time bounds and warnings.
 
     Of one that runs in several pieces: the memory of the piece that needs the most, and the costs of the loop that they
     step through.
     """
-    made = programs.make(name, setting.engine)
-    traced, found = [program.trace() for program in made], []
-    for program, one in zip(made, traced, strict=True):
-        with jax.set_mesh(program.mesh):
-            found.append(compile_ahead(one.lower(lowering_platforms=("tpu",)), key=key, cache=cache))
+    traced, found = [one for one, _ in pieces], [compiled.result() for _, compiled in pieces]
     filled, kernels = dict.fromkeys(executed.GROUPED, setting.filled(name)), executed.kernels(setting, name)
     modules = [costs_lib.Program(one.text, filled=filled, kernels=kernels) for one in found]
     if dump is not None:
@@ -153,14 +175,16 @@ def tune(
     check(config)
     drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
 
+    pool = ThreadPoolExecutor(cli.cores())
+
     def planner(config: ConfigDict, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
         setting, _, key = prepare(config, check(config), name, slices=slices, rates=rates)
-        return {
-            one: plan_program(one, setting, slices=slices, key=key, cache=cache, dump=None) for one in names
-        }, setting
+        found = plan_programs(names, setting, pool=pool, slices=slices, key=key, cache=cache, dump=None)
+        return dict(found), setting
 
     search = Search(config, planner, drawn_from, headroom, partial(show_try, console))
-    changes, found = search.run()
+    with pool:
+        changes, found = search.run()
     facts = found.facts(lengths, math.prod(search.planner(config, ())[1].mesh.shape.values()))
     show_iteration(console, facts)
     flags_of_best = [f"--config.{field}={value}" for field, value in changes.items()]
@@ -213,12 +237,14 @@ def plan(
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
     if console is not None:
         show_header(console, facts)
-    for one in wanted:
-        found = facts["programs"][one] = plan_program(one, setting, slices=slices, key=key, cache=cache, dump=dump)
-        if console is not None:
-            show_program(console, one, found)
-            if with_cycles and found["fits"]:
-                show_cycles(console, found)
+    with ThreadPoolExecutor(cli.cores()) as pool:
+        planned = plan_programs(wanted, setting, pool=pool, slices=slices, key=key, cache=cache, dump=dump)
+        for one, found in planned:
+            facts["programs"][one] = found
+            if console is not None:
+                show_program(console, one, found)
+                if with_cycles and found["fits"]:
+                    show_cycles(console, found)
     if drawn_from is not None:
         found = iteration.simulate(iteration.make_run(facts["programs"], setting), drawn_from)
         facts["iteration"] = found.facts(drawn_from.text, mesh.size)

@@ -7,10 +7,12 @@ promises a gain, and their cache and the prefixes leave enough memory free. Not 
 such as batch size and updates per batch, and dispatch.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,8 @@ Planner = Callable[[ConfigDict, Sequence[str]], tuple[dict[str, Any], Setting]]
 Changes = dict[str, Any]
 """New values of config fields, by dotted name."""
 TRAINING, SAMPLING = "training", "sampling"
+OF_SAMPLING = ("sample_prefill", "sample_decode", "reshard")
+"""Programs of sampling."""
 PARTIAL = ((1.25, 0.9), (1.5, 0.8), (2.0, 0.6))
 """Partial rollouts to try: prompts in flight over those of a batch, and the share that ends a call."""
 SHAPED_BY = {
@@ -86,6 +90,8 @@ class Search:
           UserError: the config's own settings do not fit.
         """
         best: Changes = {}
+        training = [*self._remats(best), *self._row_budgets(best), *self._meshes(best)]
+        self._plan_all([(best, iteration.PROGRAMS), *((changes, ("update",)) for changes in training)])
         own = self._train(best)
         if own is None:
             raise UserError(f"the config's own update leaves less than {self.headroom:.0%} of a chip's memory free")
@@ -99,9 +105,11 @@ class Search:
         if own is None:
             raise UserError(f"the config's own decoder leaves less than {self.headroom:.0%} of a chip's memory free")
         for candidates in (self._sampler_meshes, self._calls):
-            for changes in candidates(best, facts, setting):
+            tried = list(candidates(best, facts, setting))
+            self._plan_all([(changes, OF_SAMPLING) for changes in tried])
+            for changes in tried:
                 try:
-                    new, its = self._plan(changes, ("sample_prefill", "sample_decode", "reshard"))
+                    new, its = self._plan(changes, OF_SAMPLING)
                 except UserError as error:
                     self._add(Try(SAMPLING, changes, None, None, str(error)))
                     continue
@@ -125,6 +133,16 @@ class Search:
         new, setting = self.planner(config, [name for name in names if keys[name] not in self.planned])
         self.planned |= {keys[name]: facts for name, facts in new.items()}
         return {name: self.planned[keys[name]] for name in names}, setting
+
+    def _plan_all(self, settings: Sequence[tuple[Changes, Sequence[str]]]) -> None:
+        """Plan programs of several settings side by side, before they are asked for one by one."""
+
+        def plan(wanted: tuple[Changes, Sequence[str]]) -> None:
+            with contextlib.suppress(UserError):  # told when it is asked for
+                self._plan(*wanted)
+
+        with ThreadPoolExecutor(max(1, len(settings))) as pool:
+            list(pool.map(plan, settings))
 
     def _add(self, one: Try) -> None:
         self.tries.append(one)
@@ -158,7 +176,7 @@ class Search:
 
     def _sample(self, changes: Changes, facts: Mapping[str, Any], setting: Setting) -> float | None:
         """Seconds of an iteration's reshard, prefill and decode; None if they do not fit."""
-        programs = [facts[name] for name in ("sample_prefill", "sample_decode", "reshard")]
+        programs = [facts[name] for name in OF_SAMPLING]
         free = min(program["headroom"] for program in programs)
         if not all(program["fits"] for program in programs):
             self._add(Try(SAMPLING, changes, None, free, "does not fit"))
