@@ -106,14 +106,15 @@ def padded_16k(config: ConfigDict) -> None:
 
 
 def partial_16k(config: ConfigDict) -> None:
-    """The same with partial rollouts: 768 prompts in flight until 80% of the unfinished responses have ended.
+    """The same as `plan --tune` sets it: partial rollouts, 1024 prompts in flight until 60% of the unfinished end.
 
-    Fewer slots leave memory for the prefixes' keys and values.
+    Fewer slots leave memory for the prefixes' keys and values; the sampler's experts are spread over all chips.
     """
     responses_16k(config)
+    config.sampling.mesh.expert = 64
     config.sampling.slots = 1536
-    config.sampling.partial.prompts = 768
-    config.sampling.partial.share = 0.8
+    config.sampling.partial.prompts = 1024
+    config.sampling.partial.share = 0.6
 
 
 ARGUMENTS = {
