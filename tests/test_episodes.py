@@ -7,9 +7,9 @@ import pytest
 
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout import sampler as sampler_lib
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, spread_over_shards
+from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import bucket
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule

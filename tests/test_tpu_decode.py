@@ -55,7 +55,7 @@ def figures(folder=None):
 
 
 def largest_copies(text):
-    """Return the bytes of the largest array of each dtype that is copied: caches and weights are bf16, logs f32 and s8."""
+    """Return the bytes of the largest array of each dtype that is copied: caches are bf16, logs f32 and s8."""
     shapes = re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start)\(", text)
     found = dict.fromkeys(BYTES, 0)
     for dtype, shape in shapes:
