@@ -6,13 +6,11 @@ possible. A disk that is full, read-only or broken does too, with exit code 1: t
 
 import ctypes
 import difflib
-import importlib.util
 import itertools
 import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from logging import LogRecord
 from pathlib import Path
@@ -22,7 +20,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import exits, storage
+from gspo_jax import exits, references, storage
 from gspo_jax.parallel import processes
 from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
 from gspo_jax.types import Diverged, UserError
@@ -207,11 +205,8 @@ def load_config(value: str) -> ConfigDict:
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
-    spec = importlib.util.spec_from_file_location("config", path)
-    assert spec is not None and spec.loader is not None  # true for any .py file
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = references.load_file(path, "gspo_jax_config")
         if not callable(getattr(module, "get_config", None)):
             raise UserError(f"{name} defines no function get_config; define one that returns a ConfigDict")
         config = module.get_config(arg) if colon else module.get_config()
@@ -226,16 +221,9 @@ def load_config(value: str) -> ConfigDict:
 
 def _mistake_in(path: Path, error: Exception) -> str:
     """Return one sentence on an exception raised by a config file: the line, and what is wrong there."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    place = f"{path}:{lines[-1]}" if lines else str(path)
-    if isinstance(error, SyntaxError):
-        place = f"{error.filename or path}:{error.lineno}" if error.lineno else str(path)
-        says = error.msg
-    elif isinstance(error, OSError) and not lines:
+    if isinstance(error, OSError) and error.filename == str(path):
         return f"config {str(path)!r} cannot be read: {error.strerror}; check its permissions"
-    else:
-        says = " ".join(str(error).split())
-    return f"the config cannot be made, {place} raises {type(error).__name__}: {says}"
+    return f"the config cannot be made, {references.mistake(error, path)}"
 
 
 def check_overrides(argv: list[str], config: ConfigDict) -> None:
