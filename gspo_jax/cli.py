@@ -22,7 +22,7 @@ from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import exits, references, storage
 from gspo_jax.parallel import processes
-from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
+from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, no_field
 from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], None]
@@ -154,9 +154,11 @@ def _workdir() -> str:
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
-    config = ConfigDict()
+    config, added = ConfigDict(), dict[str, str]()
     if uses_config and "--help" not in argv and "--helpfull" not in argv:
         config = load_config(_config_flag(argv))
+        argv, added = _take_added(argv, config)
+        sys.argv[1:] = argv[1:]  # where ml_collections looks for overrides
         check_overrides(argv, config)
     try:
         rest = flags.FLAGS(argv)
@@ -166,7 +168,38 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
         raise UserError(str(error)) from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    _add(added, flags.FLAGS.config)
     return rest
+
+
+def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[str, str]]:
+    """Take the flags out of `argv` that add a field to a section of names, such as `--config.rewards.NAME=0.1`.
+
+    Returns:
+      The other words, and the text of each added field by its dotted name. ml_collections refuses fields that a config
+      does not have.
+    """
+    kept, added = [], {}
+    for word in argv:
+        name, equals, value = word.removeprefix("-").removeprefix("-config.").partition("=")
+        section, _, key = name.partition(".")
+        if word.startswith("--config.") and equals and section in NAMED and key not in config[section]:
+            added[name] = value
+        else:
+            kept.append(word)
+    return kept, added
+
+
+def _add(added: dict[str, str], config: ConfigDict) -> None:
+    """Add fields given by flags to a config."""
+    for name, text in added.items():
+        section, _, key = name.partition(".")
+        try:
+            value = NAMED[section](text)
+        except ValueError:
+            raise UserError(f"{name} is {text!r}; use {TYPES[NAMED[section]]}") from None
+        with config.unlocked():
+            config[section][key] = value
 
 
 def _wrong_type(says: str, config: ConfigDict) -> str:

@@ -93,7 +93,9 @@ class Pool:
         sense, it is tried once more.
         """
         reference = name if ":" in name else f"{self._modules[0]}:{name}"
-        request = json.dumps({"function": reference, "prompt": prompt, "completion": completion, "record": record}) + "\n"
+        request = (
+            json.dumps({"function": reference, "prompt": prompt, "completion": completion, "record": record}) + "\n"
+        )
         return self._threads.submit(self._call, request.encode())
 
     def close(self) -> None:
@@ -218,8 +220,9 @@ class _Worker:
             raise TimeoutError
         if code > 0 and not self._ready:
             # Trying again would not help.
+            modules = ", ".join(self._modules)
             raise RuntimeError(
-                f"the reward worker for {', '.join(self._modules)} could not start: exit code {code}; see its traceback above"
+                f"the reward worker for {modules} could not start: exit code {code}; see its traceback above"
             )
         raise WorkerFailed(f"the reward worker ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
 

@@ -80,22 +80,7 @@ class Scorer:
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
             )
         self._weights = dict(functions)
-        here, own = importlib.import_module(module), own or {}
-        others = [name for name in functions if name not in here.__all__ and name not in own]
-        if others:  # their module takes a second to import
-            there = importlib.import_module(isolated_module)
-            check_names("reward", others, [*here.__all__, *there.__all__, *own])
-        self._functions: dict[str, Callable[[str, str, dict[str, str]], float | None]] = {}
-        """Those that run in this process."""
-        self._isolated: dict[str, str] = {}
-        """References of those that workers call."""
-        for name in functions:
-            reference = own.get(name, f"{isolated_module if name in others else module}:{name}")
-            function = references.function(reference)
-            if name in others or getattr(function, "own_process", False):
-                self._isolated[name] = reference
-            else:
-                self._functions[name] = function
+        self._functions, self._isolated = find(functions, own or {}, module=module, isolated_module=isolated_module)
         self._pool: Pool | None = None
         if self._isolated:
             modules = dict.fromkeys(reference.rpartition(":")[0] for reference in self._isolated.values())
@@ -159,6 +144,34 @@ class Scorer:
             for futures in pending.values():
                 for future in futures:
                     future.cancel()  # has an effect only after an exception or Ctrl-C
+
+
+def find(
+    names: Iterable[str],
+    own: Mapping[str, str],
+    *,
+    module: str = "gspo_jax.rewards.functions",
+    isolated_module: str = "gspo_jax.rewards.isolated",
+) -> tuple[dict[str, Callable[[str, str, dict[str, str]], float | None]], dict[str, str]]:
+    """Look up reward functions; see `Scorer` for the arguments and for what is raised.
+
+    Returns:
+      Those that run in this process, and the references of those that need a process of their own, by name.
+    """
+    here, isolated = importlib.import_module(module), dict[str, str]()
+    others = [name for name in names if name not in here.__all__ and name not in own]
+    if others:  # their module takes a second to import
+        there = importlib.import_module(isolated_module)
+        check_names("reward", others, [*here.__all__, *there.__all__, *own])
+    functions = {}
+    for name in names:
+        reference = own.get(name, f"{isolated_module if name in others else module}:{name}")
+        function = references.function(reference)
+        if name in others or getattr(function, "own_process", False):
+            isolated[name] = reference
+        else:
+            functions[name] = function
+    return functions, isolated
 
 
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:

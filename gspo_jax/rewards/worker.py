@@ -1,9 +1,10 @@
 """Worker process for isolated reward functions: `python -m gspo_jax.rewards.worker TIMEOUT_S MODULE…`.
 
-The worker imports each MODULE, a dotted name or the path of a .py file, holds the pipes to the pool, and calls none of the functions. A runner forked from it makes
-the calls; forking one takes milliseconds, importing takes seconds. So a call that hangs, GIL held or not, is ended on
-time, also after the pool's process was killed: the worker ends it together with all that it started, and forks
-another runner. A runner is also replaced if a call leaves a process or a thread behind.
+The worker imports each MODULE, a dotted name or the path of a .py file, holds the pipes to the pool, and calls none of
+the functions. A runner forked from it makes the calls; forking one takes milliseconds, importing takes seconds. So a
+call that hangs, GIL held or not, is ended on time, also after the pool's process was killed: the worker ends it
+together with all that it started, and forks another runner. A runner is also replaced if a call leaves a process or a
+thread behind.
 
 The runner has no descriptor that leads to the pool. It hands a score over in shared memory, which has no descriptor
 either, so that nothing a function prints, or writes to any file that it finds open, can pass for a score. A function
@@ -162,7 +163,8 @@ def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> No
         request = json.loads(line)
         _limit_cpu(timeout_s)
         try:
-            score = references.function(request.pop("function"))(**request)
+            function = references.function(request["function"])
+            score = function(request["prompt"], request["completion"], request["record"])
             reply = {"score": None if score is None else float(score)}
         except BaseException:  # sys.exit() too is the function's failure, not this process's end
             reply = {"error": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
