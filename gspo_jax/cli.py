@@ -6,13 +6,11 @@ possible. A disk that is full, read-only or broken does too, with exit code 1: t
 
 import ctypes
 import difflib
-import importlib.util
 import itertools
 import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from logging import LogRecord
 from pathlib import Path
@@ -22,9 +20,9 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import exits, storage
+from gspo_jax import exits, references, storage
 from gspo_jax.parallel import processes
-from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
+from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, no_field
 from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], None]
@@ -156,9 +154,11 @@ def _workdir() -> str:
 
 def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
-    config = ConfigDict()
+    config, added = ConfigDict(), dict[str, str]()
     if uses_config and "--help" not in argv and "--helpfull" not in argv:
         config = load_config(_config_flag(argv))
+        argv, added = _take_added(argv, config)
+        sys.argv[1:] = argv[1:]  # where ml_collections looks for overrides
         check_overrides(argv, config)
     try:
         rest = flags.FLAGS(argv)
@@ -168,7 +168,38 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
         raise UserError(str(error)) from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    _add(added, flags.FLAGS.config)
     return rest
+
+
+def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[str, str]]:
+    """Take the flags out of `argv` that add a field to a section of names, such as `--config.rewards.NAME=0.1`.
+
+    Returns:
+      The other words, and the text of each added field by its dotted name. ml_collections refuses fields that a config
+      does not have.
+    """
+    kept, added = [], {}
+    for word in argv:
+        name, equals, value = word.removeprefix("-").removeprefix("-config.").partition("=")
+        section, _, key = name.partition(".")
+        if word.startswith("--config.") and equals and section in NAMED and key not in config[section]:
+            added[name] = value
+        else:
+            kept.append(word)
+    return kept, added
+
+
+def _add(added: dict[str, str], config: ConfigDict) -> None:
+    """Add fields given by flags to a config."""
+    for name, text in added.items():
+        section, _, key = name.partition(".")
+        try:
+            value = NAMED[section](text)
+        except ValueError:
+            raise UserError(f"{name} is {text!r}; use {TYPES[NAMED[section]]}") from None
+        with config.unlocked():
+            config[section][key] = value
 
 
 def _wrong_type(says: str, config: ConfigDict) -> str:
@@ -207,11 +238,8 @@ def load_config(value: str) -> ConfigDict:
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
-    spec = importlib.util.spec_from_file_location("config", path)
-    assert spec is not None and spec.loader is not None  # true for any .py file
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = references.load_file(path, "gspo_jax_config")
         if not callable(getattr(module, "get_config", None)):
             raise UserError(f"{name} defines no function get_config; define one that returns a ConfigDict")
         config = module.get_config(arg) if colon else module.get_config()
@@ -226,16 +254,9 @@ def load_config(value: str) -> ConfigDict:
 
 def _mistake_in(path: Path, error: Exception) -> str:
     """Return one sentence on an exception raised by a config file: the line, and what is wrong there."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    place = f"{path}:{lines[-1]}" if lines else str(path)
-    if isinstance(error, SyntaxError):
-        place = f"{error.filename or path}:{error.lineno}" if error.lineno else str(path)
-        says = error.msg
-    elif isinstance(error, OSError) and not lines:
+    if isinstance(error, OSError) and error.filename == str(path):
         return f"config {str(path)!r} cannot be read: {error.strerror}; check its permissions"
-    else:
-        says = " ".join(str(error).split())
-    return f"the config cannot be made, {place} raises {type(error).__name__}: {says}"
+    return f"the config cannot be made, {references.mistake(error, path)}"
 
 
 def check_overrides(argv: list[str], config: ConfigDict) -> None:

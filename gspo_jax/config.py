@@ -43,7 +43,7 @@ def base() -> ConfigDict:
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
     config.data = ConfigDict()
-    config.data.task = ""  # "arithmetic", "countdown" or "gsm8k"
+    config.data.task = ""  # "arithmetic", "countdown", "gsm8k" or one of `functions`
     config.data.folder = ""  # gsm8k only: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
     config.data.data_dir = ""  # generated tasks only: folder to build the data set in; empty: TFDS's default
     config.data.options = ConfigDict()  # generated tasks only: difficulty, seed, train_size, test_size
@@ -79,6 +79,11 @@ def base() -> ConfigDict:
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # what replies to a turn, such as "countdown_feedback"; empty: one turn, no replies
     config.environment.turns = 2  # turns of the policy per episode, at most
+
+    # Functions of your own: name -> "path/to/file.py:function" or "package.module:function". The name can then stand
+    # wherever the catalogue's do: in rewards, step_rewards, environment.name, objective.name, mismatch.correction and
+    # data.task.
+    config.functions = ConfigDict()
 
     config.rewards = ConfigDict()  # reward function: weight; 0: logged, not added
     config.scoring = ConfigDict()  # reward functions that run in worker processes, such as math_verify

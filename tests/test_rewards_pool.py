@@ -80,7 +80,7 @@ def own_id(prompt, completion, record):
 """
 REPLIES = """
 import json, os, sys, time
-mode = sys.argv[1]
+mode = sys.argv[2]
 print("loading" if mode == "loading" else "ready", flush=True)
 nonce = sys.stdin.readline().strip()
 sys.stdin.readline()

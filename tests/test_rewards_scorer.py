@@ -54,7 +54,8 @@ def fakes(tmp_path_factory):
     (folder / "fake_here.py").write_text(FAKE.replace(', "picky"', ""))
     (folder / "fake_there.py").write_text(FAKE.replace('"moody", "broken", ', ""))
     (folder / "fake_unimportable.py").write_text(
-        '__all__ = ["picky"]\nimport sys\nif "pytest" not in sys.modules: raise ImportError("missing library")'
+        '__all__ = ["picky"]\nimport sys\nif "pytest" not in sys.modules: raise ImportError("missing library")\n'
+        "def picky(prompt, completion, record): return 1.0"
     )
     sys.path.insert(0, str(folder))
     yield {"module": "fake_here", "isolated_module": "fake_there"}

@@ -7,7 +7,7 @@ Generated tasks are built with TFDS on first use (generated.py). GSM8K is read f
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def load(
     task: str,
     *,
     split: str,
+    own: Mapping[str, Callable[..., Any]] | None = None,
     folder: str | None = None,
     data_dir: str | None = None,
     limit: int | None = None,
@@ -43,24 +44,30 @@ def load(
     """Return the records of one split.
 
     Args:
-      task: one of TASKS.
+      task: one of TASKS, or of `own`.
       split: "train" or "test".
+      own: tasks beside TASKS, name -> function(split, **options) that returns rows with the text fields `question` and
+        `answer`, and any others that the rewards read.
       folder: folder of gsm8k: its JSONL files, or a prepared TFDS directory.
       data_dir: folder in which generated tasks are built; None: TFDS's default.
       limit: maximum number of records, from the beginning; None: all.
       instruction: text appended to each question; None: the task's own (INSTRUCTIONS).
-      **options: options of a generated task (see `generated.prepare`): difficulty, seed, train_size, test_size.
+      **options: options of a generated task (see `generated.prepare`): difficulty, seed, train_size, test_size; and
+        those of a function in `own`.
 
     Raises:
       UserError: the task, split or an option is unknown, a file is missing or malformed, or the split has no records.
     """
-    if task not in TASKS:
-        raise UserError(f"unknown task {task!r}; {choices(task, TASKS)}")
+    own = own or {}
+    if task not in (*TASKS, *own):
+        raise UserError(f"unknown task {task!r}; {choices(task, [*TASKS, *own])}")
     if limit is not None and limit < 1:
         field = "eval.prompts" if split == "test" else "data.limit"
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
-    instruction = INSTRUCTIONS[task] if instruction is None else instruction
-    if task in generated.BUILDERS:
+    instruction = INSTRUCTIONS.get(task, "") if instruction is None else instruction
+    if task in own:
+        records = _own(task, own[task], split, limit=limit, instruction=instruction, options=options)
+    elif task in generated.BUILDERS:
         if folder is not None:
             raise UserError(f"task {task} is generated and reads no folder {folder}; leave it out, or set data_dir")
         records = _generated(task, split, data_dir=data_dir, limit=limit, instruction=instruction, options=options)
@@ -75,6 +82,32 @@ def load(
             "folder that has them"
         )
     return records
+
+
+def _own(
+    task: str, function: Callable[..., Any], split: str, *, limit: int | None, instruction: str, options: dict[str, Any]
+) -> Records:
+    """Return the records of a function's rows; what a row leaves out of `id`, `worked` and `instruction` is added."""
+    try:
+        rows = list(function(split, **options))
+    except TypeError as error:
+        raise UserError(
+            f"task {task} cannot be called with split {split!r} and the options {options}: {error}"
+        ) from error
+
+    def convert(index: int, row: Any) -> Record:
+        added = {"id": f"{task}/{split}/{index}", "worked": row["answer"], "instruction": instruction}
+        return added | row
+
+    for index, row in enumerate(rows):
+        fields = row.items() if isinstance(row, dict) else ()
+        texts = {key for key, value in fields if isinstance(key, str) and isinstance(value, str)}
+        if not {"question", "answer"} <= texts or len(texts) < len(fields):
+            raise UserError(
+                f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts of texts with a question and an "
+                "answer"
+            )
+    return Records(f"{task}/{split}", rows, convert=convert, where=lambda _: task, limit=limit)
 
 
 def _generated(

@@ -7,7 +7,8 @@ No model, mesh or config enters here. The B rows are P prompts × G responses, w
 row has T response tokens.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +62,24 @@ class ClipSums(NamedTuple):
     """Sum over rows of the fraction of the row's tokens gated by the upper bound."""
 
 
-def make(name: str, **hyper_parameters: float | str | None) -> Objective:
-    """Build the catalogue's objective `name` with the given hyper-parameters, for use from a config.
+def make(
+    name: str, own: Mapping[str, Callable[..., Any]] | None = None, /, **hyper_parameters: float | str | None
+) -> Objective:
+    """Build the objective `name` with the given hyper-parameters, for use from a config.
 
-    Raises UserError for an unknown name or hyper-parameter, listing the known ones.
+    Args:
+      name: a name of the catalogue or of `own`.
+      own: further factories by name.
+      **hyper_parameters: the factory's arguments.
+
+    Raises:
+      UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
     """
-    return build("objective", {each: getattr(catalogue, each) for each in catalogue.__all__}, name, hyper_parameters)
+    factories = {each: getattr(catalogue, each) for each in catalogue.__all__} | dict(own or {})
+    made = build("objective", factories, name, hyper_parameters)
+    if not isinstance(made, Objective):
+        raise UserError(f"{name} returns {made!r}; return a gspo_jax.objectives.Objective")
+    return made
 
 
 def loss(

@@ -15,14 +15,24 @@ Built = TypeVar("Built")
 def build(
     kind: str, factories: Mapping[str, Callable[..., Built]], name: str, hyper: Mapping[str, float | str | None]
 ) -> Built:
-    """Call `factories[name](**hyper)`; raise UserError for an unknown name or hyper-parameter, listing the known."""
+    """Call `factories[name](**hyper)`.
+
+    Raises:
+      UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
+    """
     if name not in factories:
         raise UserError(f"no {kind} {name!r}; {choices(name, factories)}")
-    known = list(inspect.signature(factories[name]).parameters)
+    parameters = inspect.signature(factories[name]).parameters
+    known = list(parameters)
     for given in hyper:
         if given not in known:
             says = choices(given, known) if known else "it has none"
             raise UserError(f"{name} has no hyper-parameter {given!r}; {says}")
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in hyper:
+            raise UserError(
+                f"{name} needs its hyper-parameter {parameter.name!r}; give it, or a default to the function"
+            )
     return factories[name](**hyper)
 
 

@@ -5,8 +5,8 @@ the factor [B, T]: a constant, at least float32, 0 outside the mask whatever the
 a function here and list its name in `__all__`.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,19 @@ Correction: TypeAlias = Callable[
 ]
 
 
-def make_correction(name: str, **hyper_parameters: float) -> Correction:
-    """Build the correction `name`, for use from a config; raise UserError for an unknown name or hyper-parameter."""
-    return build("mismatch correction", {each: globals()[each] for each in __all__}, name, hyper_parameters)
+def make_correction(
+    name: str, own: Mapping[str, Callable[..., Any]] | None = None, /, **hyper_parameters: float
+) -> Correction:
+    """Build the correction `name` of this module or of `own`, further factories by name, for use from a config.
+
+    Raises:
+      UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
+    """
+    factories = {each: globals()[each] for each in __all__} | dict(own or {})
+    made = build("mismatch correction", factories, name, hyper_parameters)
+    if not callable(made):
+        raise UserError(f"{name} returns {made!r}; return a function of (old_logprobs, sampler_logprobs, mask)")
+    return made
 
 
 def tis(*, cap: float = 2.0) -> Correction:

@@ -5,9 +5,10 @@ they must not hang. To add one, write a function here and list its name in `__al
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
+from gspo_jax import references
 from gspo_jax.rewards.functions import MAX_CHARACTERS, Record, evaluate, expression_value, final_answer
 from gspo_jax.rewards.scorer import check_names
 
@@ -50,8 +51,14 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
     return f"\n{verdict}. {record['question']}"
 
 
-def find(name: str) -> Environment:
-    """Return the environment called `name`; raises UserError listing the known names if it is unknown."""
-    check_names("environment", [name], __all__)
-    environment: Environment = globals()[name]
+def find(name: str, own: Mapping[str, str] | None = None) -> Environment:
+    """Return the environment called `name`, of this module or of `own`, which maps names to references.
+
+    Raises:
+      UserError: the name is unknown; the message lists the known ones.
+      BadReference: its reference leads to no function.
+    """
+    own = own or {}
+    check_names("environment", [name], [*__all__, *own])
+    environment: Environment = references.function(own.get(name, f"{__name__}:{name}"))
     return environment

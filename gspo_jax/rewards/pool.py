@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -64,10 +64,13 @@ class CallEnded(RuntimeError):
 
 
 class Pool:
-    """`workers` processes that call the functions of `module`, each call limited to `timeout_s` seconds."""
+    """`workers` processes that call the functions of `modules`, each call limited to `timeout_s` seconds.
 
-    def __init__(self, module: str, *, workers: int, timeout_s: float) -> None:
-        self._module, self._timeout_s = module, timeout_s
+    A module is a dotted name or the path of a .py file.
+    """
+
+    def __init__(self, *modules: str, workers: int, timeout_s: float) -> None:
+        self._modules, self._timeout_s = modules, timeout_s
         self._closed = False
         self._home = tempfile.TemporaryDirectory(prefix="gspo_jax-rewards-", ignore_cleanup_errors=True)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
@@ -82,12 +85,17 @@ class Pool:
         return sorted(worker.process.pid for worker in self._all)
 
     def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
-        """Queue `module.name(prompt, completion, record)`; the future never raises for what the function does.
+        """Queue `name(prompt, completion, record)`; the future never raises for what the function does.
+
+        `name` is a function of the first module, or the reference `module:function` of one in any of them.
 
         A call that exceeds the timeout is killed. If it ends its process or its worker, or the worker's reply makes no
         sense, it is tried once more.
         """
-        request = json.dumps({"name": name, "prompt": prompt, "completion": completion, "record": record}) + "\n"
+        reference = name if ":" in name else f"{self._modules[0]}:{name}"
+        request = (
+            json.dumps({"function": reference, "prompt": prompt, "completion": completion, "record": record}) + "\n"
+        )
         return self._threads.submit(self._call, request.encode())
 
     def close(self) -> None:
@@ -118,7 +126,7 @@ class Pool:
             self._idle.put(worker)
 
     def _start(self) -> "_Worker":
-        worker = _Worker(self._module, self._timeout_s, self._home.name)
+        worker = _Worker(self._modules, self._timeout_s, self._home.name)
         self._all.add(worker)
         return worker
 
@@ -138,15 +146,15 @@ class Pool:
 class _Worker:
     """One worker process and what it starts, used by one thread at a time."""
 
-    def __init__(self, module: str, timeout_s: float, home: str) -> None:
+    def __init__(self, modules: Sequence[str], timeout_s: float, home: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _PROGRAM, module, str(timeout_s)],
+            [sys.executable, "-P", "-m", _PROGRAM, str(timeout_s), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(home),
             start_new_session=True,  # Ctrl-C reaches only the trainer, which then closes its workers
         )
-        self._module, self._timeout_s = module, timeout_s
+        self._modules, self._timeout_s = modules, timeout_s
         self._ready = False
         self._expired = False
         self._reaping = threading.Lock()
@@ -159,7 +167,7 @@ class _Worker:
         if not self._ready:
             with self._deadline(_STARTUP_TIMEOUT_S):
                 if self._read_line() != b"ready":
-                    raise RuntimeError(f"the reward worker for {self._module} printed before it was ready")
+                    raise RuntimeError(f"the reward worker for {', '.join(self._modules)} printed before it was ready")
             self._ready = True
         # The worker itself ends a call on time; this deadline is for a worker that cannot.
         with self._deadline(self._timeout_s + _MARGIN_S):
@@ -212,8 +220,9 @@ class _Worker:
             raise TimeoutError
         if code > 0 and not self._ready:
             # Trying again would not help.
+            modules = ", ".join(self._modules)
             raise RuntimeError(
-                f"the reward worker for {self._module} could not start: exit code {code}; see its traceback above"
+                f"the reward worker for {modules} could not start: exit code {code}; see its traceback above"
             )
         raise WorkerFailed(f"the reward worker ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
 

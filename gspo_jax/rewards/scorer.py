@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
+from gspo_jax import references
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.types import StopRequested, UserError, choices
@@ -52,6 +53,7 @@ class Scorer:
         self,
         functions: Mapping[str, float],
         *,
+        own: Mapping[str, str] | None = None,
         timeout_s: float = 2.0,
         workers: int = 1,
         module: str = "gspo_jax.rewards.functions",
@@ -61,6 +63,8 @@ class Scorer:
 
         Args:
           functions: name -> weight; with weight 0 a score is recorded but not added.
+          own: functions beside the catalogue's, name -> reference (see references.py); those decorated with
+            `rewards.own_process` are isolated.
           timeout_s: seconds that one call of an isolated function may take.
           workers: number of processes for isolated functions.
           module: module of the in-process functions, which its `__all__` lists.
@@ -68,6 +72,7 @@ class Scorer:
 
         Raises:
           UserError: no function is given, one is unknown, or a number is out of range.
+          BadReference: a reference of `own` leads to no function.
         """
         check_weights("reward", functions)
         if workers < 1 or not 0 < timeout_s < math.inf:
@@ -75,16 +80,11 @@ class Scorer:
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
             )
         self._weights = dict(functions)
-        here = importlib.import_module(module)
-        self._functions: dict[str, Callable[[str, str, dict[str, str]], float | None]] = {
-            name: getattr(here, name) for name in functions if name in here.__all__
-        }
-        self._isolated = [name for name in functions if name not in self._functions]
+        self._functions, self._isolated = find(functions, own or {}, module=module, isolated_module=isolated_module)
         self._pool: Pool | None = None
         if self._isolated:
-            there = importlib.import_module(isolated_module)
-            check_names("reward", self._isolated, there.__all__, also=here.__all__)
-            self._pool = Pool(isolated_module, workers=workers, timeout_s=timeout_s)
+            modules = dict.fromkeys(reference.rpartition(":")[0] for reference in self._isolated.values())
+            self._pool = Pool(*modules, workers=workers, timeout_s=timeout_s)
         self.interrupted: Callable[[], bool] = lambda: False
         """Asked between two calls of a function; True ends the scoring, in all processes."""
 
@@ -126,7 +126,7 @@ class Scorer:
         """The outcomes of every function; None if interrupted."""
         pending, outcomes = {}, dict[str, list[Outcome[float]]]()
         if self._pool is not None:
-            pending = {name: [self._pool.submit(name, *row) for row in rows] for name in self._isolated}
+            pending = {name: [self._pool.submit(ref, *row) for row in rows] for name, ref in self._isolated.items()}
         try:
             for name, function in self._functions.items():
                 outcomes[name] = []
@@ -146,6 +146,34 @@ class Scorer:
                     future.cancel()  # has an effect only after an exception or Ctrl-C
 
 
+def find(
+    names: Iterable[str],
+    own: Mapping[str, str],
+    *,
+    module: str = "gspo_jax.rewards.functions",
+    isolated_module: str = "gspo_jax.rewards.isolated",
+) -> tuple[dict[str, Callable[[str, str, dict[str, str]], float | None]], dict[str, str]]:
+    """Look up reward functions; see `Scorer` for the arguments and for what is raised.
+
+    Returns:
+      Those that run in this process, and the references of those that need a process of their own, by name.
+    """
+    here, isolated = importlib.import_module(module), dict[str, str]()
+    others = [name for name in names if name not in here.__all__ and name not in own]
+    if others:  # their module takes a second to import
+        there = importlib.import_module(isolated_module)
+        check_names("reward", others, [*here.__all__, *there.__all__, *own])
+    functions = {}
+    for name in names:
+        reference = own.get(name, f"{isolated_module if name in others else module}:{name}")
+        function = references.function(reference)
+        if name in others or getattr(function, "own_process", False):
+            isolated[name] = reference
+        else:
+            functions[name] = function
+    return functions, isolated
+
+
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:
     """Raise UserError if `functions` is empty or a weight is not finite; `kind` names them in messages."""
     if not functions:
@@ -155,14 +183,14 @@ def check_weights(kind: str, functions: Mapping[str, float]) -> None:
             raise UserError(f"the weight {weight} of {kind} {name!r} is not finite; use a finite number")
 
 
-def check_names(kind: str, names: Iterable[str], known: Sequence[str], *, also: Sequence[str] = ()) -> None:
-    """Raise UserError for a name that is not in `known`; its message lists `also` and `known`."""
+def check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise UserError for a name that is not in `known`, which its message lists."""
     for name in names:
         if name in known:
             continue
-        if RENAMED.get(name) in (*also, *known):
+        if RENAMED.get(name) in known:
             raise UserError(f"{kind} {name!r} is now called {RENAMED[name]!r}; rename it in the config")
-        raise UserError(f"no {kind} {name!r}; {choices(name, [*also, *known])}")
+        raise UserError(f"no {kind} {name!r}; {choices(name, known)}")
 
 
 def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from gspo_jax import references
 from gspo_jax.rewards.pool import Outcome
 from gspo_jax.rewards.scorer import Row, attempt, check_names, check_weights, report_failures, zip_rows
 
@@ -46,22 +47,30 @@ class StepScorer:
     completion; the completion then has no steps. Functions with weight 0 are recorded only.
     """
 
-    def __init__(self, functions: Mapping[str, float], *, module: str = "gspo_jax.rewards.steps") -> None:
+    def __init__(
+        self,
+        functions: Mapping[str, float],
+        *,
+        own: Mapping[str, str] | None = None,
+        module: str = "gspo_jax.rewards.steps",
+    ) -> None:
         """Look up the functions.
 
         Args:
           functions: name -> weight; with weight 0 a score is recorded but not added.
+          own: functions beside the catalogue's, name -> reference (see references.py).
           module: module of the functions, which its `__all__` lists.
 
         Raises:
           UserError: no function is given, one is unknown, or a weight is not finite.
+          BadReference: a reference of `own` leads to no function.
         """
         check_weights("step reward", functions)
-        here = importlib.import_module(module)
-        check_names("step reward", functions, here.__all__)
+        here, own = importlib.import_module(module), own or {}
+        check_names("step reward", functions, [*here.__all__, *own])
         self._weights = dict(functions)
         self._functions: dict[str, Callable[[str, str, dict[str, str]], Steps]] = {
-            name: getattr(here, name) for name in functions
+            name: references.function(own.get(name, f"{module}:{name}")) for name in functions
         }
 
     def score(

@@ -1,16 +1,17 @@
-"""Worker process for isolated reward functions: `python -m gspo_jax.rewards.worker MODULE TIMEOUT_S`.
+"""Worker process for isolated reward functions: `python -m gspo_jax.rewards.worker TIMEOUT_S MODULE…`.
 
-The worker imports MODULE, holds the pipes to the pool, and calls none of the functions. A runner forked from it makes
-the calls; forking one takes milliseconds, importing takes seconds. So a call that hangs, GIL held or not, is ended on
-time, also after the pool's process was killed: the worker ends it together with all that it started, and forks
-another runner. A runner is also replaced if a call leaves a process or a thread behind.
+The worker imports each MODULE, a dotted name or the path of a .py file, holds the pipes to the pool, and calls none of
+the functions. A runner forked from it makes the calls; forking one takes milliseconds, importing takes seconds. So a
+call that hangs, GIL held or not, is ended on time, also after the pool's process was killed: the worker ends it
+together with all that it started, and forks another runner. A runner is also replaced if a call leaves a process or a
+thread behind.
 
 The runner has no descriptor that leads to the pool. It hands a score over in shared memory, which has no descriptor
 either, so that nothing a function prints, or writes to any file that it finds open, can pass for a score. A function
 that sets out to falsify its own score, by searching the runner's memory, still can, and so it can for later calls of
 the same runner. Nor does a worker keep its functions from the network or from files: that takes a sandbox.
 
-The pool writes two lines for each call: a nonce, which never reaches the runner, and a JSON request, `{"name",
+The pool writes two lines for each call: a nonce, which never reaches the runner, and a JSON request, `{"function",
 "prompt", "completion", "record"}`. The worker answers with one line: the nonce, a space, and one of `{"score"}`,
 `{"error"}`, `{"ended"}`, `{"timed_out"}`. It must not import jax, so that starting it takes no longer than importing
 its functions. Linux only.
@@ -18,7 +19,6 @@ its functions. Linux only.
 
 import contextlib
 import ctypes
-import importlib
 import json
 import math
 import mmap
@@ -31,10 +31,11 @@ import sys
 import threading
 import time
 import traceback
-from types import ModuleType
 from typing import BinaryIO
 
 import psutil
+
+from gspo_jax import references
 
 _LIMITS = {
     resource.RLIMIT_AS: 4 << 30,  # an answer that needs more gets a MemoryError instead of exhausting the machine
@@ -66,21 +67,23 @@ def main() -> None:
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
-    module, timeout_s = importlib.import_module(sys.argv[1]), float(sys.argv[2])
+    timeout_s = float(sys.argv[1])
+    for module in sys.argv[2:]:
+        references.module(module)
     _prctl(_SET_DUMPABLE, 0)  # closes /proc/PID/fd and /proc/PID/mem of this process to the runner
     _prctl(_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         with contextlib.suppress(BrokenPipeError, EOFError):  # the pool is gone
             _send(replies, b"ready")
-            runner = _Runner(module, timeout_s, requests, replies)
+            runner = _Runner(timeout_s, requests, replies)
             while nonce := requests.readline().rstrip():
                 reply = runner.call(requests.readline())
                 if runner.spent:
                     runner.close()
                 _send(replies, nonce + b" " + reply)
                 if runner.spent:  # forked only now, when no nonce is in use
-                    runner = _Runner(module, timeout_s, requests, replies)
+                    runner = _Runner(timeout_s, requests, replies)
     finally:
         _kill_descendants()
     # Stdin has closed: the pool was killed, and nobody else will remove the folder that it made for its workers.
@@ -91,7 +94,7 @@ def main() -> None:
 class _Runner:
     """A forked process that makes the calls, one at a time."""
 
-    def __init__(self, module: ModuleType, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
+    def __init__(self, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
         self._timeout_s, self._pool = timeout_s, requests.fileno()
         self._slot = mmap.mmap(-1, _SLOT_BYTES)
         theirs, ours = os.pipe()
@@ -106,7 +109,7 @@ class _Runner:
                 os.close(ours)
                 os.close(self._bell)
                 with os.fdopen(theirs, "rb") as incoming:
-                    _run(module, timeout_s, incoming, bell, self._slot)
+                    _run(timeout_s, incoming, bell, self._slot)
             finally:
                 os._exit(1)
         os.close(theirs)
@@ -153,14 +156,15 @@ class _Runner:
         self._slot.close()
 
 
-def _run(module: ModuleType, timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> None:
+def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> None:
     """Call the functions, as the runner, until `requests` ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)  # so that processes which a call leaves behind become children, which are counted
     for line in requests:
         request = json.loads(line)
         _limit_cpu(timeout_s)
         try:
-            score = getattr(module, request.pop("name"))(**request)
+            function = references.function(request["function"])
+            score = function(request["prompt"], request["completion"], request["record"])
             reply = {"score": None if score is None else float(score)}
         except BaseException:  # sys.exit() too is the function's failure, not this process's end
             reply = {"error": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}

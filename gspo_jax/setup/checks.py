@@ -6,12 +6,15 @@ from ml_collections import ConfigDict
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
-from gspo_jax.rewards import environments, shaping
+from gspo_jax.rewards import environments, scorer, shaping, steps
 from gspo_jax.routing.replay import REPLAYS
-from gspo_jax.setup import learning, meshes, policy, sampling
+from gspo_jax.setup import functions, learning, meshes, policy, sampling
 from gspo_jax.setup.fields import INT32, at, check_fields
 from gspo_jax.training.state import make_optimizer
 from gspo_jax.types import UserError
+
+ARGUMENTS = "prompt", "completion", "record"
+"""Arguments of rewards, step rewards and environments."""
 
 
 def check(config: ConfigDict) -> ModelConfig:
@@ -23,6 +26,7 @@ def check(config: ConfigDict) -> ModelConfig:
       UserError: one sentence with the value, the limit and the remedy.
     """
     check_fields(config)
+    functions.load(config)
     _check_choices(config)
     _check_rewards(config)
     _check_partial_rollouts(config)
@@ -51,7 +55,8 @@ def _check_choices(config: ConfigDict) -> None:
     if config.model.remat not in transformer.REMATS:
         raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
     if config.environment.name:
-        environments.find(config.environment.name)
+        environments.find(config.environment.name, functions.own(config))
+        functions.check_calls(config, "environment", config.environment.name, *ARGUMENTS)
 
 
 def _check_rewards(config: ConfigDict) -> None:
@@ -63,6 +68,12 @@ def _check_rewards(config: ConfigDict) -> None:
             f"eval.correct is {config.eval.correct!r}, which is not among the config's rewards; use one of "
             f"{', '.join(config.rewards)}"
         )
+    own = functions.own(config)
+    scorer.find(config.rewards, own)
+    scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])
+    for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
+        for name in names:
+            functions.check_calls(config, kind, name, *ARGUMENTS)
 
 
 def _check_partial_rollouts(config: ConfigDict) -> None:

@@ -10,6 +10,7 @@ from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
+from gspo_jax.setup import functions
 
 
 def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
@@ -18,6 +19,7 @@ def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
     limit = config.eval.prompts if split == "test" else data.limit
     return tasks.load(
         data.task,
+        own=functions.load(config),
         split=split,
         folder=data.folder or None,
         data_dir=data.data_dir or None,
@@ -50,9 +52,12 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
 def make_scorer(config: ConfigDict) -> Scorer:
     """The weighted reward functions, with worker processes for those that may hang."""
     scoring = config.scoring
-    return Scorer(config.rewards.to_dict(), timeout_s=scoring.timeout_s, workers=scoring.workers)
+    own = functions.own(config)
+    return Scorer(config.rewards.to_dict(), own=own, timeout_s=scoring.timeout_s, workers=scoring.workers)
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:
     """The weighted step-reward functions; None if the config has none."""
-    return StepScorer(config.step_rewards.to_dict()) if len(config.step_rewards) else None
+    if not len(config.step_rewards):
+        return None
+    return StepScorer(config.step_rewards.to_dict(), own=functions.own(config))

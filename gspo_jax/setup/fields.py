@@ -121,10 +121,12 @@ RANGES = {
 }
 """Range of each numeric field; None is allowed besides, where it is the default."""
 
-_OPEN = ("model.architecture", "data.options", "rewards", "step_rewards")
+NAMED = {"functions": str, "rewards": float, "step_rewards": float}
+"""Sections that begin empty, to which a config or a flag adds names, and the type of a name's value."""
+_OPEN = ("model.architecture", "data.options", *NAMED)
 """Sections that begin empty, to which a config adds fields."""
 _HYPER_PARAMETERS = {"objective": objectives.catalogue.__all__, "mismatch": mismatch.__all__}
-"""Sections with a section for each of these names, whose fields may be left out."""
+"""Sections with a section for each of these names, and of `functions`, whose fields may be left out."""
 _OPTIONS = {"difficulty": str, "seed": int, "train_size": int, "test_size": int}
 """Types of the options of generated tasks."""
 _DIFFICULTY_SETS = ("data.options.train_size", "data.options.test_size")
@@ -146,10 +148,11 @@ def check_fields(config: ConfigDict) -> None:
             own_size = value is None and f"{section}.{key}" in _DIFFICULTY_SETS
             if types.get(key) in TYPES and not own_size:
                 check_value(f"{section}.{key}", value, types[key])
-    for section in ("rewards", "step_rewards"):
+    for section, kind in NAMED.items():
         for key, value in at(config, section).items():
-            _check_type(f"{section}.{key}", value, float)
-            _check_range(f"{section}.{key}", value, FINITE)
+            _check_type(f"{section}.{key}", value, kind)
+            if kind is float:
+                _check_range(f"{section}.{key}", value, FINITE)
 
 
 def check_value(name: str, value: Any, kind: Any) -> None:
@@ -191,7 +194,7 @@ def names(config: ConfigDict, prefix: str = "") -> Iterator[str]:
 def _check_section(config: ConfigDict, section: ConfigDict, defaults: ConfigDict, found: list[str]) -> None:
     """Check one section, and those in it, against the same section of `base()`; `found` is its place in the config."""
     here = ".".join(found)
-    known: Any = [*defaults, *_HYPER_PARAMETERS.get(here, ())]
+    known: Any = [*defaults, *_HYPER_PARAMETERS.get(here, ()), *(config.functions if here in _HYPER_PARAMETERS else ())]
     optional = bool(found) and found[0] in _HYPER_PARAMETERS
     for key in section:
         if key not in known and here not in _OPEN and not (optional and len(found) == 2):

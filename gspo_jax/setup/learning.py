@@ -13,8 +13,8 @@ from gspo_jax.models import flops
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
+from gspo_jax.setup import functions, sampling
 from gspo_jax.setup import policy as policy_lib
-from gspo_jax.setup import sampling
 from gspo_jax.training import packing
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring
@@ -28,7 +28,7 @@ def make_objective(config: ConfigDict) -> Objective:
     name = config.objective.name
     hyper = _hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__)
     try:
-        return objectives.make(name, **hyper)
+        return objectives.make(name, functions.load(config), **hyper)
     except UserError as error:
         raise UserError(f"objective.{name}: {error}" if hyper else str(error)) from None
 
@@ -40,16 +40,21 @@ def make_mismatch_correction(config: ConfigDict) -> Correction | None:
         return None
     hyper = _hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__)
     try:
-        return make_correction(name, **hyper)
+        correction = make_correction(name, functions.load(config), **hyper)
     except UserError as error:
         raise UserError(f"mismatch.{name}: {error}" if hyper else str(error)) from None
+    return correction
 
 
 def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """Hyper-parameters of the named factory; empty for an unknown name, which is reported where it is looked up."""
-    if name not in known:
-        return {}
-    if name not in section:
+    """Hyper-parameters of the named factory.
+
+    Empty for a function of the user's own without a section, and for an unknown name, which is reported where it is
+    looked up.
+    """
+    if name not in section or not isinstance(section[name], ConfigDict):
+        if name not in known:
+            return {}
         raise UserError(f"the config has no section {title}.{name}; add it; an empty one leaves all defaults")
     given: Any = section[name]
     return given

@@ -9,6 +9,7 @@ from gspo_jax.rewards import environments
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.setup import functions
 from gspo_jax.types import UserError
 
 
@@ -68,7 +69,7 @@ def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> P
     begins = opening(config, tokenizer)
     if not environment.name:
         return Player(sampler, opening=begins)
-    answer = environments.find(environment.name)
+    answer = environments.find(environment.name, functions.own(config))
 
     def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
         said = answer(prompt, tokenizer.decode(response), record)

@@ -1,0 +1,99 @@
+"""Functions named by reference: `package.module:function`, or `path/to/file.py:function`.
+
+Reward workers import this module, so it must not import jax.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class BadReference(ValueError):
+    """A reference that leads to no function; the message is one sentence with the remedy."""
+
+
+@functools.cache
+def function(reference: str) -> Callable[..., Any]:
+    """Return the function that a reference names, and the same one each time.
+
+    A relative path starts at the current folder. The folder of a file is searched last for what the file imports.
+
+    Raises:
+      BadReference: the reference is malformed, its file or module cannot be imported, or it has no such function.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise BadReference(
+            f"{reference!r} names no function; use 'path/to/file.py:function' or 'package.module:function'"
+        )
+    found = module(place)
+    if not callable(getattr(found, name, None)):
+        own = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == found.__name__]
+        there = f"it has {', '.join(own)}" if own else "it defines none"
+        raise BadReference(f"{place} has no function {name!r}; {there}")
+    return getattr(found, name)
+
+
+@functools.cache
+def module(place: str) -> ModuleType:
+    """Import a module by its dotted name or the path of its .py file, once.
+
+    Raises:
+      BadReference: there is no such file or module, or importing it fails.
+    """
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except (Exception, SystemExit) as error:  # anything may go wrong in a user's module
+            if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+                raise BadReference(
+                    f"there is no module {error.name!r}; install it, start where it can be imported, or give the path "
+                    "of a .py file"
+                ) from None
+            raise BadReference(f"module {place!r} cannot be imported, {mistake(error)}") from error
+    path = Path(place).absolute()
+    if not path.is_file():
+        raise BadReference(f"there is no file {place!r}; give the path of a .py file from the current folder")
+    # A name of its own: files of the same name may lie in several folders.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        return load_file(path, name)
+    except (Exception, SystemExit) as error:
+        raise BadReference(f"{place} cannot be imported, {mistake(error, path)}") from error
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """Run a .py file as a module called `name`; raises what the file raises."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # true for any .py file
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return loaded
+
+
+def mistake(error: BaseException, path: Path | None = None) -> str:
+    """Describe an exception in half a sentence, `file.py:3 raises NameError: …`, with the last line of `path` in it.
+
+    Without `path`, the file and line that raised it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if path is None or frame.filename == str(path)]
+    place = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename or place}:{error.lineno}" if error.lineno else place
+        return f"{place} raises {type(error).__name__}: {error.msg}"
+    return f"{place} raises {type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,78 @@
+"""Functions of the user's own: `functions.NAME = 'path/to/file.py:function'` makes NAME known wherever names are."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from gspo_jax import objectives, references
+from gspo_jax.data import tasks
+from gspo_jax.objectives import mismatch
+from gspo_jax.rewards import environments, functions, steps
+from gspo_jax.types import UserError
+
+Function = Callable[..., Any]
+
+
+def own(config: ConfigDict) -> dict[str, str]:
+    """The config's own functions, name -> reference."""
+    return config.functions.to_dict()
+
+
+def load(config: ConfigDict) -> dict[str, Function]:
+    """Import the config's own functions; the same function each time.
+
+    Raises:
+      UserError: a name is in a catalogue already, or its reference leads to no function.
+    """
+    if not len(config.functions):
+        return {}
+    from gspo_jax.rewards import isolated  # here, as it takes a second
+
+    catalogues = {
+        "reward": (*functions.__all__, *isolated.__all__),
+        "step reward": steps.__all__,
+        "environment": environments.__all__,
+        "objective": objectives.catalogue.__all__,
+        "mismatch correction": mismatch.__all__,
+        "task": tasks.TASKS,
+    }
+    loaded = {}
+    for name, reference in own(config).items():
+        for kind, names in catalogues.items():
+            if name in names:
+                raise UserError(f"functions.{name} has the name of the catalogue's {kind} {name!r}; choose another")
+        try:
+            loaded[name] = references.function(reference)
+        except references.BadReference as error:
+            raise UserError(f"functions.{name}: {error}") from error
+    return loaded
+
+
+def check_calls(config: ConfigDict, kind: str, name: str, *arguments: str) -> None:
+    """Check that a function of the user's own can be called with these arguments, in order.
+
+    Args:
+      config: the config; a name that is none of its own functions passes.
+      kind: what the function is used as, for messages.
+      name: the function's name.
+      *arguments: what the arguments are called in messages.
+
+    Raises:
+      UserError: it takes fewer arguments, or needs others.
+    """
+    function = load(config).get(name)
+    if function is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of extension modules have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise UserError(
+            f"functions.{name}: {config.functions[name]} is {name}{signature}, but a {kind} is called with "
+            f"({', '.join(arguments)}): {error}"
+        ) from None
