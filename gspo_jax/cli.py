@@ -183,7 +183,7 @@ def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[st
     for word in argv:
         name, equals, value = word.removeprefix("-").removeprefix("-config.").partition("=")
         section, _, key = name.partition(".")
-        if word.startswith("--config.") and equals and section in NAMED and key not in config[section]:
+        if word.startswith("--config.") and equals and section in NAMED and key not in at(config, section):
             added[name] = value
         else:
             kept.append(word)
@@ -198,8 +198,9 @@ def _add(added: dict[str, str], config: ConfigDict) -> None:
             value = NAMED[section](text)
         except ValueError:
             raise UserError(f"{name} is {text!r}; use {TYPES[NAMED[section]]}") from None
-        with config.unlocked():
-            config[section][key] = value
+        names: Any = at(config, section)
+        with names.unlocked():
+            names[key] = value
 
 
 def _wrong_type(says: str, config: ConfigDict) -> str:
