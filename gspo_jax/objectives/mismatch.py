@@ -33,7 +33,7 @@ def make_correction(
       UserError: the name or a hyper-parameter is unknown, or one without a default is missing; lists the known ones.
     """
     factories: dict[str, Callable[..., Any]] = {each: globals()[each] for each in __all__} | dict(own or {})
-    made = build("mismatch correction", factories, name, hyper_parameters)
+    made: Correction = build("mismatch correction", factories, name, hyper_parameters)
     if not callable(made):
         raise UserError(f"{name} returns {made!r}; return a function of (old_logprobs, sampler_logprobs, mask)")
     return made
