@@ -29,6 +29,6 @@ def get_config() -> ConfigDict:
     config = load_config("configs/tiny.py:runlocal")
     config.functions.products = "examples/dataset.py:products"
     config.data.task = "products"
-    config.data.data_dir = ""
+    config.data.data_dir = ""  # where generated tasks are built
     config.data.options = ConfigDict({"largest": 12})
     return config

@@ -158,14 +158,16 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     if uses_config and "--help" not in argv and "--helpfull" not in argv:
         config = load_config(_config_flag(argv))
         argv, added = _take_added(argv, config)
-        sys.argv[1:] = argv[1:]  # where ml_collections looks for overrides
         check_overrides(argv, config)
+    command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
         raise UserError(_wrong_type(str(error), config)) from None
     except flags.Error as error:
         raise UserError(str(error)) from None
+    finally:
+        sys.argv = command
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     _add(added, flags.FLAGS.config)
@@ -181,10 +183,9 @@ def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[st
     """
     kept, added = [], {}
     for word in argv:
-        name, equals, value = word.removeprefix("-").removeprefix("-config.").partition("=")
-        section, _, key = name.partition(".")
-        if word.startswith("--config.") and equals and section in NAMED and key not in at(config, section):
-            added[name] = value
+        match = re.fullmatch(r"--?config\.((\w+)\.(\w+))=(.*)", word, re.DOTALL)
+        if match and match[2] in NAMED and match[3] not in at(config, match[2]):
+            added[match[1]] = match[4]
         else:
             kept.append(word)
     return kept, added

@@ -46,7 +46,9 @@ def base() -> ConfigDict:
     config.data.task = ""  # "arithmetic", "countdown", "gsm8k" or one of `functions`
     config.data.folder = ""  # gsm8k only: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
     config.data.data_dir = ""  # generated tasks only: folder to build the data set in; empty: TFDS's default
-    config.data.options = ConfigDict()  # generated tasks only: difficulty, seed, train_size, test_size
+    config.data.options = (
+        ConfigDict()
+    )  # generated tasks: difficulty, seed, train_size, test_size; one of `functions`: its own
     config.data.limit = 0  # use only this many records, the first of the training split; 0: all
     config.data.prompts_per_batch = 128  # prompts, and so groups, per training batch and per evaluation batch
     config.data.max_prompt_length = 512  # tokens; longer prompts are left out, never cut

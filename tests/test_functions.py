@@ -1,5 +1,6 @@
 """Functions of the user's own: found by reference, checked before a run, and used like the catalogue's."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -144,6 +145,11 @@ def test_hyper_parameters_of_an_objective_come_from_its_section():
     config.objective.soft_gspo = ConfigDict({"tau": 3.0})
     assert check(config) and learning.make_objective(config).level == "sequence"
     config.objective.soft_gspo = ConfigDict({"tau_pos": 3.0})
+    config.objective.update({"mine": 3})
+    config.functions.mine = f"{EXAMPLES}/objective.py:soft_gspo"
+    with pytest.raises(UserError, match=r"objective.mine is 3; it is a section, so use a ConfigDict of its fields"):
+        check(config)
+    del config.objective["mine"]
     with pytest.raises(UserError, match=r"objective.soft_gspo: .*no hyper-parameter 'tau_pos'; .*tau"):
         check(config)
 
@@ -177,6 +183,9 @@ def test_rows_of_an_own_task_are_records(written):
         data.load_records(config, "test")
     config = config_with(mine=f"{written('def f(split, **options): return [dict(question=split, answer=3)]')}:f")
     config.data.task = "mine"
+    with pytest.raises(UserError, match=r"task mine is a function, .*; leave data.folder and data.data_dir empty"):
+        data.load_records(config, "train")
+    config.data.data_dir = ""
     with pytest.raises(UserError, match=r"task mine, train row 0 is .*; return dicts of texts with a question and an"):
         data.load_records(config, "train")
 
@@ -192,6 +201,15 @@ def test_flags_add_names_to_a_config():
     with pytest.raises(UserError, match=r"rewards.brief is 'much'; use a number"):
         cli._add({"rewards.brief": "much"}, config)
     assert functions.own(base()) == {}
+
+
+def test_a_command_keeps_the_flags_that_add_names():
+    """They reach the config, and the command that a run tells its user to repeat is whole."""
+    script = "import sys; from gspo_jax import cli; cli.run(lambda config: print(config.rewards.brief, *sys.argv[1:]))"
+    flags = ["--config=configs/tiny.py:runlocal", "--config.functions.brief=examples/reward.py:brief"]
+    flags += ["--config.rewards.brief=0.1", "--config.seed=3"]
+    said = subprocess.run([sys.executable, "-c", script, *flags], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert said.split() == ["0.1", *flags]
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))

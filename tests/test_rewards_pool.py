@@ -126,7 +126,7 @@ def workers():
 
 
 def call(workers, name, completion="", **record):
-    return workers.submit(name, "", completion, record).result(timeout=30)
+    return workers.submit(f"pool_calls:{name}", "", completion, record).result(timeout=30)
 
 
 def wait_for(path, *, at_most_s=20.0):
@@ -212,7 +212,7 @@ def test_nothing_that_a_call_starts_outlives_it(workers, tmp_path, end, expected
 
 
 def test_close_ends_what_a_call_has_started(workers, tmp_path):
-    workers.submit("leave", "", "hang", {"file": str(tmp_path / "ids")})
+    workers.submit("pool_calls:leave", "", "hang", {"file": str(tmp_path / "ids")})
     wait_for(tmp_path / "ids")
     ids = [*workers.pids, *json.loads((tmp_path / "ids").read_text())]
     workers.close()
@@ -232,7 +232,7 @@ def test_all_end_when_the_trainer_is_killed(tmp_path):
         from gspo_jax.rewards.pool import Pool
         workers = Pool("pool_calls", workers=2, timeout_s=60.0)
         print(workers._home.name, *workers.pids, flush=True)
-        workers.submit("leave", "", "hang", {"file": sys.argv[1]}).result()
+        workers.submit("pool_calls:leave", "", "hang", {"file": sys.argv[1]}).result()
         """)
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script, str(tmp_path / "ids")]

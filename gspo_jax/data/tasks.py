@@ -66,6 +66,10 @@ def load(
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
     instruction = INSTRUCTIONS.get(task, "") if instruction is None else instruction
     if task in own:
+        if folder is not None or data_dir is not None:
+            raise UserError(
+                f"task {task} is a function, which takes data.options alone; leave data.folder and data.data_dir empty"
+            )
         records = _own(task, own[task], split, limit=limit, instruction=instruction, options=options)
     elif task in generated.BUILDERS:
         if folder is not None:
@@ -89,11 +93,12 @@ def _own(
 ) -> Records:
     """Return the records of a function's rows; what a row leaves out of `id`, `worked` and `instruction` is added."""
     try:
-        rows = list(function(split, **options))
+        inspect.signature(function).bind(split, **options)
     except TypeError as error:
         raise UserError(
             f"task {task} cannot be called with split {split!r} and the options {options}: {error}"
-        ) from error
+        ) from None
+    rows = list(function(split, **options))
 
     def convert(index: int, row: Any) -> Record:
         added = {"id": f"{task}/{split}/{index}", "worked": row["answer"], "instruction": instruction}

@@ -84,15 +84,12 @@ class Pool:
         """Process ids of the workers."""
         return sorted(worker.process.pid for worker in self._all)
 
-    def submit(self, name: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
-        """Queue `name(prompt, completion, record)`; the future never raises for what the function does.
-
-        `name` is a function of the first module, or the reference `module:function` of one in any of them.
+    def submit(self, reference: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
+        """Queue a call of the function `module:name`; the future never raises for what the function does.
 
         A call that exceeds the timeout is killed. If it ends its process or its worker, or the worker's reply makes no
         sense, it is tried once more.
         """
-        reference = name if ":" in name else f"{self._modules[0]}:{name}"
         request = (
             json.dumps({"function": reference, "prompt": prompt, "completion": completion, "record": record}) + "\n"
         )

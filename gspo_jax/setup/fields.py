@@ -199,6 +199,8 @@ def _check_section(config: ConfigDict, section: ConfigDict, defaults: ConfigDict
     for key in section:
         if key not in known and here not in _OPEN and not (optional and len(found) == 2):
             no_field(".".join([*found, key]), found, config)
+        if key in config.functions and here in _HYPER_PARAMETERS:
+            _check_is_section(".".join([*found, key]), section[key])
     for key, default in defaults.items():
         name = ".".join([*found, key])
         if key not in section:
@@ -207,11 +209,15 @@ def _check_section(config: ConfigDict, section: ConfigDict, defaults: ConfigDict
             raise UserError(f"the config has no {name!r}; start from gspo_jax.config.base(), which has every field")
         value: Any = section[key]
         if isinstance(default, ConfigDict):
-            if not isinstance(value, ConfigDict):
-                raise UserError(f"{name} is {value!r}; it is a section, so use a ConfigDict of its fields")
+            _check_is_section(name, value)
             _check_section(config, value, default, [*found, key])
         elif not (value is None and default is None):
             check_value(name, value, defaults.get_type(key))
+
+
+def _check_is_section(name: str, value: Any) -> None:
+    if not isinstance(value, ConfigDict):
+        raise UserError(f"{name} is {value!r}; it is a section, so use a ConfigDict of its fields")
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:

@@ -40,10 +40,9 @@ def make_mismatch_correction(config: ConfigDict) -> Correction | None:
         return None
     hyper = _hyper_parameters("mismatch", config.mismatch, name, mismatch.__all__)
     try:
-        correction = make_correction(name, functions.load(config), **hyper)
+        return make_correction(name, functions.load(config), **hyper)
     except UserError as error:
         raise UserError(f"mismatch.{name}: {error}" if hyper else str(error)) from None
-    return correction
 
 
 def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequence[str]) -> Mapping[str, Any]:
@@ -52,12 +51,12 @@ def _hyper_parameters(title: str, section: ConfigDict, name: str, known: Sequenc
     Empty for a function of the user's own without a section, and for an unknown name, which is reported where it is
     looked up.
     """
-    if name not in section or not isinstance(section[name], ConfigDict):
-        if name not in known:
-            return {}
+    given: Any = section.get(name)
+    if isinstance(given, ConfigDict):
+        return given.to_dict()
+    if name in known:
         raise UserError(f"the config has no section {title}.{name}; add it; an empty one leaves all defaults")
-    given: Any = section[name]
-    return given
+    return {}
 
 
 def make_penalties(config: ConfigDict) -> Penalties:
