@@ -192,6 +192,19 @@ def test_an_rspo_that_damps_nothing_is_allowed():
     assert objectives.make("rspo", gamma_min=1.0)
 
 
+def test_factories_beside_the_catalogue_are_built_likewise():
+    def mine(*, low):
+        return objectives.grpo(low=low)
+
+    assert objectives.make("mine", {"mine": mine}, low=0.1).bounds == {"low": 0.1, "high": 0.2}
+    with pytest.raises(UserError, match=r"no objective 'mien'; did you mean 'mine'\? there are .*gspo.*, mine$"):
+        objectives.make("mien", {"mine": mine})
+    with pytest.raises(UserError, match=r"mine needs its hyper-parameter 'low'; give it, or a default to the function"):
+        objectives.make("mine", {"mine": mine})
+    with pytest.raises(UserError, match=r"mine returns 3; return a gspo_jax.objectives.Objective"):
+        objectives.make("mine", {"mine": lambda: 3})
+
+
 @pytest.mark.parametrize("name", [name for name in catalogue.__all__ if "low" in objectives.make(name).bounds])
 def test_offsets_at_their_limits_are_allowed(name):
     assert objectives.make(name, low=0.0, high=0.0) and objectives.make(name, low=1.0, high=4.0)

@@ -114,3 +114,11 @@ def test_what_a_config_can_get_wrong(name, hyper, says):
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"old_logprobs \[4, 3\], sampler_logprobs \[4, 1\], mask \[4, 3\]; all must"):
         factor(tis(), sampler=SAMPLER[:, :1])
+
+
+def test_factories_beside_the_module_are_built_likewise():
+    np.testing.assert_array_equal(factor(make_correction("mine", {"mine": tis}, cap=1.5)), factor(tis(cap=1.5)))
+    with pytest.raises(
+        UserError, match=r"mine returns 3; return a function of \(old_logprobs, sampler_logprobs, mask\)"
+    ):
+        make_correction("mine", {"mine": lambda: 3})
