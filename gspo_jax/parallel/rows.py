@@ -31,31 +31,26 @@ def by_batch_shard(f: Callable[..., Tree]) -> Callable[..., Tree]:
 def take_rows(tree: Tree, rows: Int[Array, " Q"]) -> Tree:
     """x[rows] for every array of the tree, whichever batch shard has the rows.
 
-    The shards' rows go once around a ring, and each shard keeps those that it needs. A gather by the compiler would
-    hold the rows of all shards on each one.
+    An all-to-all gives each shard a slice of the columns of all rows; there the rows are picked, and a second
+    all-to-all brings the columns of each together. So a shard sends twice what it holds, however many shards there
+    are. A gather by the compiler would hold the rows of all shards on each one.
     """
     count = shards()
     if count == 1:
         return jax.tree.map(lambda x: x[rows], tree)
     axes = BATCH_AXES
-    to_previous = [(i, (i - 1) % count) for i in range(count)]
 
     def shard(rows: Array, tree: Any) -> Any:
-        me = jax.lax.axis_index(axes)
+        rows = jax.lax.all_gather(rows, axes, tiled=True)
 
-        def turn(step: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
-            found, passing = state
-            passing = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_previous), passing)
-            owner = (me + step) % count
+        def take(x: Array) -> Array:
+            own = x.reshape(x.shape[0], -1) if x.ndim < 2 else x
+            columns = own.shape[1]
+            own = jnp.pad(own, [(0, 0), (0, -columns % count), *((0, 0),) * (own.ndim - 2)])
+            slices = jax.lax.all_to_all(own, axes, split_axis=1, concat_axis=0, tiled=True)
+            found = jax.lax.all_to_all(slices[rows], axes, split_axis=0, concat_axis=1, tiled=True)
+            return found[:, :columns].reshape(-1, *x.shape[1:])
 
-            def keep(mine: Array, theirs: Array) -> Array:
-                at = rows - owner * theirs.shape[0]
-                here = ((at >= 0) & (at < theirs.shape[0])).reshape(-1, *(1,) * (theirs.ndim - 1))
-                return jnp.where(here, theirs.at[at].get(mode="clip"), mine)
-
-            return jax.tree.map(keep, found, passing), passing
-
-        own = jax.tree.map(lambda x: x.at[rows - me * x.shape[0]].get(mode="clip"), tree)
-        return jax.lax.fori_loop(1, count, turn, (own, tree))[0]
+        return jax.tree.map(take, tree)
 
     return by_batch_shard(shard)(rows, tree)
