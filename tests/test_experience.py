@@ -18,7 +18,7 @@ from gspo_jax.rewards.scorer import Scores
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.rounds import Rounds
-from gspo_jax.run.scored import Responses, Scoring
+from gspo_jax.run.scored import Responses, Round
 from gspo_jax.run.shaping import fill_failures
 from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.types import OldPolicy, Rollout, StopRequested
@@ -103,7 +103,7 @@ def test_a_correction_weighs_the_trainer_against_the_sampler():
 # --- rounds ---------------------------------------------------------------------------------------
 
 
-def scoring(tag: int, total: list[float], *, after: threading.Event | None = None) -> Scoring:
+def a_round(tag: int, total: list[float], *, after: threading.Event | None = None) -> Round:
     """Return a round of two groups with the given rewards, which are there once `after` is set."""
     names = np.array([f"{tag}.{row}" for row in range(B)], object)
     total = np.array(total, np.float32)
@@ -125,10 +125,10 @@ def scoring(tag: int, total: list[float], *, after: threading.Event | None = Non
         assert after is None or after.wait(20.0)
         return scores, columns
 
-    return Scoring(responses, work, lambda columns: columns)
+    return Round(responses, work, lambda columns: columns)
 
 
-def collect(*rounds: Scoring, limit: int) -> Rounds:
+def collect(*rounds: Round, limit: int) -> Rounds:
     collected = Rounds(groups=2, group_size=G, limit=limit)
     for each in rounds:
         assert not collected.full
@@ -140,7 +140,7 @@ MESH = mesh_lib.make_mesh({"data": 2}, devices=jax.devices()[:2])
 
 
 def test_one_round_is_taken_as_it_is():
-    only = scoring(0, [1, 1, 0, 0])
+    only = a_round(0, [1, 1, 0, 0])
     rounds = collect(only, limit=1)
     batch = rounds.batch(MESH)
     assert rounds.full and batch is only.responses and rounds.metrics() == {}
@@ -150,13 +150,13 @@ def test_one_round_is_taken_as_it_is():
 
 def test_the_batch_of_one_round_does_not_wait_for_its_rewards():
     finish = threading.Event()
-    rounds = collect(scoring(0, [1, 1, 0, 0], after=finish), limit=1)
+    rounds = collect(a_round(0, [1, 1, 0, 0], after=finish), limit=1)
     batch = rounds.batch(MESH)
     assert rounds.full and rounds.sampled == B and not rounds._rounds[0]._found.done()
     finish.set()
     assert rounds.scored(batch).total.tolist() == [1, 1, 0, 0]
     keeps_up = {"throughput/answers_per_s": 4 / 2.0, "timing/queue_s": 1.0, "reward/without_worker": 0.75}
-    assert rounds.scoring_metrics() == keeps_up
+    assert rounds.reward_metrics() == keeps_up
 
 
 @pytest.mark.parametrize("error", [RuntimeError("raised on all 4 completions"), StopRequested()])
@@ -164,14 +164,14 @@ def test_what_the_thread_of_the_reward_functions_raises_is_raised_where_the_run_
     def work():
         raise error
 
-    rounds = collect(Scoring(scoring(0, [0] * B).responses, work, dict), limit=1)
+    rounds = collect(Round(a_round(0, [0] * B).responses, work, dict), limit=1)
     batch = rounds.batch(MESH)
     with pytest.raises(type(error), match=f"^{error}$"):
         rounds.scored(batch)
 
 
 def test_groups_without_contrast_are_replaced():
-    rounds = collect(scoring(0, [1, 1, 0, 1]), scoring(10, [0, 1, 0, 0]), limit=5)
+    rounds = collect(a_round(0, [1, 1, 0, 1]), a_round(10, [0, 1, 0, 0]), limit=5)
     assert rounds.full and rounds.sampled == 8 and rounds.failures == 0
     batch = rounds.batch(MESH)
     assert batch.texts.tolist() == ["0.2", "0.3", "10.0", "10.1"]
@@ -184,7 +184,7 @@ def test_groups_without_contrast_are_replaced():
 
 
 def test_rounds_are_bounded_and_what_fills_the_batch_is_not_learned_from():
-    rounds = collect(scoring(0, [1, 1, 0, 0]), scoring(10, [0, 0, 0, 1]), limit=2)
+    rounds = collect(a_round(0, [1, 1, 0, 0]), a_round(10, [0, 0, 0, 1]), limit=2)
     batch = rounds.batch(MESH)
     assert batch.texts.tolist() == ["10.2", "10.3", "0.0", "0.1"]
     assert rounds.scored(batch).learn.tolist() == [True, True, False, False]
@@ -193,10 +193,10 @@ def test_rounds_are_bounded_and_what_fills_the_batch_is_not_learned_from():
 
 def test_contrast_is_between_responses_that_could_be_scored():
     nan = np.nan
-    assert scoring(0, [1, nan, nan, nan]).wait().contrast(G).tolist() == [False, False]
-    assert scoring(0, [0.5, 0.25, -1, -1]).wait().contrast(G).tolist() == [True, False]
-    assert scoring(0, [1, nan, 0, 1]).wait().contrast(4).tolist() == [True]
-    rounds = collect(scoring(0, [1, nan, 0, 1]), scoring(10, [0, 1, 0, nan]), limit=3)
+    assert a_round(0, [1, nan, nan, nan]).wait().contrast(G).tolist() == [False, False]
+    assert a_round(0, [0.5, 0.25, -1, -1]).wait().contrast(G).tolist() == [True, False]
+    assert a_round(0, [1, nan, 0, 1]).wait().contrast(4).tolist() == [True]
+    rounds = collect(a_round(0, [1, nan, 0, 1]), a_round(10, [0, 1, 0, nan]), limit=3)
     assert rounds.scored(rounds.batch(MESH)).learn.tolist() == [True] * 4 and rounds.failures == 2
     assert rounds.metrics()["dynamic/reward_mean"] == pytest.approx(3 / 6)
 

@@ -178,7 +178,7 @@ def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[st
         **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         "timing/reward_share": clock.seconds["reward"] / clock.seconds["iteration"],
         **rounds.metrics(),
-        **rounds.scoring_metrics(),
+        **rounds.reward_metrics(),
         "reward/failed": rounds.failures,
         "reshard/bytes": sampler.copy_bytes,
         "timing/prefill_s": stats.prefill_s,

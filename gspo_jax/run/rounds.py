@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 
 from gspo_jax.parallel import hosts
 from gspo_jax.rollout.episodes import group_rows
-from gspo_jax.run.scored import Responses, Rewarded, Scored, Scoring
+from gspo_jax.run.scored import Responses, Rewarded, Round, Scored
 
 
 class Rounds:
@@ -24,12 +24,12 @@ class Rounds:
     def __init__(self, *, groups: int, group_size: int, limit: int):
         """A batch has `groups` groups; after `limit` rounds, dropped groups fill it up."""
         self._groups, self._group_size, self._limit = groups, group_size, limit
-        self._rounds: list[Scoring] = []
+        self._rounds: list[Round] = []
 
     @property
     def sampled(self) -> int:
         """Responses sampled so far."""
-        return sum(len(scoring.responses.texts) for scoring in self._rounds)
+        return sum(len(each.responses.texts) for each in self._rounds)
 
     @property
     def failures(self) -> int:
@@ -44,17 +44,17 @@ class Rounds:
         """
         return len(self._rounds) == self._limit or (self._limit > 1 and int(self._kept().sum()) >= self._groups)
 
-    def add(self, scoring: Scoring) -> None:
+    def add(self, sampled: Round) -> None:
         """Add a round of responses, whose rewards may still be on their way."""
-        self._rounds.append(scoring)
+        self._rounds.append(sampled)
 
     def batch(self, mesh: Mesh) -> Responses:
         """The first groups with contrast; if there are too few, dropped ones fill the batch but carry no gradient."""
         if self._limit == 1:
             return self._rounds[0].responses
         rows, _ = self._chosen()
-        rounds = [scoring.responses for scoring in self._rounds]
-        rounds = [dataclasses.replace(each, rollout=hosts.allgather(each.rollout)) for each in rounds]
+        responses = (each.responses for each in self._rounds)
+        rounds = [dataclasses.replace(each, rollout=hosts.allgather(each.rollout)) for each in responses]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
         return dataclasses.replace(batch, rollout=hosts.shard_rows(mesh, batch.rollout))
 
@@ -78,9 +78,9 @@ class Rounds:
             "dynamic/reward_mean": float(np.nanmean(np.concatenate([each.total for each in self._rewarded()]))),
         }
 
-    def scoring_metrics(self) -> dict[str, float]:
+    def reward_metrics(self) -> dict[str, float]:
         """How the reward functions kept up, by metric name; times are those of this process."""
-        scores = [scoring.scores for scoring in self._rounds]
+        scores = [each.scores for each in self._rounds]
         seconds = sum(each.seconds for each in scores)
         found = {"throughput/answers_per_s": sum(len(each.total) for each in scores) / seconds}
         without = [each.without_worker for each in self._rewarded() if each.without_worker is not None]
@@ -91,7 +91,7 @@ class Rounds:
         return found
 
     def _rewarded(self) -> list[Rewarded]:
-        return [scoring.wait() for scoring in self._rounds]
+        return [each.wait() for each in self._rounds]
 
     def _chosen(self) -> tuple[Int[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
         """The rows of the batch among those of all rounds, and whether each is worth learning from."""

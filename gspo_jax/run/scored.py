@@ -84,7 +84,7 @@ class Scored(Responses, Rewarded):
         return cls(**_columns(responses), **_columns(rewarded))
 
 
-class Scoring:
+class Round:
     """A round of responses whose reward functions run in a thread."""
 
     def __init__(
@@ -117,9 +117,9 @@ class Scoring:
         return self._rewarded
 
 
-def start_scoring(
+def start_round(
     episodes: EpisodeBatch, tokenizer: Tokenizer, scorer: Scorer, step_scorer: StepScorer | None, mesh: Mesh
-) -> Scoring:
+) -> Round:
     """Start to score a batch of finished episodes; every process scores its own rows, and all receive all of them."""
     rollout, B = episodes.rollout, len(episodes.texts)
     own = hosts.own_rows(mesh, B)
@@ -150,7 +150,7 @@ def start_scoring(
 
     columns = {"lengths": mask.sum(axis=1), "drawn": drawn.sum(axis=1), "truncated": truncated}
     responses = Responses(**episodes._asdict(), **hosts.allgather_rows(mesh, columns, B))
-    return Scoring(responses, score, lambda columns: hosts.allgather_rows(mesh, columns, B))
+    return Round(responses, score, lambda columns: hosts.allgather_rows(mesh, columns, B))
 
 
 def _fulfil(future: Future[Value], work: Callable[[], Value]) -> None:

@@ -28,7 +28,7 @@ from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases, open_phases
 from gspo_jax.run.rounds import Rounds
-from gspo_jax.run.scored import Responses, Scored, Scoring, start_scoring
+from gspo_jax.run.scored import Responses, Round, Scored, start_round
 from gspo_jax.run.shaping import Shaping
 from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, policy, sampling
@@ -170,7 +170,7 @@ class Run:
         clock.phase("sample")
         return self.buffer.batch(lambda started: self.player.begin(*take(), key, first=started))
 
-    def start_rewards(self, episodes: EpisodeBatch, clock: Clock) -> Scoring:
+    def start_rewards(self, episodes: EpisodeBatch, clock: Clock) -> Round:
         """Start to reward a batch of episodes; with dynamic sampling, whose next round depends on it, finish too."""
         clock.phase("reward")
         self.phases.poll()
@@ -180,10 +180,10 @@ class Run:
                 "listens (sampling.stop_ids), with environment.turns above 1"
             )
         mesh = self.engine.meshes.trainer
-        scoring = start_scoring(episodes, self.tokenizer, self.scorer, self.step_scorer, mesh)
+        sampled = start_round(episodes, self.tokenizer, self.scorer, self.step_scorer, mesh)
         if self.config.sampling.rounds > 1:
-            scoring.wait()
-        return scoring
+            sampled.wait()
+        return sampled
 
     def batch(self, rounds: Rounds) -> Responses:
         """The batch to learn from; the sampler's weights are released to make room for the updates."""

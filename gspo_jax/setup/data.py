@@ -8,6 +8,7 @@ from gspo_jax.data import tasks
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, eval_batches, prompt_batches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.parallel import processes
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 
@@ -48,9 +49,11 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
 
 
 def make_scorer(config: ConfigDict) -> Scorer:
-    """The weighted reward functions, with worker processes for those that may hang."""
-    scoring = config.scoring
-    return Scorer(config.rewards.to_dict(), timeout_s=scoring.timeout_s, workers=scoring.workers)
+    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
+    workers = config.scoring.workers
+    if workers is None:
+        workers = processes.own_cores()
+    return Scorer(config.rewards.to_dict(), timeout_s=config.scoring.timeout_s, workers=workers)
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:
