@@ -38,9 +38,9 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
             while not rounds.full:
                 episodes = run.decode(prompts, iteration, rounds, clock)
                 rounds.add(run.start_rewards(episodes, clock))
-            batch = run.batch(rounds)
 
-            old = run.score(state, batch, clock)  # the reward functions run beside it
+            batch = run.batch(rounds, clock)
+            old = run.score(state, batch)  # the reward functions run beside it
             scored = run.rewards(rounds, batch, clock)
             experience = run.advantages(objective, scored, old, clock)
             metrics = []

@@ -1,8 +1,9 @@
 r"""Reward functions that run in the trainer's process: (prompt, completion, record) -> score.
 
-They must be cheap and must not hang; anything that may take long belongs in isolated.py. The final answer is the text
-after the last `####` up to the end of its line, or the content of the last `\boxed{}`, whichever comes later. To add a
-reward, write a function here and list its name in `__all__`.
+They must be cheap and must not hang; anything that may take long belongs in isolated.py. They run beside the main
+thread and hold the interpreter lock: they cannot set signal handlers, and they delay the trainer's own Python code. The
+final answer is the text after the last `####` up to the end of its line, or the content of the last `\boxed{}`,
+whichever comes later. To add a reward, write a function here and list its name in `__all__`.
 """
 
 import ast

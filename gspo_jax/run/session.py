@@ -185,8 +185,10 @@ class Run:
             sampled.wait()
         return sampled
 
-    def batch(self, rounds: Rounds) -> Responses:
+    def batch(self, rounds: Rounds, clock: Clock) -> Responses:
         """The batch to learn from; the sampler's weights are released to make room for the updates."""
+        clock.phase("score")
+        self.phases.poll()
         self.engine.sampler.release()
         batch, packer = rounds.batch(self.engine.meshes.trainer), self.engine.packer
         if packer is None:
@@ -196,10 +198,8 @@ class Run:
         self.packed = packer.metrics(packing, *columns)
         return dataclasses.replace(batch, packing=packing)
 
-    def score(self, state: TrainState, batch: Responses, clock: Clock) -> OldPolicy:
+    def score(self, state: TrainState, batch: Responses) -> OldPolicy:
         """Log-probs, values and routes that stay fixed during the iteration's updates."""
-        clock.phase("score")
-        self.phases.poll()
         critic = None if state.critic is None else state.critic.params
         weights = self.weights(state)
         return jax.block_until_ready(self.engine.score(weights, critic, self.reference, batch.rollout, batch.packing))
