@@ -22,7 +22,6 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.prompts_per_batch = 32
     config.data.max_prompt_length = 256
     config.sampling.max_response_length = 512
-    config.scoring.workers = 2
 
     if arg == "runlocal":
         config.iterations = 2

@@ -36,7 +36,7 @@ from rich.console import Console
 
 from gspo_jax import cli, engine
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel import calibration, hosts
+from gspo_jax.parallel import calibration, hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.reporting.drawing import Parser
@@ -166,7 +166,7 @@ def measure(work: Workload) -> dict[str, Any]:
             "ratio": {name: medians[name] / floors[name] for name in columns},
         },
         "workload": {**vars(work), "model": str(work.model), "mesh": dict(mesh.shape)},
-        "cores": cli.cores(),
+        "cores": processes.cores(),
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }

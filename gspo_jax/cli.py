@@ -96,11 +96,6 @@ def reuse_memory() -> None:
     )
 
 
-def cores() -> int:
-    """Return the number of CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def write_facts(file: str | Path | None, facts: dict[str, Any]) -> None:
     """Write facts to the file given by `--json=FILE`, if any; only process 0 writes."""
     if file is not None and processes.is_first():

@@ -90,7 +90,8 @@ def base() -> ConfigDict:
     config.rewards = ConfigDict()  # reward function: weight; 0: logged, not added
     config.scoring = ConfigDict()  # reward functions that run in worker processes, such as math_verify
     config.scoring.timeout_s = 2.0  # seconds per response; after that the call is killed and it has no score
-    config.scoring.workers = 1  # worker processes for each process of the run
+    # Worker processes for each process of the run; None: the cores of its host, shared by the processes that run there.
+    config.scoring.workers = placeholder(int)
 
     config.step_rewards = ConfigDict()  # step-reward function: weight; for objectives with per-token advantages
     config.overlong = ConfigDict()  # DAPO's soft overlong punishment

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from gspo_jax import cli, storage
 from gspo_jax.config import base
-from gspo_jax.parallel.processes import PARENT
+from gspo_jax.parallel.processes import PARENT, cores
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import model_config
@@ -153,7 +153,7 @@ def mesh(config: ConfigDict) -> Finding:
 def host() -> Finding:
     """Check the free memory of this machine and report its cores."""
     memory = psutil.virtual_memory()
-    found = f"{cli.cores()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
+    found = f"{cores()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
     if memory.available < memory.total / 4:
         return Finding("host", "warning", found, "Other processes hold most of the memory; stop those you do not need.")
     return Finding("host", "ok", found)

@@ -36,7 +36,7 @@ from gspo_jax.kernels import backend
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import costs as costs_lib
-from gspo_jax.parallel import jaxpr, topology
+from gspo_jax.parallel import jaxpr, processes, topology
 from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.parallel.ahead import Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS
@@ -175,7 +175,7 @@ def tune(
     check(config)
     drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")
 
-    pool = ThreadPoolExecutor(cli.cores())
+    pool = ThreadPoolExecutor(processes.cores())
 
     def planner(config: ConfigDict, names: Sequence[str]) -> tuple[dict[str, Any], Setting]:
         setting, _, key = prepare(config, check(config), name, slices=slices, rates=rates)
@@ -237,7 +237,7 @@ def plan(
     facts |= {"sampler_mesh": dict(meshes.sampler.shape), "least_chips": setting.least_chips(), "programs": {}}
     if console is not None:
         show_header(console, facts)
-    with ThreadPoolExecutor(cli.cores()) as pool:
+    with ThreadPoolExecutor(processes.cores()) as pool:
         planned = plan_programs(wanted, setting, pool=pool, slices=slices, key=key, cache=cache, dump=dump)
         for one, found in planned:
             facts["programs"][one] = found

@@ -37,17 +37,18 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
             rounds = run.rounds()
             while not rounds.full:
                 episodes = run.decode(prompts, iteration, rounds, clock)
-                rounds.add(run.rewards(episodes, clock))
-            batch = run.batch(rounds)
+                rounds.add(run.start_rewards(episodes, clock))
 
-            old = run.score(state, batch, clock)
-            experience = run.advantages(objective, batch, old, clock)
+            batch = run.batch(rounds, clock)
+            old = run.score(state, batch)  # the reward functions run beside it
+            scored = run.rewards(rounds, batch, clock)
+            experience = run.advantages(objective, scored, old, clock)
             metrics = []
             for minibatch in range(run.minibatches):
                 state, measured = run.update(objective, state, experience, minibatch)
                 metrics.append(measured)
 
-            run.report(iteration, state, metrics, rounds, batch, clock)
+            run.report(iteration, state, metrics, rounds, scored, clock)
         return run.summary()
 
 

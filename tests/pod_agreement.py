@@ -82,11 +82,14 @@ def prompt_ids(mesh: Mesh | None = None) -> list[list[int]]:
 
 
 def check_votes() -> None:
-    """Check that all processes know of a checkpoint that only the last can't read, and of a scoring that it ends."""
+    """Check that all processes know of a checkpoint that only the last can't read, and of a scoring that it ends; and
+    how many of them share the host's cores.
+    """
     last = jax.process_index() == jax.process_count() - 1
     processes.connect(mesh_lib.make_mesh({"data": jax.process_count(), "fsdp": jax.local_device_count()}))
     _, why = checkpoint._attempt(lambda: 1 / (not last))
     assert "ZeroDivisionError" in why
+    assert processes.own_cores() == max(1, processes.cores() // jax.process_count())
     with Scorer({"exact_answer": 1.0}) as scorer:
         scorer.interrupted = lambda: last
         try:

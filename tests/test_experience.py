@@ -1,6 +1,8 @@
 """The experience that an update trains on: masks, advantages, returns, corrections; and DAPO's sampling rounds."""
 
+import dataclasses
 import io
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,14 @@ from gspo_jax.objectives.advantages import gae, group_steps, group_zscore
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
+from gspo_jax.rewards.scorer import Scores
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.rounds import Rounds
-from gspo_jax.run.scored import Scored
+from gspo_jax.run.scored import Responses, Round
 from gspo_jax.run.shaping import fill_failures
 from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.types import OldPolicy, Rollout
+from gspo_jax.types import OldPolicy, Rollout, StopRequested
 
 B, T, G = 4, 5, 2
 LENGTHS = np.array([5, 3, 1, 4])
@@ -100,11 +103,11 @@ def test_a_correction_weighs_the_trainer_against_the_sampler():
 # --- rounds ---------------------------------------------------------------------------------------
 
 
-def scored(tag: int, total: list[float]) -> Scored:
-    """Return a round of two groups with the given rewards."""
+def a_round(tag: int, total: list[float], *, after: threading.Event | None = None) -> Round:
+    """Return a round of two groups with the given rewards, which are there once `after` is set."""
     names = np.array([f"{tag}.{row}" for row in range(B)], object)
     total = np.array(total, np.float32)
-    return Scored(
+    responses = Responses(
         rollout=rollout(tag),
         texts=names,
         lengths=LENGTHS,
@@ -113,13 +116,19 @@ def scored(tag: int, total: list[float]) -> Scored:
         turns=np.ones(B),
         stale_tokens=np.zeros(B),
         records=names,
-        total=total,
-        by_name={"right": total},
-        learn=np.isfinite(total),
     )
+    by_name, without = {"right": total}, np.array([True, True, True, False])
+    scores = Scores(total, by_name, 0, seconds=2.0, queued_s=[1.0], without_worker=without)
+    columns = {"total": total, "by_name": by_name, "learn": np.isfinite(total), "without_worker": without}
+
+    def work():
+        assert after is None or after.wait(20.0)
+        return scores, columns
+
+    return Round(responses, work, lambda columns: columns)
 
 
-def collect(*rounds: Scored, limit: int) -> Rounds:
+def collect(*rounds: Round, limit: int) -> Rounds:
     collected = Rounds(groups=2, group_size=G, limit=limit)
     for each in rounds:
         assert not collected.full
@@ -131,38 +140,64 @@ MESH = mesh_lib.make_mesh({"data": 2}, devices=jax.devices()[:2])
 
 
 def test_one_round_is_taken_as_it_is():
-    only = scored(0, [1, 1, 0, 0])
+    only = a_round(0, [1, 1, 0, 0])
     rounds = collect(only, limit=1)
-    assert rounds.full and rounds.batch(MESH) is only and rounds.metrics() == {}
+    batch = rounds.batch(MESH)
+    assert rounds.full and batch is only.responses and rounds.metrics() == {}
+    scored = rounds.scored(dataclasses.replace(batch, lengths=LENGTHS + 1))
+    assert scored.total.tolist() == [1, 1, 0, 0] and scored.lengths.tolist() == (LENGTHS + 1).tolist()
+
+
+def test_the_batch_of_one_round_does_not_wait_for_its_rewards():
+    finish = threading.Event()
+    rounds = collect(a_round(0, [1, 1, 0, 0], after=finish), limit=1)
+    batch = rounds.batch(MESH)
+    assert rounds.full and rounds.sampled == B and not rounds._rounds[0]._found.done()
+    finish.set()
+    assert rounds.scored(batch).total.tolist() == [1, 1, 0, 0]
+    keeps_up = {"throughput/answers_per_s": 4 / 2.0, "timing/queue_s": 1.0, "reward/without_worker": 0.75}
+    assert rounds.reward_metrics() == keeps_up
+
+
+@pytest.mark.parametrize("error", [RuntimeError("raised on all 4 completions"), StopRequested()])
+def test_what_the_thread_of_the_reward_functions_raises_is_raised_where_the_run_waits(error):
+    def work():
+        raise error
+
+    rounds = collect(Round(a_round(0, [0] * B).responses, work, dict), limit=1)
+    batch = rounds.batch(MESH)
+    with pytest.raises(type(error), match=f"^{error}$"):
+        rounds.scored(batch)
 
 
 def test_groups_without_contrast_are_replaced():
-    rounds = collect(scored(0, [1, 1, 0, 1]), scored(10, [0, 1, 0, 0]), limit=5)
+    rounds = collect(a_round(0, [1, 1, 0, 1]), a_round(10, [0, 1, 0, 0]), limit=5)
     assert rounds.full and rounds.sampled == 8 and rounds.failures == 0
     batch = rounds.batch(MESH)
     assert batch.texts.tolist() == ["0.2", "0.3", "10.0", "10.1"]
     assert np.asarray(batch.rollout.tokens)[:, 0].tolist() == [2, 3, 10, 11]
-    assert batch.total.tolist() == batch.by_name["right"].tolist() == [0, 1, 0, 1] and batch.learn.all()
+    scored = rounds.scored(batch)
+    assert scored.total.tolist() == scored.by_name["right"].tolist() == [0, 1, 0, 1] and scored.learn.all()
     assert batch.rollout.tokens.sharding == mesh_lib.rows_sharding(MESH)
     want = {"dynamic/rounds": 2, "dynamic/dropped": 0.5, "dynamic/filled": 0.0, "dynamic/reward_mean": 4 / 8}
     assert rounds.metrics() == want
 
 
 def test_rounds_are_bounded_and_what_fills_the_batch_is_not_learned_from():
-    rounds = collect(scored(0, [1, 1, 0, 0]), scored(10, [0, 0, 0, 1]), limit=2)
+    rounds = collect(a_round(0, [1, 1, 0, 0]), a_round(10, [0, 0, 0, 1]), limit=2)
     batch = rounds.batch(MESH)
     assert batch.texts.tolist() == ["10.2", "10.3", "0.0", "0.1"]
-    assert batch.learn.tolist() == [True, True, False, False]
+    assert rounds.scored(batch).learn.tolist() == [True, True, False, False]
     assert rounds.metrics()["dynamic/filled"] == 0.5
 
 
 def test_contrast_is_between_responses_that_could_be_scored():
     nan = np.nan
-    assert scored(0, [1, nan, nan, nan]).contrast(G).tolist() == [False, False]
-    assert scored(0, [0.5, 0.25, -1, -1]).contrast(G).tolist() == [True, False]
-    assert scored(0, [1, nan, 0, 1]).contrast(4).tolist() == [True]
-    rounds = collect(scored(0, [1, nan, 0, 1]), scored(10, [0, 1, 0, nan]), limit=3)
-    assert rounds.batch(MESH).learn.tolist() == [True] * 4 and rounds.failures == 2
+    assert a_round(0, [1, nan, nan, nan]).wait().contrast(G).tolist() == [False, False]
+    assert a_round(0, [0.5, 0.25, -1, -1]).wait().contrast(G).tolist() == [True, False]
+    assert a_round(0, [1, nan, 0, 1]).wait().contrast(4).tolist() == [True]
+    rounds = collect(a_round(0, [1, nan, 0, 1]), a_round(10, [0, 1, 0, nan]), limit=3)
+    assert rounds.scored(rounds.batch(MESH)).learn.tolist() == [True] * 4 and rounds.failures == 2
     assert rounds.metrics()["dynamic/reward_mean"] == pytest.approx(3 / 6)
 
 

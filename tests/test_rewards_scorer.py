@@ -4,7 +4,9 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -19,6 +21,10 @@ import mmap, os, signal, time
 __all__ = ["moody", "broken", "picky"]
 
 def moody(prompt, completion, record):
+    if completion == "slow":
+        time.sleep(0.05)
+    if completion == "nap":
+        time.sleep(0.2)
     if completion == "raise":
         raise ValueError("no mood for " + prompt)
     return {"none": None, "lenient": None, "nan": float("nan"), "inf": float("inf"), "true": True}.get(completion, 0.5)
@@ -248,6 +254,38 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_closing_ends_a_scoring_in_another_thread(fakes):
+    """Be it between two rows of a function of this process, or while workers score."""
+    for rows in (["slow"] * 1000, ["hang"]):
+        name = "moody" if rows[0] == "slow" else "picky"
+        scorer, ended = Scorer({name: 1.0}, timeout_s=60.0, **fakes), []
+
+        def score(scorer=scorer, rows=rows, ended=ended):
+            with pytest.raises((StopRequested, RuntimeError, CancelledError)):
+                scorer.score_here(["p"] * len(rows), rows, [{}] * len(rows))
+            ended.append(True)
+
+        thread = threading.Thread(target=score)
+        thread.start()
+        time.sleep(0.1)
+        scorer.close()
+        thread.join(timeout=10.0)
+        assert ended
+
+
+def test_how_scores_were_found_is_told(verifier, fakes):
+    scores = run(verifier, ["#### 3", r"\boxed{4}", "#### 6/2"])
+    assert scores.total.tolist() == [1, 0, 1] and scores.without_worker.tolist() == [True, True, False]
+    assert len(scores.queued_s) == 1 and 0 <= scores.queued_s[0] <= scores.seconds
+    with Scorer({"picky": 1.0}, **fakes) as scorer:  # one worker, for which the second call has to wait
+        scores = run(scorer, ["nap", "nap"])
+    assert sorted(seconds > 0.15 for seconds in scores.queued_s) == [False, True]
+    assert not scores.without_worker.any()
+    with Scorer({"answer_format": 1.0}) as scorer:
+        scores = run(scorer, ["#### 3"])
+    assert scores.without_worker is None and scores.queued_s == []
 
 
 def test_scoring_ends_soon_after_it_is_interrupted(fakes):

@@ -233,7 +233,7 @@ def test_gsm8k_config_runs_from_a_hugging_face_folder(hf_folder, jsonl_folder, t
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 5
     assert rows[-1]["timing/score_s"] > 0
-    assert {"reward/math_verify", "reward/answer_format"} <= rows[-1].keys()
+    assert {"reward/math_verify", "reward/answer_format", "reward/without_worker", "timing/queue_s"} <= rows[-1].keys()
     printed = capsys.readouterr().out
     assert printed.count("reward 0") >= 2
     assert "How many has she now?" in printed

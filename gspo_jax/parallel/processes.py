@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -181,6 +183,30 @@ def _silence_stdout() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def cores() -> int:
+    """Return the number of CPU cores available to this process."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def own_cores() -> int:
+    """Return this process's share, at least 1, of the cores of its host; all processes have to call it."""
+    client: Any = distributed.global_state.client
+    if client is None:
+        return cores()
+    folder, here = "gspo_jax/host/", f"{socket.gethostname()} {_boot()}"
+    client.key_value_set(f"{folder}{number()}", here, allow_overwrite=True)
+    meet()
+    return max(1, cores() // sum(host == here for _, host in client.key_value_dir_get(folder)))
+
+
+def _boot() -> str:
+    """What tells this host from others with its name; "" where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def wait_for_all(name: str) -> None:

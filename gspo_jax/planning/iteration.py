@@ -186,7 +186,8 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
     config, chips = setting.config, setting.mesh.size
     data, training, critic = config.data, config.training, setting.engine.critic
     hosts = len({device.process_index for device in setting.mesh.devices.flat})
-    answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * config.scoring.workers))
+    workers = 1 if config.scoring.workers is None else config.scoring.workers  # the cores of a host are not known here
+    answers = math.ceil(data.prompts_per_batch * config.sampling.group_size / (hosts * workers))
     return Run(
         chips=chips,
         prompts=data.prompts_per_batch,

@@ -1,8 +1,9 @@
 r"""Reward functions that run in the trainer's process: (prompt, completion, record) -> score.
 
-They must be cheap and must not hang; anything that may take long belongs in isolated.py. The final answer is the text
-after the last `####` up to the end of its line, or the content of the last `\boxed{}`, whichever comes later. To add a
-reward, write a function here and list its name in `__all__`.
+They must be cheap and must not hang; anything that may take long belongs in isolated.py. They run beside the main
+thread and hold the interpreter lock: they cannot set signal handlers, and they delay the trainer's own Python code. The
+final answer is the text after the last `####` up to the end of its line, or the content of the last `\boxed{}`,
+whichever comes later. To add a reward, write a function here and list its name in `__all__`.
 """
 
 import ast
@@ -19,7 +20,7 @@ Record = dict[str, str]
 MAX_CHARACTERS = 200
 """Maximum characters of a final answer, or of a number in a step. Longer ones score 0: every function stays linear."""
 _ANSWER_MARK = re.compile(r"(?<!#)####(?!#)")
-_BOX_START = "\\boxed{"
+BOX_START = "\\boxed{"
 _NUMBER = re.compile(  # 65 | 1,234.50 | 1{,}234 | -$7 | .5 | 65% | 65 apples
     r"(?:\\?\$)?(?P<sign>[-+−]?)\s*(?:\\?\$)?(?P<whole>[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+|[0-9]*)(?P<part>\.[0-9]*)?"
     r"\s*(?:\\?%|[A-Za-z°][A-Za-z° ]*\.?)?"
@@ -57,8 +58,8 @@ def answer_format(prompt: str, completion: str, record: Record) -> float:
     """
     del prompt, record
     marks = len(_ANSWER_MARK.findall(completion))
-    if completion.count(_BOX_START):
-        return float(marks == 0 and completion.count(_BOX_START) == 1 and bool(final_answer(completion)))
+    if completion.count(BOX_START):
+        return float(marks == 0 and completion.count(BOX_START) == 1 and bool(final_answer(completion)))
     if marks != 1:
         return 0.0
     last = completion[completion.rfind("####") + 4 :].strip()
@@ -106,8 +107,8 @@ def final_answer(completion: str) -> str | None:
 
     A `\boxed{}` that never closes does not count.
     """
-    mark, box = completion.rfind("####"), completion.rfind(_BOX_START)
-    answer = _boxed(completion, box + len(_BOX_START)) if box > mark else None
+    mark, box = completion.rfind("####"), completion.rfind(BOX_START)
+    answer = boxed_content(completion, box + len(BOX_START)) if box > mark else None
     if answer is None and mark >= 0:
         end = completion.find("\n", mark)
         answer = completion[mark + 4 : end if end >= 0 else None]
@@ -135,7 +136,7 @@ def ascii_operators(text: str) -> str:
     return text.replace("×", "*").replace("÷", "/").replace("\\times", "*")
 
 
-def _boxed(text: str, start: int) -> str | None:
+def boxed_content(text: str, start: int) -> str | None:
     """Return the content of the `\\boxed{` that opens right before `start`; None if it does not close in time.
 
     Braces inside are balanced; the content has at most MAX_CHARACTERS characters.

@@ -1,10 +1,13 @@
 """Reward functions that may hang or exhaust memory on a hostile answer; they run only in killable worker processes.
 
 Workers import this module, so it must not import jax. Of the environment variables, they see those that pool.py lists,
-and `HOME` is an empty folder. To add a reward, write a function here and list its name in `__all__`.
+and `HOME` is an empty folder. To add a reward, write a function here and list its name in `__all__`. Where a verdict is
+certain without a call, certain.py gives it.
 """
 
 import logging
+from functools import lru_cache
+from typing import Any
 
 from math_verify import parse, verify
 
@@ -23,8 +26,13 @@ def math_verify(prompt: str, completion: str, record: dict[str, str]) -> float:
     Raises ValueError if record["answer"] itself cannot be parsed.
     """
     del prompt  # all rewards share one signature
-    answer = record["answer"]
+    gold = _parse_reference(record["answer"])
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
+def _parse_reference(answer: str) -> list[Any]:
     gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
         raise ValueError(f"the reference answer {answer!r} cannot be parsed")
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
+    return gold

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 _STARTUP_TIMEOUT_S = 60.0
@@ -46,6 +47,8 @@ class Outcome(Generic[Value]):
     error: str | None = None
     raised: bool = False
     """True if the function itself raised; `error` is then its traceback."""
+    queued_s: float | None = None
+    """Seconds that the call waited for a worker; None if there was no call of one."""
 
 
 def to_outcome(score: float | None) -> Outcome[float]:
@@ -93,7 +96,7 @@ class Pool:
         request = (
             json.dumps({"function": reference, "prompt": prompt, "completion": completion, "record": record}) + "\n"
         )
-        return self._threads.submit(self._call, request.encode())
+        return self._threads.submit(self._call, request.encode(), time.monotonic())
 
     def close(self) -> None:
         """Kill the workers, with all they have started, and drop calls that have not begun; repeating is harmless."""
@@ -103,7 +106,11 @@ class Pool:
             self._stop(worker)
         self._home.cleanup()
 
-    def _call(self, request: bytes) -> Outcome[float]:
+    def _call(self, request: bytes, submitted: float) -> Outcome[float]:
+        queued_s = time.monotonic() - submitted
+        return replace(self._outcome(request), queued_s=queued_s)
+
+    def _outcome(self, request: bytes) -> Outcome[float]:
         worker = self._idle.get()  # never blocks: one worker per thread
         error = ""
         try:

@@ -1,22 +1,26 @@
 """Score batches of completions with weighted reward functions, tolerating functions that fail on single rows.
 
-Cheap functions (functions.py) run in this process; functions that may hang (isolated.py) run in killable workers.
+Cheap functions (functions.py) run in this process, in the thread that scores. Functions that may hang (isolated.py) run
+in killable workers, unless their verdict is certain without a call (certain.py).
 """
 
 import importlib
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from absl import logging
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from gspo_jax import references
 from gspo_jax.parallel import hosts
+from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.types import StopRequested, UserError, choices
 
@@ -40,6 +44,12 @@ class Scores:
     """Unweighted scores of each function, float32; NaN where it failed."""
     failures: int
     """Number of rows whose total is NaN."""
+    seconds: float
+    """Wall-clock seconds that the scoring took."""
+    queued_s: list[float]
+    """Seconds that each call of an isolated function waited for a worker."""
+    without_worker: Bool[np.ndarray, " B"] | None
+    """True for rows that no isolated function was called for; None if no function is isolated."""
 
 
 class Scorer:
@@ -85,8 +95,10 @@ class Scorer:
         if self._isolated:
             modules = dict.fromkeys(reference.rpartition(":")[0] for reference in self._isolated.values())
             self._pool = Pool(*modules, workers=workers, timeout_s=timeout_s)
+        self._deciders = {name: DECIDERS.get(reference) for name, reference in self._isolated.items()}
+        self._closed = False
         self.interrupted: Callable[[], bool] = lambda: False
-        """Asked between two calls of a function; True ends the scoring, in all processes."""
+        """Asked between two calls of a function; True ends the scoring."""
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> Scores:
         """Score B completions; in a run of several processes, all call it, each with its own completions.
@@ -95,10 +107,22 @@ class Scorer:
           RuntimeError: a function raises on all completions; with its first traceback.
           StopRequested: the scoring was interrupted, in this process or another one.
         """
+        return unless_stopped(lambda: self.score_here(prompts, completions, records))
+
+    def score_here(
+        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]
+    ) -> Scores:
+        """Score B completions without asking other processes whether they go on; it may run in any thread.
+
+        Raises:
+          RuntimeError: a function raises on all completions, with its first traceback; or the scorer is closed.
+          StopRequested: the scoring was interrupted in this process.
+        """
+        if self._closed:
+            raise RuntimeError("the scorer is closed")
+        begun = time.monotonic()
         rows = zip_rows(prompts, completions, records)
         outcomes = self._run(rows)
-        if hosts.any_process(outcomes is None) or outcomes is None:
-            raise StopRequested
         for name, results in outcomes.items():
             report_failures("reward", name, results)
         by_name = {
@@ -109,10 +133,19 @@ class Scorer:
         for name, weight in self._weights.items():
             if weight:  # 0 * NaN would make rows NaN over a score that is only recorded
                 total += np.float32(weight) * by_name[name]
-        return Scores(total, by_name, int(np.isnan(total).sum()))
+        called = [[o.queued_s is not None for o in outcomes[name]] for name in self._isolated]
+        return Scores(
+            total,
+            by_name,
+            int(np.isnan(total).sum()),
+            seconds=time.monotonic() - begun,
+            queued_s=[o.queued_s for results in outcomes.values() for o in results if o.queued_s is not None],
+            without_worker=np.asarray([not any(uses) for uses in zip(*called, strict=True)], bool) if called else None,
+        )
 
     def close(self) -> None:
-        """Kill the workers; a second call does nothing."""
+        """End a scoring in another thread, and kill the workers; a second call does nothing."""
+        self._closed = True
         if self._pool is not None:
             self._pool.close()
 
@@ -122,28 +155,53 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, rows: list[Row]) -> dict[str, list[Outcome[float]]] | None:
-        """The outcomes of every function; None if interrupted."""
-        pending, outcomes = {}, dict[str, list[Outcome[float]]]()
-        if self._pool is not None:
-            pending = {name: [self._pool.submit(ref, *row) for row in rows] for name, ref in self._isolated.items()}
+    def _run(self, rows: list[Row]) -> dict[str, list[Outcome[float]]]:
+        """The outcomes of every function; raises StopRequested if interrupted."""
+        pending: dict[str, list[Future[Outcome[float]]]] = {name: [] for name in self._isolated}
         try:
-            for name, function in self._functions.items():
-                outcomes[name] = []
+            for name, futures in pending.items():
                 for row in rows:
-                    if self.interrupted():
-                        return None
-                    outcomes[name].append(attempt(_score, function, row))
+                    self._go_on()
+                    futures.append(self._begin(name, row))
+            outcomes: dict[str, list[Outcome[float]]] = {name: [] for name in self._functions}
+            for name, results in outcomes.items():
+                for row in rows:
+                    self._go_on()
+                    results.append(attempt(_score, self._functions[name], row))
             waiting = {future for futures in pending.values() for future in futures}
             while waiting:
                 waiting = wait(waiting, timeout=_LOOK_S).not_done
-                if self.interrupted():
-                    return None
+                self._go_on()
             return outcomes | {name: [future.result() for future in futures] for name, futures in pending.items()}
         finally:
             for futures in pending.values():
                 for future in futures:
                     future.cancel()  # has an effect only after an exception or Ctrl-C
+
+    def _go_on(self) -> None:
+        if self._closed or self.interrupted():
+            raise StopRequested
+
+    def _begin(self, name: str, row: Row) -> Future[Outcome[float]]:
+        """The outcome of an isolated function: there at once if it is certain, else after a call in a worker."""
+        decider, pool = self._deciders[name], self._pool
+        assert pool is not None
+        score = None if decider is None else decider(*row)
+        if score is None:
+            return pool.submit(self._isolated[name], *row)
+        certain: Future[Outcome[float]] = Future()
+        certain.set_result(Outcome(score))
+        return certain
+
+
+def unless_stopped(score: Callable[[], Value]) -> Value:
+    """Return `score()`, or raise StopRequested in all processes if it does so in one; all have to call it."""
+    found: list[Value] = []
+    with suppress(StopRequested):
+        found.append(score())
+    if hosts.any_process(not found):
+        raise StopRequested
+    return found[0]
 
 
 def find(

@@ -176,7 +176,9 @@ def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[st
     stats = sampler.stats
     return {
         **{f"timing/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+        "timing/reward_share": clock.seconds["reward"] / clock.seconds["iteration"],
         **rounds.metrics(),
+        **rounds.reward_metrics(),
         "reward/failed": rounds.failures,
         "reshard/bytes": sampler.copy_bytes,
         "timing/prefill_s": stats.prefill_s,

@@ -8,11 +8,11 @@ import dataclasses
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from gspo_jax.parallel import hosts
 from gspo_jax.rollout.episodes import group_rows
-from gspo_jax.run.scored import Scored
+from gspo_jax.run.scored import Responses, Rewarded, Round, Scored
 
 
 class Rounds:
@@ -24,38 +24,47 @@ class Rounds:
     def __init__(self, *, groups: int, group_size: int, limit: int):
         """A batch has `groups` groups; after `limit` rounds, dropped groups fill it up."""
         self._groups, self._group_size, self._limit = groups, group_size, limit
-        self._rounds: list[Scored] = []
+        self._rounds: list[Round] = []
 
     @property
     def sampled(self) -> int:
         """Responses sampled so far."""
-        return sum(len(scored.total) for scored in self._rounds)
+        return sum(len(each.responses.texts) for each in self._rounds)
 
     @property
     def failures(self) -> int:
         """Responses sampled so far that could not be scored."""
-        return sum(int(np.isnan(scored.total).sum()) for scored in self._rounds)
+        return sum(int(np.isnan(rewarded.total).sum()) for rewarded in self._rewarded())
 
     @property
     def full(self) -> bool:
-        """True if sampling is over: enough groups have contrast, or no rounds are left."""
+        """True if sampling is over: enough groups have contrast, or no rounds are left.
+
+        With a limit of several rounds, this waits for the rewards of the round before.
+        """
         return len(self._rounds) == self._limit or (self._limit > 1 and int(self._kept().sum()) >= self._groups)
 
-    def add(self, scored: Scored) -> None:
-        """Add a round of scored responses."""
-        self._rounds.append(scored)
+    def add(self, sampled: Round) -> None:
+        """Add a round of responses, whose rewards may still be on their way."""
+        self._rounds.append(sampled)
 
-    def batch(self, mesh: Mesh) -> Scored:
+    def batch(self, mesh: Mesh) -> Responses:
         """The first groups with contrast; if there are too few, dropped ones fill the batch but carry no gradient."""
         if self._limit == 1:
-            return self._rounds[0]
-        kept = self._kept()
-        groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
-        rows = group_rows(groups, self._group_size)
-        rounds = [dataclasses.replace(scored, rollout=hosts.allgather(scored.rollout)) for scored in self._rounds]
+            return self._rounds[0].responses
+        rows, _ = self._chosen()
+        responses = (each.responses for each in self._rounds)
+        rounds = [dataclasses.replace(each, rollout=hosts.allgather(each.rollout)) for each in responses]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *rounds)
-        worth = np.repeat(kept[groups], self._group_size)
-        return dataclasses.replace(batch, rollout=hosts.shard_rows(mesh, batch.rollout), learn=batch.learn & worth)
+        return dataclasses.replace(batch, rollout=hosts.shard_rows(mesh, batch.rollout))
+
+    def scored(self, batch: Responses) -> Scored:
+        """The batch with its rewards; waits for them."""
+        if self._limit == 1:
+            return Scored.of(batch, self._rounds[0].wait())
+        rows, worth = self._chosen()
+        rewarded = jax.tree.map(lambda *parts: np.concatenate(parts)[rows], *self._rewarded())
+        return Scored.of(batch, dataclasses.replace(rewarded, learn=rewarded.learn & worth))
 
     def metrics(self) -> dict[str, float]:
         """Sampling effort of the batch, by metric name; empty with a limit of one round."""
@@ -66,9 +75,30 @@ class Rounds:
             "dynamic/rounds": len(self._rounds),
             "dynamic/dropped": float(1 - kept.mean()),
             "dynamic/filled": max(0.0, 1 - float(kept.sum()) / self._groups),
-            "dynamic/reward_mean": float(np.nanmean(np.concatenate([scored.total for scored in self._rounds]))),
+            "dynamic/reward_mean": float(np.nanmean(np.concatenate([each.total for each in self._rewarded()]))),
         }
+
+    def reward_metrics(self) -> dict[str, float]:
+        """How the reward functions kept up, by metric name; times are those of this process."""
+        scores = [each.scores for each in self._rounds]
+        seconds = sum(each.seconds for each in scores)
+        found = {"throughput/answers_per_s": sum(len(each.total) for each in scores) / seconds}
+        without = [each.without_worker for each in self._rewarded() if each.without_worker is not None]
+        if without:
+            queued = [wait for each in scores for wait in each.queued_s]
+            found["timing/queue_s"] = sum(queued) / max(1, len(queued))
+            found["reward/without_worker"] = float(np.concatenate(without).mean())
+        return found
+
+    def _rewarded(self) -> list[Rewarded]:
+        return [each.wait() for each in self._rounds]
+
+    def _chosen(self) -> tuple[Int[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
+        """The rows of the batch among those of all rounds, and whether each is worth learning from."""
+        kept = self._kept()
+        groups = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])[: self._groups]
+        return group_rows(groups, self._group_size), np.repeat(kept[groups], self._group_size)
 
     def _kept(self) -> Bool[np.ndarray, " N"]:
         """True for each of the N groups so far whose rewards differ."""
-        return np.concatenate([np.zeros(0, bool), *(scored.contrast(self._group_size) for scored in self._rounds)])
+        return np.concatenate([np.zeros(0, bool), *(each.contrast(self._group_size) for each in self._rewarded())])

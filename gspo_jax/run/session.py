@@ -28,7 +28,7 @@ from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases, open_phases
 from gspo_jax.run.rounds import Rounds
-from gspo_jax.run.scored import Scored, score_episodes
+from gspo_jax.run.scored import Responses, Round, Scored, start_round
 from gspo_jax.run.shaping import Shaping
 from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, policy, sampling
@@ -170,8 +170,8 @@ class Run:
         clock.phase("sample")
         return self.buffer.batch(lambda started: self.player.begin(*take(), key, first=started))
 
-    def rewards(self, episodes: EpisodeBatch, clock: Clock) -> Scored:
-        """Reward a batch of episodes."""
+    def start_rewards(self, episodes: EpisodeBatch, clock: Clock) -> Round:
+        """Start to reward a batch of episodes; with dynamic sampling, whose next round depends on it, finish too."""
         clock.phase("reward")
         self.phases.poll()
         if self.config.environment.name and episodes.turns.max() == 1:
@@ -179,10 +179,16 @@ class Run:
                 f"{self.config.environment.name} replied to no response of a whole batch; make turns end where it "
                 "listens (sampling.stop_ids), with environment.turns above 1"
             )
-        return score_episodes(episodes, self.tokenizer, self.scorer, self.step_scorer, self.engine.meshes.trainer)
+        mesh = self.engine.meshes.trainer
+        sampled = start_round(episodes, self.tokenizer, self.scorer, self.step_scorer, mesh)
+        if self.config.sampling.rounds > 1:
+            sampled.wait()
+        return sampled
 
-    def batch(self, rounds: Rounds) -> Scored:
+    def batch(self, rounds: Rounds, clock: Clock) -> Responses:
         """The batch to learn from; the sampler's weights are released to make room for the updates."""
+        clock.phase("score")
+        self.phases.poll()
         self.engine.sampler.release()
         batch, packer = rounds.batch(self.engine.meshes.trainer), self.engine.packer
         if packer is None:
@@ -192,13 +198,16 @@ class Run:
         self.packed = packer.metrics(packing, *columns)
         return dataclasses.replace(batch, packing=packing)
 
-    def score(self, state: TrainState, scored: Scored, clock: Clock) -> OldPolicy:
+    def score(self, state: TrainState, batch: Responses) -> OldPolicy:
         """Log-probs, values and routes that stay fixed during the iteration's updates."""
-        clock.phase("score")
-        self.phases.poll()
         critic = None if state.critic is None else state.critic.params
         weights = self.weights(state)
-        return jax.block_until_ready(self.engine.score(weights, critic, self.reference, scored.rollout, scored.packing))
+        return jax.block_until_ready(self.engine.score(weights, critic, self.reference, batch.rollout, batch.packing))
+
+    def rewards(self, rounds: Rounds, batch: Responses, clock: Clock) -> Scored:
+        """The batch with its rewards, once the reward functions have returned."""
+        clock.phase("reward")
+        return rounds.scored(batch)
 
     def advantages(self, objective: Objective, scored: Scored, old: OldPolicy, clock: Clock) -> Experience:
         """The objective's advantages for a scored batch, after reward shaping and filters."""

@@ -8,6 +8,7 @@ from gspo_jax.data import tasks
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, eval_batches, prompt_batches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.parallel import processes
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.setup import functions
@@ -50,10 +51,10 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
 
 
 def make_scorer(config: ConfigDict) -> Scorer:
-    """The weighted reward functions, with worker processes for those that may hang."""
-    scoring = config.scoring
-    own = functions.own(config)
-    return Scorer(config.rewards.to_dict(), own=own, timeout_s=scoring.timeout_s, workers=scoring.workers)
+    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
+    own, scoring = functions.own(config), config.scoring
+    workers = processes.own_cores() if scoring.workers is None else scoring.workers
+    return Scorer(config.rewards.to_dict(), own=own, timeout_s=scoring.timeout_s, workers=workers)
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:
