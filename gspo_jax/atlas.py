@@ -2,15 +2,16 @@
 
     python -m gspo_jax.atlas [--out=docs/objectives]
 
-Draws `atlas.png`, and `atlas-narrow.png` for phones, with one panel per objective at its defaults, in the colour that the
-objective has in every figure: the gain above, the gradient weight (the factor on Â·∇log π) below, for Â = +1 and Â = −1.
+Draws `atlas.png`, and `atlas-narrow.png` for phones, with one panel per objective at its defaults, in the colour that
+it has in every figure: the gain above, the gradient weight (the factor on Â·∇log π) below, for Â = +1 and Â = −1.
 Everything is computed from the catalogue's code by automatic differentiation, so a new objective appears by itself.
 Responses are one token long, so the token ratio is also the sequence ratio.
 """
 
 import inspect
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,16 +40,15 @@ SIGNS = {-1.0: "Â = −1", 1.0: "Â = +1"}
 """Advantages that are drawn, with their names, in the order of drawing."""
 LAYOUTS = {"atlas.png": 4, "atlas-narrow.png": 1}
 """Panels per row of each picture; on a phone, four side by side would be too small to read."""
-COLUMN, HEAD, ROW = 3.75, 0.7, 3.5
-"""Inches: width of a column, height of the headline without the notes, height of a row."""
-NOTE = 11.0
-"""Size of the notes, in points."""
-HEADLINE = "What gates make of the ratio"
+COLUMN, ROW = 3.75, 3.5
+"""Inches: width of a column, height of a row."""
+NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11.0, "va": "top"}
+HEADLINE = "What each objective makes of the importance ratio"
 HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14.5, "va": "top"}
 HOW_TO_READ = (
     "Above: the gain, less its value at ratio 1. Below: the gradient weight, the factor on Â·∇log π. Thin and dark: "
-    "Â = +1, wide and light: Â = −1. Shaded: gated. Computed from the code, at its defaults, for responses of one token, "
-    f"whose ratio is the sequence ratio too; where a gain contains log π_θ itself, π_old is {OLD_PROBABILITY:g}."
+    "Â = +1, wide and light: Â = −1. Shaded: gated. Computed from the code, at its defaults, for responses of one "
+    f"token, whose ratio is the sequence ratio too; where a gain contains log π_θ itself, π_old is {OLD_PROBABILITY:g}."
 )
 
 
@@ -104,12 +104,35 @@ def gated_spans(found: Gate) -> list[tuple[float, float]]:
     return [(ratios[first], ratios[end - 1]) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def draw(path: Path, *, columns: int) -> None:
-    """Draw all objectives of the catalogue, in their order of definition, into one PNG."""
-    names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
+class Drawn(NamedTuple):
+    """What is drawn of an objective."""
+
+    objective: Objective
+    window: tuple[float, float]
+    gates: Mapping[tuple[float, float], Gate]
+    """(advantage, router shift) -> curves, with the gain relative to its value at ratio 1."""
+
+
+def evaluate(name: str) -> Drawn:
+    """Evaluate an objective of the catalogue on the ratios of its window."""
+    objective = make(name)
+    low, high = window(objective)
+    ratios = np.linspace(low, high, STEPS)[1 if low == 0 else 0 :]  # 0 has no log
+    gates = {}
+    for sign, shift in itertools.product(SIGNS, (1.0, SHIFT) if objective.router_shift else (1.0,)):
+        found = gate(objective, np.append(ratios, 1.0), advantage=sign, router_shift=shift)
+        gates[sign, shift] = Gate(ratios, found.gain[:-1] - found.gain[-1], found.weight[:-1], found.gated[:-1])
+    return Drawn(objective, (low, high), gates)
+
+
+def draw(path: Path, drawn: Mapping[str, Drawn], *, columns: int) -> None:
+    """Draw objectives into one PNG."""
+    names = list(drawn)
     width = columns * COLUMN
-    notes = wrap(HOW_TO_READ, width - 0.4, NOTE)
-    head = HEAD + 0.21 * len(notes)
+    title = wrap(HEADLINE, width - 0.4, HEADING["fontsize"], HEADING["weight"])
+    notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])
+    note_at = 0.27 + 0.26 * len(title)
+    head = note_at + 0.21 * len(notes) + 0.1
     height = head + -(-len(names) // columns) * ROW
     wide, high = COLUMN - 0.8, (ROW - 1.15) / 2
     with picture(path, width=width, height=height) as figure:
@@ -119,38 +142,32 @@ def draw(path: Path, *, columns: int) -> None:
                 figure.add_axes((left / width, bottom / height, wide / width, high / height))
                 for bottom in (top - high, top - 2 * high - 0.12)
             )
-            draw_objective(upper, lower, name, look)
+            draw_objective(upper, lower, drawn[name], look)
             if cell % columns == 0:
                 for axes, label in ((upper, "gain"), (lower, "gradient weight")):
                     axes.set_ylabel(label, fontsize=10)
                     axes.yaxis.set_label_coords(-0.4 / wide, 0.5)
             if cell + columns >= len(names):
                 lower.set_xlabel("importance ratio")
-        figure.text(0.2 / width, 1 - 0.15 / height, HEADLINE, **HEADING)
+        for line, text in enumerate(title):
+            figure.text(0.2 / width, 1 - (0.15 + 0.26 * line) / height, text, **HEADING)
         for line, text in enumerate(notes):
-            figure.text(0.2 / width, 1 - (HEAD - 0.05 + 0.21 * line) / height, text, color=GREY, fontsize=NOTE, va="top")
+            figure.text(0.2 / width, 1 - (note_at + 0.21 * line) / height, text, **NOTE)
 
 
-def draw_objective(upper: "Axes", lower: "Axes", name: str, look: Look) -> None:
+def draw_objective(upper: "Axes", lower: "Axes", drawn: Drawn, look: Look) -> None:
     """Draw the gain, relative to its value at ratio 1, into the upper and the gradient weight into the lower axes."""
     from matplotlib.ticker import MaxNLocator
 
-    objective = make(name)
-    low, high = window(objective)
-    ratios = np.linspace(low, high, STEPS)[1 if low == 0 else 0 :]  # 0 has no log
-    gains: list[np.ndarray] = []
-    for sign in SIGNS:
+    objective, (low, high), gates = drawn
+    for (sign, shift), found in gates.items():
         width, color = (4.5, mix(look.color, "#FFFFFF", 0.55)) if sign < 0 else (1.8, look.color)  # both stay visible
-        found = gate(objective, ratios, advantage=sign)
-        for shift in (1.0, SHIFT) if objective.router_shift else (1.0,):
-            curves = gate(objective, ratios, advantage=sign, router_shift=shift)
-            at_one = gate(objective, np.ones(1), advantage=sign, router_shift=shift).gain
-            style: dict[str, Any] = {"color": color}
-            style |= {"linewidth": width} if shift == 1 else {"linewidth": width / 2, "linestyle": (0, (3, 1.5))}
-            upper.plot(ratios, curves.gain - at_one, **style)
-            gains.append((curves.gain - at_one)[STEPS // 20 :])  # the log of a ratio near 0 would dwarf the rest
-            lower.plot(ratios, _with_gaps(curves.weight), **style)
-        _mark_gates(upper, lower, found, sign, look.color)
+        style: dict[str, Any] = {"color": color}
+        style |= {"linewidth": width} if shift == 1 else {"linewidth": width / 2, "linestyle": (0, (3, 1.5))}
+        upper.plot(found.ratios, found.gain, **style)
+        lower.plot(found.ratios, _with_gaps(found.weight), **style)
+        if shift == 1:
+            _mark_gates(upper, lower, found, sign, look.color)
     upper.plot([1], [0], **look.line(markersize=7))
     for axes in (upper, lower):
         axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0.5)
@@ -163,10 +180,11 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str, look: Look) -> None:
             axes.set_xticks(ticks, [_ratio(tick) for tick in ticks])
         axes.set_xlim(low, high)
     upper.tick_params(labelbottom=False)
-    bottom, top = min(gain.min() for gain in gains), max(gain.max() for gain in gains)
+    gains = np.concatenate([found.gain[STEPS // 20 :] for found in gates.values()])  # the log of 0 would dwarf the rest
+    bottom, top = gains.min(), gains.max()
     upper.set_ylim(bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom))
     lower.set_ylim(-0.1, 1.05 * max(2.0, lower.dataLim.y1))
-    upper.set_title(name, pad=19, color=look.color)
+    upper.set_title(objective.name, pad=19, color=look.color)
     upper.text(0, 1.05, _composition(objective), transform=upper.transAxes, color=GREY, fontsize=9.5)
     bounds = {"transform": upper.transAxes, "color": GREY, "fontsize": 9.5, "ha": "right"}
     upper.text(1, 1.2, _settings(objective), **bounds)
@@ -236,8 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")  # only a figure is drawn, so don't wait for an accelerator
         try:
             out.mkdir(parents=True, exist_ok=True)
-            for name, columns in LAYOUTS.items():
-                draw(out / name, columns=columns)
+            names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
+            drawn = {name: evaluate(name) for name in names}  # in their order of definition
+            for file, columns in LAYOUTS.items():
+                draw(out / file, drawn, columns=columns)
         except OSError as error:
             raise UserError(f"the atlas cannot be written to {out}: {error.strerror}; choose another --out") from None
     except UserError as error:

@@ -26,7 +26,6 @@ from gspo_jax.reporting.runs import facts, group_runs, load_run
 from gspo_jax.storage import check_links
 from gspo_jax.types import UserError
 
-
 LAYOUTS = {"report.png": PAGE, "report-narrow.png": PHONE}
 """The pictures of a report."""
 

@@ -32,7 +32,7 @@ NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """Collectives shown by name; all others are summed up as `OTHERS`."""
 OTHERS = "others"
-COLORS = dict(zip((*KINDS, OTHERS), PALETTE, strict=False))
+COLORS: Mapping[str, str] = dict(zip((*KINDS, OTHERS), PALETTE, strict=False))
 """Colour of each kind of collective."""
 
 
@@ -121,7 +121,7 @@ def table(points: Sequence[Point], program: str) -> str:
 def draw(points: Sequence[Point], path: Path, program: str, *, columns: int = 3) -> None:
     """Draw three panels over the number of chips: flops and their change, bytes sent by kind, time."""
     width = columns * COLUMN
-    notes = wrap(f"{program}, at the same work per chip. {HOW_TO_READ}", width - 0.4, NOTE["fontsize"])
+    notes = wrap(f"In {program}, at the same work per chip. {HOW_TO_READ}", width - 0.4, NOTE["fontsize"])
     head = HEAD + 0.22 * len(notes)
     height = head + -(-3 // columns) * ROW
     with picture(path, width=width, height=height) as figure:

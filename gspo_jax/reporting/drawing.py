@@ -77,12 +77,12 @@ def text_width(text: str, size: float, weight: str = "normal") -> float:
     return float(path.vertices[:, 0].max(initial=0.0)) / POINTS_PER_INCH
 
 
-def wrap(text: str, width: float, size: float) -> list[str]:
+def wrap(text: str, width: float, size: float, weight: str = "normal") -> list[str]:
     """Break a text into lines of at most `width` inches, if its words allow."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and text_width(longer, size) > width:
+        if lines[-1] and text_width(longer, size, weight) > width:
             lines.append(word)
         else:
             lines[-1] = longer

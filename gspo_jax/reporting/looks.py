@@ -30,17 +30,17 @@ class Look:
 
 OBJECTIVES = {
     "gspo": Look("#0072B2", "o"),
-    "gspo_token": Look("#0055EE", "o", hollow=True),
+    "gspo_token": Look("#6655FF", "o", hollow=True),
     "grpo": Look("#D55E00", "s"),
-    "dr_grpo": Look("#EE0055", "s", hollow=True),
-    "dapo": Look("#9A6B00", "^"),
+    "dr_grpo": Look("#FF3366", "s", hollow=True),
+    "dapo": Look("#664400", "^"),
     "cispo": Look("#EE55EE", "^", hollow=True),
     "rspo": Look("#009E73", "D"),
-    "gmpo": Look("#CC79A7", "D", hollow=True),
+    "gmpo": Look("#CC77AA", "D", hollow=True),
     "ppo": Look("#0000FF", "v"),
-    "sapo": Look("#442277", "v", hollow=True),
-    "reinforce": Look("#334400", "X"),
-    "rloo": Look("#770033", "X", hollow=True),
+    "sapo": Look("#003399", "v", hollow=True),
+    "reinforce": Look("#770066", "X"),
+    "rloo": Look("#882233", "X", hollow=True),
 }
 """The look of each objective of the catalogue."""
 OTHERS = (
@@ -57,9 +57,9 @@ REPLAYS = ("none", "r2", "r3")
 def looks(groups: Sequence[tuple[str, str | None, str]]) -> list[Look]:
     """Return the look of each group of a figure, given as (label, objective, routing replay).
 
-    Groups that differ in objective and replay have the colour and marker of the objective and the pattern of the replay,
-    whatever else is in the figure. Groups of several objectives that also differ in other settings have patterns in their
-    order; groups of one objective, or of an unknown one (None), have colours by their labels.
+    Groups that differ in objective and replay have the objective's colour and marker and the replay's pattern, whatever
+    else is in the figure. If groups of several objectives also differ in other settings, patterns follow their order;
+    groups of one objective, or of an unknown one (None), have looks by their labels.
     """
     names = {objective for _, objective, _ in groups}
     distinct = len({group[1:] for group in groups}) == len(groups)

@@ -34,7 +34,8 @@ small { color: #6b6b6b; } code, pre { font: 13px/1.45 ui-monospace, monospace; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 7rem; } pre.long { min-width: 16rem; }
 summary { color: #6b6b6b; } td:first-child { min-width: 6.5rem; }
 @media (max-width: 700px) {
-  body { margin: 1rem auto; padding: 0 .7rem; font-size: 14px; } h1 { font-size: 1.2rem; } th, td { padding-right: .5rem; }
+  body { margin: 1rem auto; padding: 0 .7rem; font-size: 14px; }
+  h1 { font-size: 1.2rem; } th, td { padding-right: .5rem; }
 }
 </style></head><body>
 <h1>$title</h1><p>$written</p>
@@ -48,8 +49,8 @@ def html_page(
 ) -> str:
     """Return a self-contained HTML page: picture, numbers, runs, differing settings, samples, config.
 
-    `png` is the picture, `narrow` the one for a phone, `described` says what they show, and `panels` is their page. More
-    than MAX_LISTED groups are compared in one table, and the details folded.
+    `png` is the picture, `narrow` the one for a phone, `described` says what they show, and `panels` is their page.
+    More than MAX_LISTED groups are compared in one table, with the details folded.
     """
     wide, phone = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (png, narrow))
     source = f'<source media="(max-width: 700px)" srcset="{phone}">'

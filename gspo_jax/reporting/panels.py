@@ -285,7 +285,7 @@ class Panel:
 
 
 def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]], str]:
-    """Return the panels of a page that have something to show, with their lines, and a sentence that names the others."""
+    """Return the panels of a page that have something to show, with their lines; and a sentence naming the others."""
     shown, zero, missing = [], [], []
     for panel in PANELS[page]:
         panel = panel.alone if panel.alone is not None and len(groups) == 1 else panel

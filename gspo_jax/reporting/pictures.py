@@ -1,4 +1,4 @@
-"""The picture of a report: headline with the legend, then panels in rows, or for many groups a grid of small panels each.
+"""The picture of a report: a legend, then panels in rows, or for many groups a grid of small panels each.
 
 What the panels show is up to panels.py.
 """
@@ -40,7 +40,7 @@ PAGE, PHONE = Layout(columns=3, column=3.87, small=6), Layout(columns=1, column=
 MARGIN, ROW = 0.2, 3.2
 """Space at the edges, and height of a row of panels."""
 SMALL_HEAD, SMALL_ROW, SMALL_FOOT, SMALL_LEFT, GAP = 0.75, 1.3, 0.3, 0.68, 0.26
-"""Height of the title above small panels, of a row of them, and of the ticks below; space on their left, and between."""
+"""Height of the title above small panels, of a row of them, of the ticks below; space on their left, and between."""
 SAMPLE = 0.42
 """Length of the sample of a group's line in the legend."""
 NAME, NOTE = 15.0, 11.0
@@ -143,7 +143,9 @@ def _grids(shown: Sequence[tuple[Panel, Lines]], layout: Layout) -> tuple[list[t
 def _draw_grid(figure: "Figure", panel: Panel, lines: Lines, top: float, last: int, layout: Layout) -> None:
     """Draw a small panel per line, with the same axes; ticks are labelled at the left and at the bottom."""
     _text(figure, MARGIN, top + 0.05, panel.title, weight="bold", fontsize=13)
-    _text(figure, MARGIN, top + 0.29, f"y: {panel.unit}, x: {panel.x}", color=GREY, fontsize=10)
+    axes_are = f"y: {panel.unit}, x: {panel.x}"
+    size = 10 * min(1.0, (layout.width - 2 * MARGIN) / text_width(axes_are, 10))
+    _text(figure, MARGIN, top + 0.29, axes_are, color=GREY, fontsize=size)
     wide = (layout.width - SMALL_LEFT - MARGIN / 2 + GAP) / layout.small
     for place in range(len(lines)):
         row, column = divmod(place, layout.small)
