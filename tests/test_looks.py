@@ -78,6 +78,8 @@ def test_an_objective_looks_the_same_in_every_figure():
         assert looks([(name, name, "none")]) == [look]
         assert looks([("gspo_token", "gspo_token", "none"), (name, name, "none")])[1] == look
     assert all_four[2] == OBJECTIVES["gspo"] and all_four[1] in OTHERS
+    two = [looks([(name, name, "none")])[0] for name in ("mine", "yours")]
+    assert looks([(name, name, "none") for name in ("mine", "yours")]) == two and two[0] != two[1]
     own = [look.color for look in looks([(name, name, "none") for name in ("a", "b", "c", "d", "e", "f")])]
     assert len(set(own)) == 6
 

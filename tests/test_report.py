@@ -435,7 +435,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, capsys, name):
     assert not list(victim.iterdir())
 
 
-@pytest.mark.parametrize("name", ["report.png", "report.html"])
+@pytest.mark.parametrize("name", ["report.png", "report-narrow.png", "report.html"])
 def test_a_report_elsewhere_replaces_links(tmp_path, name):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "out").mkdir()

@@ -86,7 +86,7 @@ def wrap(text: str, width: float, size: float, weight: str = "normal") -> list[s
             lines.append(word)
         else:
             lines[-1] = longer
-    return lines
+    return lines if text else []
 
 
 def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float) -> None:

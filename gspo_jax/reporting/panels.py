@@ -42,6 +42,11 @@ class Line:
     """Names of the rows if they are parts of a group's metric, such as its mini-batches."""
 
     @property
+    def is_smoothed(self) -> bool:
+        """True if the line is that of a single run, smoothed."""
+        return len(self.rows) == 1 and not np.array_equal(self.rows[0], self.y)
+
+    @property
     def is_zero(self) -> bool:
         """True if all values are 0."""
         return not np.nan_to_num(self.rows).any()
@@ -158,10 +163,10 @@ def draw_small(axes: "Axes", lines: Lines, place: int, panel: "Panel", last: int
 
 def _draw_line(axes: "Axes", group: Group, line: Line, panel: "Panel", *, first: float, alone: bool) -> None:
     """Draw one group; `first` is where its markers begin, as a share of the distance between two."""
-    color, several = group.look.color, len(line.rows) > 1
+    color = group.look.color
     if line.error is not None:
         axes.fill_between(line.x, line.y - line.error, line.y + line.error, color=color, alpha=0.15, linewidth=0)
-    for row in line.rows if several or not np.array_equal(line.rows[0], line.y) else ():
+    for row in line.rows if len(line.rows) > 1 or line.is_smoothed else ():
         axes.plot(line.x, row, color=color, linewidth=0.9, alpha=0.55 if alone else 0.35, zorder=1.8)
     every = max(1, round(len(line.x) / 6))
     look = group.look.line(linewidth=2.2 if alone else 1.9, markersize=5.5)

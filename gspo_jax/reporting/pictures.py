@@ -59,8 +59,8 @@ def draw(
     small = len(groups) > MAX_LINES
     legend = [] if small else list(_flow(groups, layout))
     rows = legend[-1][2] + 1 if legend else 0
-    notes = [*(wrap(_how_to_read(groups), layout.width - 2 * MARGIN, NOTE) if shown else [])]
-    notes += wrap(note, layout.width - 2 * MARGIN, NOTE) if note else []
+    how = _how_to_read(groups, shown) if shown else ""
+    notes = [line for text in (how, note) for line in wrap(text, layout.width - 2 * MARGIN, NOTE)]
     head = 0.12 + 0.36 * rows + 0.23 * len(notes) + 0.1
     places, body = (_grids if small else _rows)(shown, layout)
     with picture(path, width=layout.width, height=head + body + 0.1) as figure:
@@ -77,15 +77,18 @@ def draw(
             panel.draw(axes, lines, panel, last_step(groups))
 
 
-def _how_to_read(groups: Sequence[Group]) -> str:
-    """Say what lines of panels are."""
+def _how_to_read(groups: Sequence[Group], shown: Sequence[tuple[Panel, Lines]]) -> str:
+    """Say what the lines and bands of panels are."""
     seeds = {len(group.runs) for group in groups}
     how = ["one small panel per group, the others in grey behind it"] if len(groups) > MAX_LINES else []
     if max(seeds) > 1:
         counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
         how.append(f"thin: each run, thick: mean of {counted} runs, smoothed except for accuracy")
-    if min(seeds) == 1:
-        how.append("thin: each iteration, thick: smoothed, band: standard error of the evaluation")
+    single = [line for _, lines in shown for group, line in lines if len(group.runs) == 1]
+    if any(line.is_smoothed for line in single):
+        how.append("thin: each iteration, thick: smoothed")
+    if any(line.error is not None for line in single):
+        how.append("band: standard error of the evaluation")
     if any(len({run.rows[-1]["step"] for run in group.runs}) > 1 for group in groups):
         how.append("lines of a group end where its shortest run does")
     return "  ·  ".join(how)
