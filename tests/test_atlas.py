@@ -158,6 +158,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, arguments, says):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    drawing.text_width.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert atlas.main([f"--out={tmp_path}"]) == 2
     assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err

@@ -150,6 +150,10 @@ def test_many_minibatches_are_five_lines(monkeypatch, tmp_path):
         run.rows.append(template | at)
     axes = _titled(_draw(monkeypatch, tmp_path, [run]))["Flip rate by mini-batch"]
     assert [line.get_label() for line in _thick(axes)] == ["1", "5", "9", "12", "16"]
+    assert axes.get_xlabel() == "optimizer updates"
+    two = _titled(_draw(monkeypatch, tmp_path, [_run("gspo", seed) for seed in (0, 1)]))
+    assert two["Flip rate by mini-batch"].get_xlabel() == "optimizer updates (mean of 2 runs)"
+    assert two["Flip rate by layer"].get_xlabel() == "optimizer updates (mean of 2 runs)"
 
 
 @pytest.mark.parametrize("count", [1, 3, 6, 12])

@@ -445,6 +445,7 @@ def test_a_report_elsewhere_replaces_links(tmp_path, name):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    drawing.text_width.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(_fake(tmp_path / "run", iterations=1))]) == 2
     assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err

@@ -50,15 +50,22 @@ def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Ite
     Raises:
       UserError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}: pictures need matplotlib; run pip install 'gspo_jax[report]'") from None
+    _check_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
         figure.savefig(path, dpi=150)
+
+
+def _check_matplotlib() -> None:
+    """Raise UserError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: pictures need matplotlib; run pip install 'gspo_jax[report]'") from None
 
 
 def mix(color: str, other: str, share: float) -> str:
@@ -69,7 +76,8 @@ def mix(color: str, other: str, share: float) -> str:
 
 @functools.cache
 def text_width(text: str, size: float, weight: str = "normal") -> float:
-    """Return the width of a text in inches, without drawing it."""
+    """Return the width of a text in inches, without drawing it; raises UserError like `picture`."""
+    _check_matplotlib()
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 

@@ -185,6 +185,7 @@ def draw_parts(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
         axes.plot(line.x[known], row[known], color=color, linewidth=1.8, label=name)
         ends.append((float(row[known][-1]), name, color))
     _finish(axes, panel, [line], last)
+    axes.set_xlabel(_x_label(group, panel))
     label_ends(axes, ends, size=10.5)
 
 
@@ -200,10 +201,15 @@ def draw_map(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
     bar.outline.set_visible(False)  # type: ignore[operator]
     bar.ax.tick_params(labelsize=9.5, length=0)
     axes.grid(False)
-    axes.set(title=panel.title, ylabel="layer", xlabel=panel.x)
+    axes.set(title=panel.title, ylabel="layer", xlabel=_x_label(group, panel))
     axes.set_xlim(0, last)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _x_label(group: Group, panel: "Panel") -> str:
+    """Return the label of the x axis, which says what parts of several runs are."""
+    return f"{panel.x} (mean of {len(group.runs)} runs)" if len(group.runs) > 1 else panel.x
 
 
 def _shades(group: Group) -> Any:

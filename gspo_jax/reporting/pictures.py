@@ -81,6 +81,8 @@ def _how_to_read(groups: Sequence[Group], shown: Sequence[tuple[Panel, Lines]]) 
     """Say what the lines and bands of panels are."""
     seeds = {len(group.runs) for group in groups}
     how = ["one small panel per group, the others in grey behind it"] if len(groups) > MAX_LINES else []
+    if len(groups) > MAX_LINES and any(panel.from_start for panel, _ in shown):
+        how.append("dashed or grey across: before training")
     if max(seeds) > 1:
         counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
         how.append(f"thin: each run, thick: mean of {counted} runs, smoothed except for accuracy")
