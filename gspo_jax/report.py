@@ -52,6 +52,7 @@ def report(
         check_links(Path(unique[0]))
     groups = group_runs([load_run(folder) for folder in unique])
     found = facts(groups)
+    below = pages.sections(groups, found, panels=panels)
     target = Path(unique[0]) / "report" if out is None else Path(out)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def report(
             draw(groups, shown, target / name, note=left_out, layout=layout)
         pictures = [(target / name).read_bytes() for name in LAYOUTS]
         described = f"{', '.join(panel.title for panel, _ in shown)}. {left_out}".strip()
-        text = pages.html_page(groups, found, *pictures, panels=panels, described=described)
+        text = pages.html_page(groups, below, *pictures, described=described)
         (target / "report.html").write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the report cannot be written to {target}: {error.strerror}; choose another --out") from None

@@ -44,17 +44,14 @@ $parts
 """)
 
 
-def html_page(
-    groups: Sequence[Group], found: Sequence[_Facts], png: bytes, narrow: bytes, *, panels: str, described: str
-) -> str:
-    """Return a self-contained HTML page: picture, numbers, runs, differing settings, samples, config.
+def sections(groups: Sequence[Group], found: Sequence[_Facts], *, panels: str) -> list[tuple[str, str]]:
+    """Return the titles and contents of the page below the picture: numbers, runs, differing settings, samples, config.
 
-    `png` is the picture, `narrow` the one for a phone, `described` says what they show, and `panels` is their page.
-    More than MAX_LISTED groups are compared in one table, with the details folded.
+    More than MAX_LISTED groups are compared in the table of the page `panels`, with the details folded.
+
+    Raises:
+      UserError: a file of samples is damaged.
     """
-    wide, phone = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (png, narrow))
-    source = f'<source media="(max-width: 700px)" srcset="{phone}">'
-    picture = f'<picture>{source}<img alt="{html.escape(described)}" src="{wide}"></picture>'
     numbers = _html_table(number_rows(found)) + (
         "<p>Held-out accuracy: first and last evaluation. Other metrics: mean over the first and over the last tenth "
         "of the iterations. In brackets: minimum and maximum over seeds.</p>"
@@ -66,7 +63,7 @@ def html_page(
         first, ran = _html_table(family_rows(found, panels)), _folded("folders, times and commands", ran)
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
         samples = [(title, _folded("best, median and worst", shown)) for title, shown in samples]
-    parts = [("", picture), ("Numbers", numbers), ("Runs", ran)]
+    parts = [("Numbers", numbers), ("Runs", ran)]
     labels = [group.label for group in groups]
     differing = [{"setting": name, **dict(zip(labels, x, strict=True))} for name, x in differences(firsts).items()]
     if differing:
@@ -75,7 +72,20 @@ def html_page(
     settings = [{"setting": name, "value": value} for name, value in (firsts[0].config or {}).items()]
     if settings:
         parts.append(("Config", _folded(f"all settings of {firsts[0].folder}", _html_table(settings))))
-    body = "\n".join(f"<h2>{html.escape(title)}</h2>{part}" if title else part for title, part in parts)
+    return parts
+
+
+def html_page(
+    groups: Sequence[Group], below: Sequence[tuple[str, str]], png: bytes, narrow: bytes, *, described: str
+) -> str:
+    """Return a self-contained HTML page: the picture, and its `sections` below.
+
+    `png` is the picture, `narrow` the one for a phone, and `described` what they show, in words.
+    """
+    wide, phone = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (png, narrow))
+    source = f'<source media="(max-width: 700px)" srcset="{phone}">'
+    picture = f'<picture>{source}<img alt="{html.escape(described)}" src="{wide}"></picture>'
+    body = "\n".join([picture, *(f"<h2>{html.escape(title)}</h2>{part}" for title, part in below)])
     title = html.escape(" · ".join(group.label if len(groups) > MAX_LISTED else group.caption for group in groups))
     return PAGE.substitute(title=title, written=f"drawn {time.strftime('%Y-%m-%d %H:%M')}", parts=body)
 
