@@ -2,7 +2,7 @@
 
 Pages are written for readers of the repository, so they link to source files (`../gspo_jax/config.py`) and to pages at
 its top. On the site a link to a module becomes one to its API entry; a link to another file leads to `repo_url`, and
-without one only its text is left.
+without one only its text is left. A narrow screen gets a figure's narrow variant, `NAME-narrow.png` beside `NAME.png`.
 """
 
 import posixpath
@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "gspo_jax"
 TOP_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+_IMAGE = re.compile(r'<img [^>]*src="([^"]+)\.png"[^>]*>')
 _BLOCK = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -68,3 +69,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return text[1:-1]
 
     return "".join(part if part.startswith("```") else _LINK.sub(rewrite, part) for part in _BLOCK.split(markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Offer the narrow variants of a page's figures to phones."""
+    del config
+    there = {file.url for file in files}
+
+    def offer(match: re.Match[str]) -> str:
+        narrow = f"{match[1]}-narrow.png"
+        if posixpath.normpath(posixpath.join(posixpath.dirname(page.url), narrow)) not in there:
+            return match[0]
+        return f'<picture><source media="(max-width: 700px)" srcset="{narrow}">{match[0]}</picture>'
+
+    return _IMAGE.sub(offer, html)

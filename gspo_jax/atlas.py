@@ -2,14 +2,16 @@
 
     python -m gspo_jax.atlas [--out=docs/objectives]
 
-Draws `atlas.png`, one panel per objective at its defaults: the gain above, the gradient weight (the factor on Â·∇log π)
-below, for Â = +1 and Â = −1. Everything is computed from the catalogue's code by automatic differentiation, so a new
-objective appears by itself. Responses are one token long, so the token ratio is also the sequence ratio.
+Draws `atlas.png`, and `atlas-narrow.png` for phones, with one panel per objective at its defaults, in the colour that
+it has in every figure: the gain above, the gradient weight (the factor on Â·∇log π) below, for Â = +1 and Â = −1.
+Everything is computed from the catalogue's code by automatic differentiation, so a new objective appears by itself.
+Responses are one token long, so the token ratio is also the sequence ratio.
 """
 
 import inspect
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +22,8 @@ import numpy as np
 
 from gspo_jax.objectives import Objective, catalogue, make
 from gspo_jax.objectives.surrogates import Batch
-from gspo_jax.reporting.drawing import GREY, PALETTE, Parser, picture
+from gspo_jax.reporting.drawing import GREY, Parser, mix, picture, wrap
+from gspo_jax.reporting.looks import Look, looks
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
@@ -33,14 +36,19 @@ SHIFT = 0.8
 TIGHT_BOUND = 0.05
 """Bound below which an objective is drawn in a window around 1 scaled to its bounds."""
 STEPS = 1601
-COLORS = {1.0: PALETTE[0], -1.0: PALETTE[1]}
-COLUMNS, WIDTH, HEAD, ROW = 4, 15.0, 1.25, 3.5
-"""Panels per row; then inches: width of the figure, height of its headline, height of a row."""
-HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 18, "va": "top"}
+SIGNS = {-1.0: "Â = −1", 1.0: "Â = +1"}
+"""Advantages that are drawn, with their names, in the order of drawing."""
+LAYOUTS = {"atlas.png": 4, "atlas-narrow.png": 1}
+"""Panels per row of each picture; on a phone, four side by side would be too small to read."""
+COLUMN, ROW = 3.75, 3.5
+"""Inches: width of a column, height of a row."""
+NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11.0, "va": "top"}
+HEADLINE = "What each objective makes of the importance ratio"
+HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14.5, "va": "top"}
 HOW_TO_READ = (
-    "Above: the gain, less its value at ratio 1. Below: the gradient weight, the factor on Â·∇log π. Shaded: gated.\n"
-    "Computed from the code, at its defaults, for responses of one token, whose ratio is the sequence ratio too; "
-    f"where a gain contains log π_θ itself, π_old is {OLD_PROBABILITY:g}."
+    "Above: the gain, less its value at ratio 1. Below: the gradient weight, the factor on Â·∇log π. Thin and dark: "
+    "Â = +1, wide and light: Â = −1. Shaded: gated. Computed from the code, at its defaults, for responses of one "
+    f"token, whose ratio is the sequence ratio too; where a gain contains log π_θ itself, π_old is {OLD_PROBABILITY:g}."
 )
 
 
@@ -85,7 +93,7 @@ def window(objective: Objective) -> tuple[float, float]:
     if bounds and max(bounds) < TIGHT_BOUND:
         return 1 - 2.5 * max(bounds), 1 + 2.5 * max(bounds)
     wide = np.linspace(0, 16, STEPS)[1:]
-    starts = [start for sign in COLORS for start, _ in gated_spans(gate(objective, wide, advantage=sign))]
+    starts = [start for sign in SIGNS for start, _ in gated_spans(gate(objective, wide, advantage=sign))]
     return 0.0, max(2.0, 1 + 1.25 * (max(starts, default=1.0) - 1))
 
 
@@ -96,47 +104,71 @@ def gated_spans(found: Gate) -> list[tuple[float, float]]:
     return [(ratios[first], ratios[end - 1]) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def draw(path: Path) -> None:
-    """Draw all objectives of the catalogue, in their order of definition, into one PNG."""
-    names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
-    height = HEAD + -(-len(names) // COLUMNS) * ROW
-    wide, high = WIDTH / COLUMNS - 0.8, (ROW - 1.15) / 2
-    with picture(path, width=WIDTH, height=height) as figure:
-        for cell, name in enumerate(names):
-            left, top = WIDTH / COLUMNS * (cell % COLUMNS) + 0.62, height - HEAD - ROW * (cell // COLUMNS) - 0.5
-            upper, lower = (
-                figure.add_axes((left / WIDTH, bottom / height, wide / WIDTH, high / height))
-                for bottom in (top - high, top - 2 * high - 0.12)
-            )
-            draw_objective(upper, lower, name)
-            if cell % COLUMNS == 0:
-                for axes, label in ((upper, "gain"), (lower, "gradient weight")):
-                    axes.set_ylabel(label, fontsize=10)
-                    axes.yaxis.set_label_coords(-0.4 / wide, 0.5)
-            if cell + COLUMNS >= len(names):
-                lower.set_xlabel("importance ratio")
-        _headline(figure, height)
+class Drawn(NamedTuple):
+    """What is drawn of an objective."""
+
+    objective: Objective
+    window: tuple[float, float]
+    gates: Mapping[tuple[float, float], Gate]
+    """(advantage, router shift) -> curves, with the gain relative to its value at ratio 1."""
 
 
-def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
-    """Draw the gain, relative to its value at ratio 1, into the upper and the gradient weight into the lower axes."""
-    from matplotlib.ticker import MaxNLocator
-
+def evaluate(name: str) -> Drawn:
+    """Evaluate an objective of the catalogue on the ratios of its window."""
     objective = make(name)
     low, high = window(objective)
     ratios = np.linspace(low, high, STEPS)[1 if low == 0 else 0 :]  # 0 has no log
-    gains: list[np.ndarray] = []
-    for sign, width in ((-1.0, 4.5), (1.0, 1.8)):  # where both coincide, the wider line stays visible
-        found = gate(objective, ratios, advantage=sign)
-        for shift in (1.0, SHIFT) if objective.router_shift else (1.0,):
-            curves = gate(objective, ratios, advantage=sign, router_shift=shift)
-            at_one = gate(objective, np.ones(1), advantage=sign, router_shift=shift).gain
-            look: dict[str, Any] = {"color": COLORS[sign]}
-            look |= {"linewidth": width} if shift == 1 else {"linewidth": width / 2, "linestyle": (0, (3, 1.5))}
-            upper.plot(ratios, curves.gain - at_one, **look)
-            gains.append((curves.gain - at_one)[STEPS // 20 :])  # the log of a ratio near 0 would dwarf the rest
-            lower.plot(ratios, _with_gaps(curves.weight), **look)
-        _mark_gates(upper, lower, found, sign)
+    gates = {}
+    for sign, shift in itertools.product(SIGNS, (1.0, SHIFT) if objective.router_shift else (1.0,)):
+        found = gate(objective, np.append(ratios, 1.0), advantage=sign, router_shift=shift)
+        gates[sign, shift] = Gate(ratios, found.gain[:-1] - found.gain[-1], found.weight[:-1], found.gated[:-1])
+    return Drawn(objective, (low, high), gates)
+
+
+def draw(path: Path, drawn: Mapping[str, Drawn], *, columns: int) -> None:
+    """Draw objectives into one PNG."""
+    names = list(drawn)
+    width = columns * COLUMN
+    title = wrap(HEADLINE, width - 0.4, HEADING["fontsize"], HEADING["weight"])
+    notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])
+    note_at = 0.27 + 0.26 * len(title)
+    head = note_at + 0.21 * len(notes) + 0.1
+    height = head + -(-len(names) // columns) * ROW
+    wide, high = COLUMN - 0.8, (ROW - 1.15) / 2
+    with picture(path, width=width, height=height) as figure:
+        for cell, (name, look) in enumerate(zip(names, looks([(name, name, "none") for name in names]), strict=True)):
+            left, top = COLUMN * (cell % columns) + 0.62, height - head - ROW * (cell // columns) - 0.5
+            upper, lower = (
+                figure.add_axes((left / width, bottom / height, wide / width, high / height))
+                for bottom in (top - high, top - 2 * high - 0.12)
+            )
+            draw_objective(upper, lower, drawn[name], look)
+            if cell % columns == 0:
+                for axes, label in ((upper, "gain"), (lower, "gradient weight")):
+                    axes.set_ylabel(label, fontsize=10)
+                    axes.yaxis.set_label_coords(-0.4 / wide, 0.5)
+            if cell + columns >= len(names):
+                lower.set_xlabel("importance ratio")
+        for line, text in enumerate(title):
+            figure.text(0.2 / width, 1 - (0.15 + 0.26 * line) / height, text, **HEADING)
+        for line, text in enumerate(notes):
+            figure.text(0.2 / width, 1 - (note_at + 0.21 * line) / height, text, **NOTE)
+
+
+def draw_objective(upper: "Axes", lower: "Axes", drawn: Drawn, look: Look) -> None:
+    """Draw the gain, relative to its value at ratio 1, into the upper and the gradient weight into the lower axes."""
+    from matplotlib.ticker import MaxNLocator
+
+    objective, (low, high), gates = drawn
+    for (sign, shift), found in gates.items():
+        width, color = (4.5, mix(look.color, "#FFFFFF", 0.55)) if sign < 0 else (1.8, look.color)  # both stay visible
+        style: dict[str, Any] = {"color": color}
+        style |= {"linewidth": width} if shift == 1 else {"linewidth": width / 2, "linestyle": (0, (3, 1.5))}
+        upper.plot(found.ratios, found.gain, **style)
+        lower.plot(found.ratios, _with_gaps(found.weight), **style)
+        if shift == 1:
+            _mark_gates(upper, lower, found, sign, look.color)
+    upper.plot([1], [0], **look.line(markersize=7))
     for axes in (upper, lower):
         axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0.5)
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
@@ -148,10 +180,11 @@ def draw_objective(upper: "Axes", lower: "Axes", name: str) -> None:
             axes.set_xticks(ticks, [_ratio(tick) for tick in ticks])
         axes.set_xlim(low, high)
     upper.tick_params(labelbottom=False)
-    bottom, top = min(gain.min() for gain in gains), max(gain.max() for gain in gains)
+    gains = np.concatenate([found.gain[STEPS // 20 :] for found in gates.values()])  # the log of 0 would dwarf the rest
+    bottom, top = gains.min(), gains.max()
     upper.set_ylim(bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom))
     lower.set_ylim(-0.1, 1.05 * max(2.0, lower.dataLim.y1))
-    upper.set_title(name, pad=19)
+    upper.set_title(objective.name, pad=19, color=look.color)
     upper.text(0, 1.05, _composition(objective), transform=upper.transAxes, color=GREY, fontsize=9.5)
     bounds = {"transform": upper.transAxes, "color": GREY, "fontsize": 9.5, "ha": "right"}
     upper.text(1, 1.2, _settings(objective), **bounds)
@@ -164,15 +197,16 @@ def _with_gaps(weight: np.ndarray) -> np.ndarray:
     return broken
 
 
-def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float) -> None:
+def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float, color: str) -> None:
     """Shade the gated ratios and label the effect on the gradient there."""
     for start, end in gated_spans(found):
         for axes in (upper, lower):
-            axes.axvspan(start, end, color=COLORS[sign], alpha=0.12, linewidth=0, zorder=0)
+            axes.axvspan(start, end, color=color, alpha=0.1, linewidth=0, zorder=0)
         above = end == found.ratios[-1]
         there = found.weight[(found.ratios >= start) & (found.ratios <= end)]
         effect = "cut" if not there.any() else "capped" if np.ptp(there) < 1e-3 else "damped"
-        place: dict[str, Any] = {"transform": lower.transAxes, "color": COLORS[sign], "fontsize": 9.5, "weight": "bold"}
+        place: dict[str, Any] = {"transform": lower.transAxes, "color": color, "fontsize": 9.5, "weight": "bold"}
+        effect = f"{SIGNS[sign]}: {effect}"
         if above:
             lower.text(0.98, 0.31 if sign > 0 else 0.14, f"{effect} above {_ratio(start)}", ha="right", **place)
         else:
@@ -206,21 +240,10 @@ def _settings(objective: Objective) -> str:
     return (shown or "no gate") + (f", dashed: shift {SHIFT}" if objective.router_shift else "")
 
 
-def _headline(figure: Any, height: float) -> None:
-    """Write the title, the colour legend and the reading guide."""
-    figure.text(0.012, 1 - 0.15 / height, "What each objective makes of the importance ratio", **HEADING)
-    left = 0.012
-    for text, color in (("Â = +1", COLORS[1.0]), ("Â = −1", COLORS[-1.0]), (HOW_TO_READ, GREY)):
-        bold = "bold" if color != GREY else "normal"
-        style = {"color": color, "weight": bold, "fontsize": 11.5, "va": "top", "linespacing": 1.35}
-        written = figure.text(left, 1 - 0.58 / height, text, **style)
-        left = written.get_window_extent().x1 / figure.bbox.width + 0.012
-
-
 def parser() -> Parser:
     """Build the command-line parser."""
     parser = Parser("python -m gspo_jax.atlas", str(__doc__).rpartition("\n\n")[2])
-    parser.add_argument("--out", metavar="DIR", default="docs/objectives", help="folder for atlas.png")
+    parser.add_argument("--out", metavar="DIR", default="docs/objectives", help="folder for the two pictures")
     return parser
 
 
@@ -231,13 +254,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")  # only a figure is drawn, so don't wait for an accelerator
         try:
             out.mkdir(parents=True, exist_ok=True)
-            draw(out / "atlas.png")
+            names = sorted(catalogue.__all__, key=lambda name: getattr(catalogue, name).__code__.co_firstlineno)
+            drawn = {name: evaluate(name) for name in names}  # in their order of definition
+            for file, columns in LAYOUTS.items():
+                draw(out / file, drawn, columns=columns)
         except OSError as error:
-            raise UserError(f"atlas.png cannot be written to {out}: {error.strerror}; choose another --out") from None
+            raise UserError(f"the atlas cannot be written to {out}: {error.strerror}; choose another --out") from None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(out / "atlas.png")
+    print(*(out / name for name in LAYOUTS), sep="\n")
     return 0
 
 

@@ -1,10 +1,11 @@
 """Plots and tables from run folders: `python -m gspo_jax.report RUN [RUN …] [--out=DIR] [--table=FILE] [--json=FILE]`.
 
-Writes `report.png` and the self-contained `report.html`, to RUN/report for a single run and to --out for several. Runs
-whose configs differ only in the seed are drawn as one line (mean) with a band (minimum to maximum); --table=FILE writes
-a markdown table with a row for each such group. --panels=routing shows routing drift and its effects instead of
-training progress. Runs still in progress can be reported. Only files are read: no model, no device. Metrics are
-computed by reporting/runs.py, drawn by reporting/panels.py and written by reporting/pages.py.
+Writes `report.png`, `report-narrow.png` for phones and the self-contained `report.html`, to RUN/report for a single run
+and to --out for several. Runs whose configs differ only in the seed are a group: thin lines, and a thick one for their
+mean; more than six groups have a small panel each. --table=FILE writes a markdown table with a row for each group.
+--panels=routing shows routing drift and its effects instead of training progress. Runs still in progress can be
+reported. Only files are read: no model, no device. Metrics are computed by reporting/runs.py, drawn by
+reporting/panels.py and reporting/pictures.py, and written by reporting/pages.py.
 """
 
 import json
@@ -17,62 +18,16 @@ from typing import Any
 from rich.console import Console
 
 from gspo_jax.reporting import pages
-from gspo_jax.reporting.drawing import GREY, Parser, picture
-from gspo_jax.reporting.panels import MAX_BANDS, MAX_VALUE_LABELS, PANELS
+from gspo_jax.reporting.drawing import Parser
+from gspo_jax.reporting.panels import PANELS, choose
+from gspo_jax.reporting.pictures import PAGE, PHONE, draw
 from gspo_jax.reporting.progress import make_table
-from gspo_jax.reporting.runs import Group, facts, group_runs, load_run
+from gspo_jax.reporting.runs import facts, group_runs, load_run
 from gspo_jax.storage import check_links
 from gspo_jax.types import UserError
 
-WIDTH, HEAD, ROW = 11.6, 0.8, 3.2
-"""Inches: width of the figure, height of its headline, height of a row of panels."""
-
-
-def draw(groups: Sequence[Group], path: Path, *, panels: str = "training") -> None:
-    """Draw all panels of a page that there are numbers for into one PNG."""
-    shown = [panel for panel in PANELS[panels] if any(panel.read(group, panel.metric) for group in groups)]
-    rows = -(-max(3, sum(panel.width for panel in shown)) // 3)
-    with picture(path, width=WIDTH, height=HEAD + rows * ROW) as figure:
-        cell = 0
-        for panel in shown:
-            room = 1.5 if panel.width == 2 else 0.98 if len(groups) > MAX_VALUE_LABELS else 0.7
-            axes = figure.add_axes(_place(cell, panel.width, room, figure.get_figheight()))
-            panel.draw(axes, groups, panel)
-            cell += panel.width
-        _headline(figure, groups)
-
-
-def _place(cell: int, width: int, room: float, height: float) -> tuple[float, float, float, float]:
-    """Return left, bottom, width and height of a panel's axes, leaving `room` inches for labels on its right."""
-    left = WIDTH / 3 * (cell % 3) + 0.84
-    right = WIDTH / 3 * (cell % 3 + width) - room
-    top = height - HEAD - ROW * (cell // 3) - 0.32
-    bottom = height - HEAD - ROW * (cell // 3 + 1) + 0.68
-    return left / WIDTH, bottom / height, (right - left) / WIDTH, (top - bottom) / height
-
-
-def _headline(figure: Any, groups: Sequence[Group]) -> None:
-    """Write the names of the groups in their colours and how to read the lines."""
-    height, left = figure.get_figheight(), 0.02
-    many, seeds = len(groups) > MAX_BANDS, {len(group.runs) for group in groups}
-    counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
-    names = [group.label if len(groups) > MAX_VALUE_LABELS else group.caption for group in groups]
-    size = min(17.0, 1000 / sum(len(name) + 3 for name in names))
-    for name, group in zip(names, groups, strict=True):
-        style = {"color": group.color, "weight": "bold", "fontsize": size, "va": "top"}
-        text = figure.text(left, 1 - 0.15 / height, name, **style)
-        left = text.get_window_extent().x1 / figure.bbox.width + 0.02
-    how = []
-    if many:
-        how.append(f"line: mean of {counted} runs, smoothed")
-    elif max(seeds) > 1:
-        of = f"{counted} seeds" if len(groups) > MAX_VALUE_LABELS else "the seeds"
-        how.append(f"line: mean of {of}, band: minimum to maximum")
-    if not many and min(seeds) == 1:
-        how.append("thin line: each iteration, thick line: smoothed, band: standard error of the evaluation")
-    if any(len({run.rows[-1]["step"] for run in group.runs}) > 1 for group in groups):
-        how.append("lines of a group end where its shortest run does")
-    figure.text(0.02, 1 - 0.52 / height, "  ·  ".join(how), color=GREY, fontsize=11, va="top")
+LAYOUTS = {"report.png": PAGE, "report-narrow.png": PHONE}
+"""The pictures of a report."""
 
 
 def report(
@@ -82,7 +37,7 @@ def report(
     table: str | os.PathLike[str] | None = None,
     panels: str = "training",
 ) -> dict[str, Any]:
-    """Write the report of some run folders and return {png, html, groups: facts(...)}.
+    """Write the report of some run folders and return {png, narrow, html, groups: facts(...)}.
 
     `out` is the target folder, by default RUN/report for a single run. `table` is a markdown file to write besides;
     `panels` is the name of a page in PANELS.
@@ -97,13 +52,18 @@ def report(
         check_links(Path(unique[0]))
     groups = group_runs([load_run(folder) for folder in unique])
     found = facts(groups)
+    below = pages.sections(groups, found, panels=panels)
     target = Path(unique[0]) / "report" if out is None else Path(out)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for name in ("report.png", "report.html"):
+        for name in ("report.html", *LAYOUTS):
             (target / name).unlink(missing_ok=True)  # a link is replaced, not followed
-        draw(groups, target / "report.png", panels=panels)
-        text = pages.html_page(groups, found, (target / "report.png").read_bytes())
+        shown, left_out = choose(groups, panels)
+        for name, layout in LAYOUTS.items():
+            draw(groups, shown, target / name, note=left_out, layout=layout)
+        pictures = [(target / name).read_bytes() for name in LAYOUTS]
+        described = f"{', '.join(panel.title for panel, _ in shown)}. {left_out}".strip()
+        text = pages.html_page(groups, below, *pictures, described=described)
         (target / "report.html").write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the report cannot be written to {target}: {error.strerror}; choose another --out") from None
@@ -111,7 +71,8 @@ def report(
         flags = [*([] if panels == "training" else [f"--panels={panels}"]), f"--out={target}", f"--table={table}"]
         command = pages.report_command(groups, flags=flags)
         _write(Path(table), pages.family_table(found, panels=panels, command=command))
-    return {"png": str(target / "report.png"), "html": str(target / "report.html"), "groups": found}
+    files = {"png": "report.png", "narrow": "report-narrow.png", "html": "report.html"}
+    return {kind: str(target / name) for kind, name in files.items()} | {"groups": found}
 
 
 def _write(file: Path, text: str) -> None:
@@ -143,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, 80 if console.is_terminal else 120)
     found = made["groups"]
-    rows = pages.family_rows(found, given.panels) if len(found) > MAX_VALUE_LABELS else pages.number_rows(found)
+    rows = pages.family_rows(found, given.panels) if len(found) > pages.MAX_LISTED else pages.number_rows(found)
     console.print(make_table(rows))
-    print("\n".join([made["png"], made["html"], *([given.table] if given.table else [])]))
+    print("\n".join([made["png"], made["narrow"], made["html"], *([given.table] if given.table else [])]))
     return 0
 
 

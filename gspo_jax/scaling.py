@@ -3,7 +3,8 @@
     python -m gspo_jax.scaling PLAN PLAN … [--program=update] [--out=docs/scaling]
 
 Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`; all should have the same work per chip. Writes
-`scaling.png` and the table `scaling.md`. Times are ahead-of-time projections, not measurements; see plan.py.
+`scaling.png`, `scaling-narrow.png` for phones and the table `scaling.md`. Times are ahead-of-time projections, not
+measurements; see plan.py.
 """
 
 import dataclasses
@@ -13,19 +14,26 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gspo_jax.reporting.drawing import GREY, INK, PALETTE, Parser, picture
+from gspo_jax.reporting.drawing import GREY, INK, PALETTE, Parser, picture, wrap
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, HEIGHT = 13.0, 4.6
-"""Size of the figure in inches."""
+LAYOUTS = {"scaling.png": 3, "scaling-narrow.png": 1}
+"""Panels per row of each picture; on a phone, three side by side would be too small to read."""
+COLUMN, HEAD, ROW = 4.3, 0.55, 3.65
+"""Inches: width of a column, height of the headline without the note, height of a row."""
+HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14, "va": "top"}
+HOW_TO_READ = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
+NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """Collectives shown by name; all others are summed up as `OTHERS`."""
 OTHERS = "others"
+COLORS: Mapping[str, str] = dict(zip((*KINDS, OTHERS), PALETTE, strict=False))
+"""Colour of each kind of collective."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,23 +118,26 @@ def table(points: Sequence[Point], program: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(points: Sequence[Point], path: Path, program: str) -> None:
+def draw(points: Sequence[Point], path: Path, program: str, *, columns: int = 3) -> None:
     """Draw three panels over the number of chips: flops and their change, bytes sent by kind, time."""
-    with picture(path, width=WIDTH, height=HEIGHT) as figure:
-        panels = [figure.add_axes((0.055 + i * 0.328, 0.14, 0.265, 0.60)) for i in range(3)]
+    width = columns * COLUMN
+    notes = wrap(f"In {program}, at the same work per chip. {HOW_TO_READ}", width - 0.4, NOTE["fontsize"])
+    head = HEAD + 0.22 * len(notes)
+    height = head + -(-3 // columns) * ROW
+    with picture(path, width=width, height=height) as figure:
         x = range(len(points))
-        for axes in panels:
+        for cell, fill in enumerate((_flops, _sent, _times)):
+            left, top = COLUMN * (cell % columns) + 0.65, head + ROW * (cell // columns) + 0.4
+            size = (COLUMN - 0.8) / width, (ROW - 1.0) / height
+            axes = figure.add_axes((left / width, 1 - (top + ROW - 1.0) / height, *size))
             axes.set_xticks(x, [str(p.chips) for p in points])
             axes.set_xlim(-0.6, len(points) - 0.4)
             axes.set_xlabel("chips")
             axes.grid(visible=False, axis="x")
-        _flops(panels[0], points)
-        _sent(panels[1], points)
-        _times(panels[2], points)
-        title = f"What one chip does in {program}, at the same work per chip"
-        figure.text(0.015, 0.965, title, weight="bold", fontsize=17, va="top")
-        note = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
-        figure.text(0.015, 0.87, note, color=GREY, fontsize=11, va="top")
+            fill(axes, points)
+        figure.text(0.2 / width, 1 - 0.15 / height, "What one chip does", **HEADING)
+        for line, text in enumerate(notes):
+            figure.text(0.2 / width, 1 - (HEAD - 0.05 + 0.22 * line) / height, text, **NOTE)
 
 
 def _bars(axes: "Axes", heights: Sequence[float], label: str, *, below: Sequence[float], color: str) -> None:
@@ -149,9 +160,9 @@ def _flops(axes: "Axes", points: Sequence[Point]) -> None:
 def _sent(axes: "Axes", points: Sequence[Point]) -> None:
     shown = [kind for kind in (*KINDS, OTHERS) if any(p.sent[kind] > 0.005 * sum(p.sent.values()) for p in points)]
     below = [0.0] * len(points)
-    for kind, color in zip(shown, PALETTE, strict=False):
+    for kind in shown:
         heights = [p.sent[kind] / 1e9 for p in points]
-        _bars(axes, heights, kind, below=below, color=color)
+        _bars(axes, heights, kind, below=below, color=COLORS[kind])
         below = [a + b for a, b in zip(below, heights, strict=True)]
     for i, total in enumerate(below):
         _label_above(axes, i, total, f"{total:.0f}")
@@ -177,7 +188,7 @@ def parser() -> Parser:
     parser = Parser("python -m gspo_jax.scaling", str(__doc__).rpartition("\n\n")[2])
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="file written by plan --json")
     parser.add_argument("--program", default="update", help="program of the plans to show")
-    parser.add_argument("--out", metavar="DIR", default="docs/scaling", help="folder for scaling.png and scaling.md")
+    parser.add_argument("--out", metavar="DIR", default="docs/scaling", help="folder for the pictures and scaling.md")
     return parser
 
 
@@ -189,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = Path(given.out)
         try:
             out.mkdir(parents=True, exist_ok=True)
-            draw(points, out / "scaling.png", given.program)
+            for name, columns in LAYOUTS.items():
+                draw(points, out / name, given.program, columns=columns)
             (out / "scaling.md").write_text(table(points, given.program), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from None

@@ -7,11 +7,13 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from gspo_jax import atlas, objectives
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.surrogates import Batch, Surrogate
 from gspo_jax.reporting import drawing
+from gspo_jax.reporting.looks import OBJECTIVES
 
 E2 = math.exp(2)
 SOFT = 4 * E2 / (1 + E2) ** 2
@@ -91,25 +93,30 @@ def panel(tmp_path):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("grpo", ["cut below 0.8", "cut above 1.2"]),
-        ("gspo", ["cut below 1 − 3e-4", "cut above 1 + 4e-4"]),
-        ("cispo", ["capped above 5", "capped above 5"]),
-        ("sapo", ["damped above 2.68", "damped above 2.76"]),  # 1 + 2·asinh(1)/τ
+        ("grpo", ["Â = −1: cut below 0.8", "Â = +1: cut above 1.2"]),
+        ("gspo", ["Â = −1: cut below 1 − 3e-4", "Â = +1: cut above 1 + 4e-4"]),
+        ("cispo", ["Â = −1: capped above 5", "Â = +1: capped above 5"]),
+        ("sapo", ["Â = −1: damped above 2.68", "Â = +1: damped above 2.76"]),  # 1 + 2·asinh(1)/τ
         ("rloo", []),
     ],
 )
 def test_a_panel_says_where_its_gates_are(panel, name, says):
     upper, lower = panel
-    atlas.draw_objective(upper, lower, name)
+    atlas.draw_objective(upper, lower, atlas.evaluate(name), OBJECTIVES[name])
     assert [text.get_text() for text in lower.texts] == says
     assert upper.get_title(loc="left") == name
 
 
 def test_a_panel_draws_gain_and_weight_for_both_signs(panel):
     upper, lower = panel
-    atlas.draw_objective(upper, lower, "dapo")
+    look = OBJECTIVES["dapo"]
+    atlas.draw_objective(upper, lower, atlas.evaluate("dapo"), look)
     (down_gain, up_gain), (down, up) = upper.lines[:2], lower.lines[:2]
-    assert [line.get_color() for line in (up, down, up_gain)] == [atlas.COLORS[1], atlas.COLORS[-1], atlas.COLORS[1]]
+    assert up.get_color() == up_gain.get_color() == look.color
+    assert [text.get_color() for text in upper.findobj(Text) if text.get_text() == "dapo"] == [look.color]
+    assert down.get_color() == down_gain.get_color() != look.color and down.get_linewidth() > 2 * up.get_linewidth()
+    (mark,) = [line for line in upper.lines if line.get_marker() == look.marker]
+    assert mark.get_xdata()[0] == 1 and mark.get_ydata()[0] == 0  # the gain is relative to the one at ratio 1
     x, y = (np.asarray(data) for data in up.get_data())
     assert np.isnan(y).sum() == 1 and x[np.isnan(y)] == pytest.approx(1.28, abs=2e-3)  # the line breaks at the gate
     assert np.nanmax(y[x > 1.29]) == 0 and np.nanmax(down.get_ydata()) == pytest.approx(2, abs=1e-3)
@@ -126,12 +133,13 @@ def test_a_thirteenth_objective_appears_by_itself(tmp_path, monkeypatch):
 
     drawn = []
     real = atlas.draw_objective
-    monkeypatch.setattr(atlas, "draw_objective", lambda *panel: (drawn.append(panel[2]), real(*panel)))
+    monkeypatch.setattr(atlas, "draw_objective", lambda *panel: (drawn.append(panel[2].objective.name), real(*panel)))
     monkeypatch.setattr(catalogue, "flat", flat, raising=False)
     monkeypatch.setattr(catalogue, "__all__", [*catalogue.__all__, "flat"])
     assert atlas.main([f"--out={tmp_path / 'new'}"]) == 0
-    assert sorted(drawn) == sorted(catalogue.__all__) and len(drawn) == 13
-    assert (tmp_path / "new" / "atlas.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(drawn) == sorted([*catalogue.__all__] * 2) and len(drawn) == 26  # for a page and for a phone
+    for name in ("atlas.png", "atlas-narrow.png"):
+        assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +158,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, arguments, says):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    drawing.text_width.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert atlas.main([f"--out={tmp_path}"]) == 2
     assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 from gspo_jax import report
 from gspo_jax.config import base
 from gspo_jax.objectives import catalogue
-from gspo_jax.reporting import drawing, pages, panels, runs
+from gspo_jax.reporting import drawing, pages, panels, pictures, runs
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, write_config
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
@@ -81,7 +81,6 @@ def test_runs_that_differ_in_their_seed_only_are_one_group(tmp_path):
     folders += [_fake(tmp_path / "other", seed=0, name="grpo"), _fake(tmp_path / "again", seed=1, name="grpo")]
     groups = runs.group_runs([runs.load_run(folder) for folder in folders])
     assert [(group.label, len(group.runs)) for group in groups] == [("gspo", 3), ("grpo", 2)]
-    assert groups[0].color != groups[1].color
     alone = runs.group_runs([runs.load_run(folder) for folder in folders[:3]])
     assert [group.caption for group in alone] == ["tiny (3 seeds)"]
     (folders[0] / "config.json").unlink()  # runs without a config are never grouped
@@ -122,9 +121,14 @@ def test_the_command_writes_picture_page_and_json(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Held-out accuracy" in done.stdout and "+0.500" in done.stdout
-    png = (run / "report" / "report.png").read_bytes()
     page = (run / "report" / "report.html").read_text(encoding="utf-8")
-    assert png.startswith(b"\x89PNG") and base64.b64encode(png).decode() in page
+    for name, attribute in (("report.png", "src"), ("report-narrow.png", "srcset")):  # the browser chooses by its width
+        png = (run / "report" / name).read_bytes()
+        assert png.startswith(b"\x89PNG")
+        assert f' {attribute}="data:image/png;base64,{base64.b64encode(png).decode()}"' in page
+    assert '<meta name="viewport" content="width=device-width' in page and '<source media="(max-width: 700px)"' in page
+    assert page.count("<table>") == page.count("<div class=wide><table>") > 0  # scrolls where it does not fit
+    assert 'alt="Held-out accuracy, Reward, ' in page
     assert not re.search(r'(src|href)="(?!data:)', page)  # the page loads nothing from elsewhere
     assert "&lt;b&gt;3&lt;/b&gt;" in page and "<b>" not in page
     assert json.loads(out.read_text())["groups"][0]["metrics"]["eval/accuracy"]["final"]["mean"] == pytest.approx(0.6)
@@ -135,6 +139,7 @@ def test_many_runs_need_a_place_and_are_compared_there(tmp_path):
     with pytest.raises(UserError, match=r"report of 4 runs needs a folder.*--out=DIR"):
         report.report(folders)
     made = report.report([*folders, folders[0]], out=tmp_path / "both")  # a folder given twice counts once
+    assert Path(made["narrow"]).read_bytes().startswith(b"\x89PNG")
     assert [len(group["runs"]) for group in made["groups"]] == [2, 2]
     page = Path(made["html"]).read_text(encoding="utf-8")
     assert "Settings that differ" in page and "objective.name" in page
@@ -192,7 +197,7 @@ def test_twelve_objectives_can_be_told_apart(tmp_path):
     folders = _family(tmp_path)
     groups = runs.group_runs([runs.load_run(folder) for folder in folders])
     assert [group.label for group in groups] == catalogue.__all__  # the runs differ in nothing else
-    assert len({group.color for group in groups}) == len(groups) == 12
+    assert len({group.look for group in groups}) == len(groups) == 12
     table = tmp_path / "docs" / "results.md"
     made = report.report(folders, out=tmp_path / "docs", table=table)
     assert Path(made["png"]).stat().st_size > 10_000
@@ -262,16 +267,16 @@ def _variant(folder: Path, label: str, *, seed: int = 0, minibatches: int = 3, l
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Collect every figure that a report draws."""
-    kept, picture = [], report.picture
+    """Collect the figures of reports for a page; those for a phone are drawn too."""
+    kept, picture = [], pictures.picture
 
     @contextmanager
-    def keep(path, **size):
-        with picture(path, **size) as figure:
-            kept.append(figure)
+    def keep(path, *, width, height):
+        with picture(path, width=width, height=height) as figure:
+            kept.extend([figure] if width == pictures.PAGE.width else [])
             yield figure
 
-    monkeypatch.setattr(report, "picture", keep)
+    monkeypatch.setattr(pictures, "picture", keep)
     return kept
 
 
@@ -305,7 +310,7 @@ def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures)
         names = [text.get_window_extent() for text in found.texts if text.get_text() in VARIANTS]
         assert all(box.x1 < page.x1 and box.y0 > page.y0 for box in names)
         assert all(above.y0 - below.y0 > 0.8 * below.height for below, above in itertools.pairwise(names))
-    assert sorted(text.get_text() for text in figure.texts[:6]) == sorted(VARIANTS)  # the headline in its one-line form
+    assert [text.get_text() for text in figure.texts[:6]] == list(VARIANTS)  # the legend
     assert max(text.get_window_extent().x1 for text in figure.texts) < page.x1
     report.report(folders, out=tmp_path / "out")
     assert [found.get_title(loc="left") for found in figures[1].axes] == [  # panels without data are left out
@@ -430,7 +435,7 @@ def test_a_report_is_not_written_through_a_link(tmp_path, capsys, name):
     assert not list(victim.iterdir())
 
 
-@pytest.mark.parametrize("name", ["report.png", "report.html"])
+@pytest.mark.parametrize("name", ["report.png", "report-narrow.png", "report.html"])
 def test_a_report_elsewhere_replaces_links(tmp_path, name):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "out").mkdir()
@@ -440,6 +445,7 @@ def test_a_report_elsewhere_replaces_links(tmp_path, name):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    drawing.text_width.cache_clear()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(_fake(tmp_path / "run", iterations=1))]) == 2
     assert "pip install 'gspo_jax[report]'" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from matplotlib.colors import to_rgba
+from matplotlib.text import Text
 
 from gspo_jax import scaling
 
@@ -45,13 +47,29 @@ def test_slices_are_compared_from_the_smallest(files, tmp_path, capsys):
         ["v5p:1024, 1024 chips", "fsdp 1024", "401.02", "+0.25%", "95.2", "10.2", "42.0", "1.25", "1.50–1.90"],
     ]
     assert (out / "scaling.md").read_text() == said
-    assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("scaling.png", "scaling-narrow.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_bytes_are_told_by_kind(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(plan(16)))
     point = scaling.read(tmp_path / "plan.json", "update")
     assert point.sent == {"all-gather": 80e9, "all-reduce": 1.6e8, "others": 5e9}
+
+
+def test_a_picture_for_a_phone_has_one_column_and_texts_of_a_size(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    (tmp_path / "plan.json").write_text(json.dumps(plan(16)))
+    for columns in (3, 1):
+        scaling.draw([scaling.read(tmp_path / "plan.json", "update")], tmp_path / "x.png", "update", columns=columns)
+    wide, narrow = drawn
+    assert len({axes.get_position().x0 for axes in wide.axes}) == 3
+    assert len({axes.get_position().x0 for axes in narrow.axes}) == 1
+    scale = 390 / (narrow.get_figwidth() * 72)  # a phone is 390 CSS pixels wide
+    assert min(text.get_fontsize() for text in narrow.findobj(Text)) * scale >= 9
+    shades = {patch.get_facecolor() for patch in wide.axes[1].patches}
+    assert shades == {to_rgba(scaling.COLORS[kind]) for kind in ("all-gather", "others")}  # all-reduce is too little
 
 
 def test_a_slice_that_is_too_small_and_one_without_a_projection(tmp_path):

@@ -6,6 +6,7 @@ drawn.
 
 import argparse
 import difflib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, GREY = "#222222", "#6b6b6b"
-PALETTE = (
-    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444"),
-    *("#562866", "#664F0A", "#B2B24A", "#B0123B", "#2A2AD8"),
-)
-"""Line colours: the first seven are safe for colour-blind readers, all twelve if each line is labelled as well."""
+INK, GREY, FAINT = "#222222", "#6b6b6b", "#c9c9c9"
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+"""Colours, safe for colour-blind readers, of parts that are no objective; those have theirs in looks.py."""
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.titlesize": 12.5,
@@ -52,15 +50,51 @@ def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Ite
     Raises:
       UserError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}: pictures need matplotlib; run pip install 'gspo_jax[report]'") from None
+    _check_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
         figure.savefig(path, dpi=150)
+
+
+def _check_matplotlib() -> None:
+    """Raise UserError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: pictures need matplotlib; run pip install 'gspo_jax[report]'") from None
+
+
+def mix(color: str, other: str, share: float) -> str:
+    """Return `color` with a share of `other` in it; colours are hexadecimal, "#0072B2"."""
+    pairs = zip(*([int(text[i : i + 2], 16) for i in (1, 3, 5)] for text in (color, other)), strict=True)
+    return "#" + "".join(f"{round((1 - share) * a + share * b):02X}" for a, b in pairs)
+
+
+@functools.cache
+def text_width(text: str, size: float, weight: str = "normal") -> float:
+    """Return the width of a text in inches, without drawing it; raises UserError like `picture`."""
+    _check_matplotlib()
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    path = TextPath((0, 0), text, prop=FontProperties(weight=weight, size=size))
+    return float(path.vertices[:, 0].max(initial=0.0)) / POINTS_PER_INCH
+
+
+def wrap(text: str, width: float, size: float, weight: str = "normal") -> list[str]:
+    """Break a text into lines of at most `width` inches, if its words allow."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and text_width(longer, size, weight) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines if text else []
 
 
 def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float) -> None:

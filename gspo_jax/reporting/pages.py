@@ -17,6 +17,8 @@ from gspo_jax.reporting.progress import duration
 from gspo_jax.reporting.runs import SUMMARY, Group, Run, differences
 from gspo_jax.reporting.writers import read_samples
 
+MAX_LISTED = 3
+"""Up to this many groups are listed with all their numbers, runs and samples."""
 _Facts = Mapping[str, Any]
 """Numbers of one group, from `runs.facts`."""
 PAGE = string.Template("""<!doctype html>
@@ -29,7 +31,12 @@ table { border-collapse: collapse; width: 100%; } .wide { overflow-x: auto; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #e8e8e8; vertical-align: top; }
 th { font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 small { color: #6b6b6b; } code, pre { font: 13px/1.45 ui-monospace, monospace; }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 7rem; } pre.long { min-width: 16rem; }
+summary { color: #6b6b6b; } td:first-child { min-width: 6.5rem; }
+@media (max-width: 700px) {
+  body { margin: 1rem auto; padding: 0 .7rem; font-size: 14px; }
+  h1 { font-size: 1.2rem; } th, td { padding-right: .5rem; }
+}
 </style></head><body>
 <h1>$title</h1><p>$written</p>
 $parts
@@ -37,26 +44,49 @@ $parts
 """)
 
 
-def html_page(groups: Sequence[Group], found: Sequence[_Facts], png: bytes) -> str:
-    """Return a self-contained HTML page: picture, numbers, runs, differing settings, samples, config."""
-    picture = f'<img alt="curves of the runs" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+def sections(groups: Sequence[Group], found: Sequence[_Facts], *, panels: str) -> list[tuple[str, str]]:
+    """Return the titles and contents of the page below the picture: numbers, runs, differing settings, samples, config.
+
+    More than MAX_LISTED groups are compared in the table of the page `panels`, with the details folded.
+
+    Raises:
+      UserError: a file of samples is damaged.
+    """
     numbers = _html_table(number_rows(found)) + (
         "<p>Held-out accuracy: first and last evaluation. Other metrics: mean over the first and over the last tenth "
         "of the iterations. In brackets: minimum and maximum over seeds.</p>"
     )
     firsts = [group.runs[0] for group in groups]  # all runs of a group share their settings
-    parts = [("", picture), ("Numbers", numbers), ("Runs", _html_table(_run_rows(found)))]
+    samples = [(f"Samples: {group.label}", shown) for group in groups if (shown := _samples(group.runs[0]))]
+    ran = _html_table(_run_rows(found))
+    if len(groups) > MAX_LISTED:
+        first, ran = _html_table(family_rows(found, panels)), _folded("folders, times and commands", ran)
+        numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
+        samples = [(title, _folded("best, median and worst", shown)) for title, shown in samples]
+    parts = [("Numbers", numbers), ("Runs", ran)]
     labels = [group.label for group in groups]
     differing = [{"setting": name, **dict(zip(labels, x, strict=True))} for name, x in differences(firsts).items()]
     if differing:
         parts.append(("Settings that differ", _html_table(differing)))
-    parts += [(f"Samples: {group.label}", shown) for group in groups if (shown := _samples(group.runs[0]))]
+    parts += samples
     settings = [{"setting": name, "value": value} for name, value in (firsts[0].config or {}).items()]
     if settings:
-        opened = f"<details><summary>all settings of {html.escape(str(firsts[0].folder))}</summary>"
-        parts.append(("Config", opened + _html_table(settings) + "</details>"))
-    body = "\n".join(f"<h2>{html.escape(title)}</h2>{part}" if title else part for title, part in parts)
-    title = html.escape(" · ".join(group.caption for group in groups))
+        parts.append(("Config", _folded(f"all settings of {firsts[0].folder}", _html_table(settings))))
+    return parts
+
+
+def html_page(
+    groups: Sequence[Group], below: Sequence[tuple[str, str]], png: bytes, narrow: bytes, *, described: str
+) -> str:
+    """Return a self-contained HTML page: the picture, and its `sections` below.
+
+    `png` is the picture, `narrow` the one for a phone, and `described` what they show, in words.
+    """
+    wide, phone = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (png, narrow))
+    source = f'<source media="(max-width: 700px)" srcset="{phone}">'
+    picture = f'<picture>{source}<img alt="{html.escape(described)}" src="{wide}"></picture>'
+    body = "\n".join([picture, *(f"<h2>{html.escape(title)}</h2>{part}" for title, part in below)])
+    title = html.escape(" · ".join(group.label if len(groups) > MAX_LISTED else group.caption for group in groups))
     return PAGE.substitute(title=title, written=f"drawn {time.strftime('%Y-%m-%d %H:%M')}", parts=body)
 
 
@@ -233,10 +263,16 @@ def _html_table(rows: Sequence[Mapping[str, Any]], preformatted: Sequence[str] =
         cells = []
         for name in rows[0]:
             text = html.escape("–" if row[name] is None else str(row[name]))
-            text = f"<pre>{text}</pre>" if name in preformatted else text
+            kind = " class=long" if name in ("command", "completion") else ""
+            text = f"<pre{kind}>{text}</pre>" if name in preformatted else text
             cells.append(f"<td{' class=n' if name in numeric else ''}>{text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     return f"<div class=wide><table><tr>{head}</tr>{''.join(body)}</table></div>"
+
+
+def _folded(summary: str, content: str) -> str:
+    """Return content that is shown when its summary is clicked."""
+    return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,191 +1,347 @@
-"""The panels of each report page, and the functions that draw them from the curves of groups of runs.
+"""The panels of each report page, and the functions that draw them from the lines of groups of runs.
 
-Layout and headline of the picture are up to report.py.
+Up to MAX_LINES groups share a panel; more are drawn as small panels, one per group. Layout and headline of the picture
+are up to report.py.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.reporting.drawing import GREY, label_ends
+from gspo_jax.reporting.drawing import FAINT, GREY, label_ends, mix, text_width
 from gspo_jax.reporting.runs import Curve, Group, curve, list_curve, tail_mean, tail_mean_by_minibatch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_BANDS = 6
-"""Up to this many groups are drawn with bands; more are drawn without, and with thinner lines."""
+MAX_LINES = 6
+"""Up to this many lines share a panel."""
 MAX_VALUE_LABELS = 3
 """Up to this many groups have their final values at the ends of their lines; more have their names there."""
+UPDATES = "optimizer updates"
+"""Label of an x axis that shows time."""
+SMALL = 9.5
+"""Size of the texts of small panels, in points."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A group's line in a panel."""
+
+    x: np.ndarray
+    """[N]."""
+    y: np.ndarray
+    """[N]; mean over the runs."""
+    rows: np.ndarray
+    """[R, N]; the line of each run, or of each part that `names` tells; NaN where it has no value."""
+    error: np.ndarray | None = None
+    """[N]; standard error of a single run."""
+    names: Sequence[str] = ()
+    """Names of the rows if they are parts of a group's metric, such as its mini-batches."""
+
+    @property
+    def is_smoothed(self) -> bool:
+        """True if the line is that of a single run, smoothed."""
+        return len(self.rows) == 1 and not np.array_equal(self.rows[0], self.y)
+
+    @property
+    def is_zero(self) -> bool:
+        """True if all values are 0."""
+        return not np.nan_to_num(self.rows).any()
+
+
+def evaluations(group: Group, metric: str) -> Line | None:
+    """Return the evaluations of a group; those of a single run with their standard error."""
+    found = curve(group, metric)
+    if found is None:
+        return None
+    error = curve(group, f"{metric}_stderr") if len(found.raw) == 1 else None
+    known = error is not None and np.array_equal(error.steps, found.steps)
+    return Line(found.steps, found.raw.mean(axis=0), found.raw, error.raw[0] if error is not None and known else None)
+
+
+def over_time(group: Group, metric: str) -> Line | None:
+    """Return a metric's smoothed line. Rows: the smoothed lines of several runs, or a single run as logged."""
+    found = curve(group, metric)
+    if found is None:
+        return None
+    return Line(found.steps, found.smooth.mean(axis=0), found.raw if len(found.raw) == 1 else found.smooth)
+
+
+def by_minibatch(group: Group, metric: str) -> Line | None:
+    """Return a metric's last tenth by mini-batch; None if an iteration has only one."""
+    found = [values for run in group.each() if (values := tail_mean_by_minibatch(run, metric))]
+    shared = sorted(set.intersection(*map(set, found))) if found else []
+    rows = [[values[number] for number in shared] for values in found]
+    return _profile(1 + np.array(shared), rows) if len(shared) > 1 else None
+
+
+def by_layer(group: Group, metric: str) -> Line | None:
+    """Return the last tenth of a metric that is logged by layer."""
+    found = [layers for run in group.each() if (layers := list_curve(run, metric)) is not None]
+    rows = [[tail_mean(layer) for layer in values.T] for _, values in found]
+    return _profile(1 + np.arange(len(rows[0])), rows) if rows else None
+
+
+def _profile(x: np.ndarray, rows: Sequence[Sequence[float]]) -> Line:
+    return Line(x, np.mean(rows, axis=0), np.array(rows))
+
+
+def minibatches_over_time(group: Group, metric: str) -> Line | None:
+    """Return a group's smoothed line of each mini-batch, or of five with the first and the last if there are many."""
+    numbers = sorted(tail_mean_by_minibatch(group, metric))
+    if len(numbers) > MAX_LINES:
+        numbers = [numbers[round(i * (len(numbers) - 1) / 4)] for i in range(5)]
+    columns = [curve(group, metric, minibatch=number) for number in numbers]
+    found = {str(i + 1): column for i, column in zip(numbers, columns, strict=True) if column is not None}
+    return _parts(found) if len(found) > 1 else None
+
+
+def layers_over_time(group: Group, metric: str) -> Line | None:
+    """Return a group's smoothed line of each layer."""
+    found = list_curve(group, metric)
+    if found is None:
+        return None
+    steps, values = found
+    return Line(steps, values.mean(axis=1), values.T, names=[str(1 + i) for i in range(values.shape[1])])
+
+
+def _parts(found: Mapping[str, Curve]) -> Line:
+    """Return a line with the mean of each curve over the runs as rows."""
+    steps = np.unique(np.concatenate([column.steps for column in found.values()]))
+    rows = np.full((len(found), len(steps)), np.nan)
+    for row, column in zip(rows, found.values(), strict=True):
+        row[np.isin(steps, column.steps)] = column.smooth.mean(axis=0)
+    return Line(steps, np.nanmean(rows, axis=0), rows, names=list(found))
+
+
+Lines = Sequence[tuple[Group, Line]]
+
+
+def draw_lines(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
+    """Draw each group's line, thick, over the lines of its runs, thin, and label its end."""
+    alone, names = len(lines) == 1, len(lines) > MAX_VALUE_LABELS
+    ends = []
+    for place, (group, line) in enumerate(lines):
+        _draw_line(axes, group, line, panel, first=place / len(lines), alone=alone)
+        value = _format_value(float(line.y[-1]), share=panel.is_share)
+        label = panel.label(group, line, alone) if panel.label else group.label if names else value
+        ends.append((float(line.y[-1]), label, group.look.color))
+    _finish(axes, panel, [line for _, line in lines], last)
+    if panel.from_start:
+        _mark_start(axes, [line for _, line in lines], text=True)
+    label_ends(axes, ends, size=10.5)
+
+
+def draw_small(axes: "Axes", lines: Lines, place: int, panel: "Panel", last: int) -> None:
+    """Draw one group's line like `draw_lines`, those of all others in grey behind it, on axes that fit them all."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.ticker import MaxNLocator
+
+    group, line = lines[place]
+    others = [np.stack([behind.x, behind.y], axis=1) for other, (_, behind) in enumerate(lines) if other != place]
+    axes.add_collection(LineCollection(others, colors=FAINT, linewidths=0.9, zorder=1.5), autolim=False)
+    _draw_line(axes, group, line, panel, first=0, alone=True)
+    _finish(axes, panel, [line for _, line in lines], last)
+    if panel.from_start:
+        _mark_start(axes, [line])
+    axes.set(title="", xlabel="", ylabel="")
+    axes.tick_params(labelsize=SMALL, length=2)
+    axes.xaxis.set_major_locator(MaxNLocator(3, integer=True, steps=[1, 2, 5, 10]))
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+    value = _format_value(float(line.y[-1]), share=panel.is_share)
+    wide = axes.bbox.width / axes.figure.dpi
+    size = min(SMALL, SMALL * wide / text_width(group.label, SMALL, "bold"))
+    style: dict[str, Any] = {"transform": axes.transAxes, "color": group.look.color, "va": "bottom"}
+    axes.text(0, 1.03, group.label, weight="bold", fontsize=size, **style)
+    if text_width(f"{group.label}  {value}", SMALL, "bold") < wide:
+        axes.text(1, 1.03, value, ha="right", fontsize=SMALL, **style)
+
+
+def _draw_line(axes: "Axes", group: Group, line: Line, panel: "Panel", *, first: float, alone: bool) -> None:
+    """Draw one group; `first` is where its markers begin, as a share of the distance between two."""
+    color = group.look.color
+    if line.error is not None:
+        axes.fill_between(line.x, line.y - line.error, line.y + line.error, color=color, alpha=0.15, linewidth=0)
+    for row in line.rows if len(line.rows) > 1 or line.is_smoothed else ():
+        axes.plot(line.x, row, color=color, linewidth=0.9, alpha=0.55 if alone else 0.35, zorder=1.8)
+    every = max(1, round(len(line.x) / 6))
+    look = group.look.line(linewidth=2.2 if alone else 1.9, markersize=5.5)
+    if every > 1:
+        look |= {"marker": ""} if alone else {"markevery": (int(first * every), every)}
+    axes.plot(line.x, line.y, label=group.label, **look)
+
+
+def draw_parts(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
+    """Draw the parts of a single group's metric, the later the darker, each labelled at its end."""
+    ((group, line),) = lines
+    colors = _shades(group)(np.linspace(0.25, 1, len(line.names)))
+    ends = []
+    for row, name, color in zip(line.rows, line.names, colors, strict=True):
+        known = np.isfinite(row)
+        axes.plot(line.x[known], row[known], color=color, linewidth=1.8, label=name)
+        ends.append((float(row[known][-1]), name, color))
+    _finish(axes, panel, [line], last)
+    axes.set_xlabel(_x_label(group, panel))
+    label_ends(axes, ends, size=10.5)
+
+
+def draw_map(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
+    """Draw the parts of a single group's metric as a heat map over time."""
+    from matplotlib.ticker import MaxNLocator
+
+    ((group, line),) = lines
+    edges = np.concatenate([[2 * line.x[0] - line.x[1] if len(line.x) > 1 else 0], line.x])
+    borders = np.arange(len(line.rows) + 1) + 0.5
+    mesh = axes.pcolormesh(edges, borders, line.rows, cmap=_shades(group), vmin=0, vmax=line.rows.max())
+    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.03, fraction=0.04, aspect=30, format=_percent)
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.ax.tick_params(labelsize=9.5, length=0)
+    axes.grid(False)
+    axes.set(title=panel.title, ylabel="layer", xlabel=_x_label(group, panel))
+    axes.set_xlim(0, last)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _x_label(group: Group, panel: "Panel") -> str:
+    """Return the label of the x axis, which says what parts of several runs are."""
+    return f"{panel.x} (mean of {len(group.runs)} runs)" if len(group.runs) > 1 else panel.x
+
+
+def _shades(group: Group) -> Any:
+    """Return a colour map from almost white through the group's colour to a dark one."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    color = group.look.color
+    shades = [mix(color, "#FFFFFF", 0.95), mix(color, "#FFFFFF", 0.5), color, mix(color, "#000000", 0.6)]
+    return LinearSegmentedColormap.from_list("shades", shades)
+
+
+def _accuracy_label(group: Group, line: Line, alone: bool) -> str:
+    """Return the label of a group's final accuracy; for a single group also its gain and the range over its seeds."""
+    first, last = line.rows[:, 0], line.rows[:, -1]
+    final = _format_value(float(line.y[-1]), share=True)
+    if not alone:
+        return f"{final} {group.label}" if len(group.label) <= 12 else final
+    lines = [final]
+    if len(line.x) > 1:
+        gain = 100 * float((last - first).mean())
+        lines.append(f"{gain:+.0f} points" if abs(gain) >= 1 else f"{gain:+.1g} points")
+    if len(last) > 1:
+        lines.append(f"seeds {_format_range(last)}")
+    return "\n".join(lines)
+
+
+def _format_range(shares: np.ndarray) -> str:
+    """Format the range of some shares: "18–26%", or "18%" if it has no width."""
+    low, high = (_format_value(float(share), share=True) for share in (shares.min(), shares.max()))
+    return f"{low.removesuffix('%')}–{high}" if low != high else high
+
+
+def _mark_start(axes: "Axes", lines: Sequence[Line], *, text: bool = False) -> None:
+    """Mark what the runs had before their first update: a line if it was the same for all, or the range of it."""
+    starts = np.concatenate([line.rows[:, 0] for line in lines if line.x[0] == 0] or [[]])
+    if not starts.size:
+        return
+    low, high = float(starts.min()), float(starts.max())
+    if low == high:
+        axes.axhline(low, color=GREY, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+    else:
+        axes.axhspan(low, high, color=FAINT, alpha=0.6, linewidth=0, zorder=0.5)
+    if text:
+        below = low > 0.15 * axes.get_ylim()[1]
+        place = {"xy": (1, low if below else high), "xycoords": axes.get_yaxis_transform(), "ha": "right"}
+        place |= {"textcoords": "offset points", "xytext": (-4, -4 if below else 4), "va": "top" if below else "bottom"}
+        axes.annotate(f"before training {_format_range(starts)}", color=GREY, fontsize=10, **place)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: one metric and the way it is drawn."""
+    """A panel: one metric, how it is read from a group and how it is drawn."""
 
     metric: str
     title: str
     unit: str
     """Label of the y axis; units that start with "share" are formatted in per cent."""
-    draw: Callable[["Axes", Sequence[Group], "Panel"], None]
-    read: Callable[[Group, str], Any] = curve
-    """Reads the panel's data of a group; None if the runs do not have it."""
+    read: Callable[[Group, str], Line | None] = over_time
+    """Reads a group's line; None if its runs do not have it."""
+    draw: Callable[["Axes", Lines, "Panel", int], None] = draw_lines
+    x: str = UPDATES
+    """Label of the x axis."""
+    alone: "Panel | None" = None
+    """The panel that takes this one's place for a single group."""
+    label: Callable[[Group, Line, bool], str] | None = None
+    """Returns the label of a line's end, given whether it is the only one; None for names or values."""
     width: int = 1
     """Width in columns of the page."""
     log: bool = False
     """True for a logarithmic y axis if the lines span more than a decade."""
+    from_zero: bool = True
+    """True for a linear y axis that begins at 0."""
+    from_start: bool = False
+    """True if lines begin before the first update, which is marked."""
 
     @property
     def is_share(self) -> bool:
         """True if the values are shares, 0 to 1."""
         return self.unit.startswith("share")
 
-
-def draw_accuracy(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draw held-out accuracy, one point per evaluation from the initial policy on, and label the gain from training."""
-    ends, starts = [], []
-    for group in groups:
-        found = curve(group, panel.metric)
-        if found is None:
-            continue
-        mean = found.raw.mean(axis=0)
-        low, high = found.raw.min(axis=0), found.raw.max(axis=0)
-        error = curve(group, "eval/accuracy_stderr")
-        if len(found.raw) == 1 and error is not None and np.array_equal(error.steps, found.steps):
-            low, high = mean - error.raw[0], mean + error.raw[0]
-        if len(groups) <= MAX_BANDS:
-            axes.fill_between(found.steps, low, high, **_band(group, groups))
-        axes.plot(found.steps, mean, "o-", **_line(group, groups))
-        starts.append(mean[0])
-        ends.append((float(mean[-1]), _accuracy_label(group, found, alone=len(groups) == 1), group.color))
-    cold = float(np.mean(starts))
-    axes.axhline(cold, color=GREY, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
-    _finish(axes, panel, ends, last=last_step(groups))
-    below = cold > 0.15 * axes.get_ylim()[1]
-    place = {"xy": (1, cold), "xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-    where = {"xytext": (-4, -4 if below else 4), "va": "top" if below else "bottom", "ha": "right"}
-    axes.annotate(f"cold start {cold:.0%}", color=GREY, fontsize=10, **place, **where)
+    def lines(self, groups: Sequence[Group]) -> Lines:
+        """Return the groups that have a line, with it."""
+        return [(group, line) for group in groups if (line := self.read(group, self.metric)) is not None]
 
 
-def _accuracy_label(group: Group, found: Curve, *, alone: bool) -> str:
-    """Return the label of a group's final accuracy; for a single group also its gain and the range over its seeds."""
-    first, last = found.raw[:, 0], found.raw[:, -1]
-    if not alone:
-        return f"{last.mean():.0%} {group.label}" if len(group.label) <= 12 else f"{last.mean():.0%}"
-    lines = [f"{last.mean():.0%}"]
-    if found.raw.shape[1] > 1:
-        lines.append(f"{100 * (last - first).mean():+.0f} points")
-    if len(last) > 1:
-        lines.append(f"seeds {100 * last.min():.0f}–{last.max():.0%}")
-    return "\n".join(lines)
+def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]], str]:
+    """Return the panels of a page that have something to show, with their lines; and a sentence naming the others."""
+    shown, zero, missing = [], [], []
+    for panel in PANELS[page]:
+        panel = panel.alone if panel.alone is not None and len(groups) == 1 else panel
+        lines = panel.lines(groups)
+        if not lines:
+            missing.append(panel.title)
+        elif all(line.is_zero for _, line in lines):
+            zero.append(panel.title)
+        else:
+            shown.append((panel, lines))
+    why = [f"{', '.join(names)} ({reason})" for names, reason in ((zero, "always 0"), (missing, "no values")) if names]
+    return shown, f"Left out: {'; '.join(why)}." if why else ""
 
 
-def draw_curves(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draw a metric's smoothed line; behind it the raw line of a single run, or the band of several runs."""
-    ends = []
-    for group in groups:
-        found = curve(group, panel.metric)
-        if found is None:
-            continue
-        if len(groups) <= MAX_BANDS and len(found.raw) == 1:
-            raw = {"linewidth": 1, "alpha": 0.45 if len(groups) <= MAX_VALUE_LABELS else 0.25}
-            axes.plot(found.steps, found.raw[0], color=group.color, **raw)
-        elif len(groups) <= MAX_BANDS:
-            low, high = found.smooth.min(axis=0), found.smooth.max(axis=0)
-            axes.fill_between(found.steps, low, high, **_band(group, groups))
-        mean = found.smooth.mean(axis=0)
-        axes.plot(found.steps, mean, **_line(group, groups))
-        end = float(mean[-1])
-        label = group.label if len(groups) > MAX_VALUE_LABELS else _format_value(end, share=panel.is_share)
-        ends.append((end, label, group.color))
-    _finish(axes, panel, ends, last=last_step(groups), from_zero=panel.metric != "reward/mean")
-
-
-def draw_minibatches(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draw a metric per mini-batch: over time for a single group, as a profile of the last tenth for several."""
-    from matplotlib.ticker import MaxNLocator
-
-    ends = []
-    profiles = [tail_mean_by_minibatch(group, panel.metric) for group in groups]
-    count = 1 + max(number for profile in profiles for number in profile)
-    if len(groups) == 1:
-        named = set(range(count)) if count <= 6 else {round(i * (count - 1) / 4) for i in range(5)}
-        for number in profiles[0]:
-            found = curve(groups[0], panel.metric, minibatch=number)
-            assert found is not None  # the profile has this mini-batch
-            mean, color = found.smooth.mean(axis=0), _minibatch_color(number, count)
-            axes.plot(found.steps, mean, color=color, linewidth=1.8 if count <= 6 else 1.2)
-            ends += [(float(mean[-1]), str(number + 1), color)] if number in named else []
-        _finish(axes, panel, ends, last=last_step(groups))
-        return
-    for group, profile in zip(groups, profiles, strict=True):
-        if profile:
-            axes.plot([1 + number for number in profile], list(profile.values()), "o-", **_line(group, groups))
-            ends += [(list(profile.values())[-1], group.label, group.color)] if len(groups) > MAX_VALUE_LABELS else []
-    _finish(axes, panel, ends, x="mini-batch (last tenth of the run)")
-    if count <= 6:
-        axes.set_xticks(range(1, count + 1))
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-
-
-def draw_layers(axes: "Axes", groups: Sequence[Group], panel: Panel) -> None:
-    """Draw a metric per layer: a heat map over time for a single group, a profile of the last tenth for several."""
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.ticker import MaxNLocator
-
-    if len(groups) == 1:
-        found = list_curve(groups[0], panel.metric)
-        assert found is not None  # the page draws only panels whose data was found
-        steps, values = found
-        shades = LinearSegmentedColormap.from_list("shades", ["#f4f8fb", "#7fb2d6", "#0072B2", "#06304d"])
-        edges = np.concatenate([[2 * steps[0] - steps[1] if len(steps) > 1 else 0], steps])
-        borders = np.arange(values.shape[1] + 1) + 0.5
-        mesh = axes.pcolormesh(edges, borders, values.T, cmap=shades, vmin=0, vmax=values.max() or 0.01)
-        bar = axes.figure.colorbar(mesh, ax=axes, pad=0.03, fraction=0.04, aspect=30, format=_percent)
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        bar.ax.tick_params(labelsize=9.5, length=0)
-        axes.grid(False)
-        axes.set(title=panel.title, ylabel="layer", xlabel="optimizer updates")
-        axes.set_xlim(0, last_step(groups))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        return
-    ends = []
-    for group in groups:
-        found = list_curve(group, panel.metric)
-        if found is not None:
-            profile = [tail_mean(column) for column in found[1].T]
-            axes.plot(range(1, len(profile) + 1), profile, "o-", **_line(group, groups))
-            ends += [(profile[-1], group.label, group.color)] if len(groups) > MAX_VALUE_LABELS else []
-    _finish(axes, panel, ends, x="layer (last tenth of the run)")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-
-
-_REWARD = Panel("reward/mean", "Reward", "mean per response", draw_curves)
-_ACCURACY = Panel("eval/accuracy", "Held-out accuracy", "share of problems solved", draw_accuracy, width=2)
-_FLIPS = Panel("routing/flip_rate", "Routing flip rate", "share of chosen experts", draw_curves)
-_FLIPS_BY_UPDATE = Panel(
-    "routing/flip_rate",
-    "Flip rate by mini-batch",
-    "share of chosen experts",
-    draw_minibatches,
-    read=partial(curve, minibatch=1),
+_FLIPS_OVER_TIME = Panel(
+    "routing/flip_rate", "Flip rate by mini-batch", "share of chosen experts", minibatches_over_time, draw_parts
 )
-_FLIPS_BY_LAYER = Panel(
-    "routing/flip_rate_per_layer", "Flip rate by layer", "share of chosen experts", draw_layers, read=list_curve
+_LAYERS_OVER_TIME = Panel(
+    "routing/flip_rate_per_layer", "Flip rate by layer", "share of chosen experts", layers_over_time, draw_map
+)
+_ACCURACY = Panel(
+    "eval/accuracy",
+    "Held-out accuracy",
+    "share of problems solved",
+    evaluations,
+    label=_accuracy_label,
+    width=2,
+    from_start=True,
+)
+_REWARD = Panel("reward/mean", "Reward", "mean per response", from_zero=False)
+_FLIPS = Panel("routing/flip_rate", "Routing flip rate", "share of chosen experts")
+_FLIPS_BY_UPDATE = replace(
+    _FLIPS_OVER_TIME, read=by_minibatch, draw=draw_lines, x="mini-batch (last tenth of the run)", alone=_FLIPS_OVER_TIME
+)
+_FLIPS_BY_LAYER = replace(
+    _LAYERS_OVER_TIME, read=by_layer, draw=draw_lines, x="layer (last tenth of the run)", alone=_LAYERS_OVER_TIME
 )
 PANELS = {
     "training": (
         _ACCURACY,
         _REWARD,
-        Panel("clip_fraction/token", "Clip fraction", "share of tokens", draw_curves),
+        Panel("clip_fraction/token", "Clip fraction", "share of tokens"),
         _FLIPS,
-        Panel("response_length/mean", "Response length", "tokens, mean", draw_curves),
-        Panel("actor/entropy", "Entropy", "nats per token", draw_curves),
+        Panel("response_length/mean", "Response length", "tokens, mean"),
+        Panel("actor/entropy", "Entropy", "nats per token"),
         _FLIPS_BY_UPDATE,
         _FLIPS_BY_LAYER,
     ),
@@ -195,58 +351,55 @@ PANELS = {
         _FLIPS,
         _FLIPS_BY_UPDATE,
         _FLIPS_BY_LAYER,
-        Panel("ratio/token_log_std", "Ratio spread, tokens", "std of log-ratio, nats", draw_curves, log=True),
-        Panel("ratio/sequence_log_std", "Ratio spread, responses", "std of mean log-ratio", draw_curves, log=True),
-        Panel("routing/router_kl", "Router KL, old to new", "nats", draw_curves, log=True),
-        Panel("clip_fraction/token", "Clip fraction, tokens", "share of tokens", draw_curves, log=True),
-        Panel("clip_fraction/sequence", "Clip fraction, responses", "share per response", draw_curves, log=True),
-        Panel("mismatch/kl", "Sampler to trainer KL", "nats per token", draw_curves, log=True),
+        Panel("ratio/token_log_std", "Ratio spread, tokens", "std of log-ratio, nats", log=True),
+        Panel("ratio/sequence_log_std", "Ratio spread, responses", "std of mean log-ratio", log=True),
+        Panel("routing/router_kl", "Router KL, old to new", "nats", log=True),
+        Panel("clip_fraction/token", "Clip fraction, tokens", "share of tokens", log=True),
+        Panel("clip_fraction/sequence", "Clip fraction, responses", "share per response", log=True),
+        Panel("mismatch/kl", "Sampler to trainer KL", "nats per token", log=True),
     ),
 }
-"""Panels of each page, row by row; a panel without data is left out."""
+"""Panels of each page, row by row."""
 
 
-def _finish(
-    axes: "Axes",
-    panel: Panel,
-    ends: Sequence[tuple[float, str, str]],
-    *,
-    last: int | None = None,
-    from_zero: bool = True,
-    x: str = "optimizer updates",
-) -> None:
-    """Set title, axis labels, limits and ticks, and write the labels (y, text, colour) at the ends of their lines."""
+def _finish(axes: "Axes", panel: Panel, lines: Sequence[Line], last: int) -> None:
+    """Set title, axis labels, limits and ticks, to fit all lines."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(title=panel.title, ylabel=panel.unit, xlabel=x)
+    axes.set(title=panel.title, ylabel=panel.unit, xlabel=panel.x)
     axes.yaxis.set_label_coords(-0.6 * axes.figure.dpi / axes.bbox.width, 0.5)
-    low, high = axes.dataLim.intervaly
+    points = np.concatenate([np.ravel(values) for line in lines for values in _heights(line)])
+    points = points[np.isfinite(points)]
+    low, high = float(points.min()), float(points.max())
+    positive = points[points > 0]
+    log = panel.log and positive.size > 0 and high > 10 * positive.min()
     for line in axes.lines:
-        line.set_clip_on(False)  # a line at 0 keeps its full width
-    points = _positive_values(axes)
-    if panel.log and points.size and points.max() > 10 * points.min():
-        _log_scale(axes, points)
-    elif from_zero:
+        line.set_clip_on(log)  # a line at 0 keeps its full width
+    if log:
+        _log_scale(axes, positive)
+    elif panel.from_zero:
         axes.set_ylim(0, 1.1 * high if high > 0 else 1)
     else:
         margin = 0.08 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
-    if last is not None:
+    if panel.x == UPDATES:
         axes.set_xlim(-0.02 * last, 1.02 * last)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-    if axes.get_yscale() == "linear":
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    else:
+        count = max(int(line.x[-1]) for line in lines)
+        axes.set_xlim(1 - 0.05 * (count - 1), count + 0.05 * (count - 1))
+        axes.xaxis.set_major_locator(MaxNLocator(min(6, count), integer=True))
+    if not log:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     if panel.is_share:
         axes.yaxis.set_major_formatter(_percent)
     elif max(abs(low), abs(high)) < 5e-3:  # otherwise ticks get many digits, or a common factor overlaps the title
         axes.yaxis.set_major_formatter(_compact)
-    label_ends(axes, ends, size=10.5 if len(ends) <= MAX_BANDS else 9.5)
 
 
-def _positive_values(axes: "Axes") -> np.ndarray:
-    """Return the positive values of all lines."""
-    points = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
-    return points[np.isfinite(points) & (points > 0)]
+def _heights(line: Line) -> tuple[np.ndarray, ...]:
+    """Return all values of a line, its runs and its error."""
+    return (line.y, line.rows) if line.error is None else (line.rows, line.y - line.error, line.y + line.error)
 
 
 def _log_scale(axes: "Axes", points: np.ndarray) -> None:
@@ -260,30 +413,11 @@ def _log_scale(axes: "Axes", points: np.ndarray) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, *between), numticks=6))
     axes.yaxis.set_major_formatter(_compact)
     axes.yaxis.set_minor_locator(NullLocator())
-    for line in axes.lines:
-        line.set_clip_on(True)
-
-
-def _band(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the style of a group's band."""
-    return {"color": group.color, "alpha": 0.18 if len(groups) <= MAX_VALUE_LABELS else 0.08, "linewidth": 0}
-
-
-def _line(group: Group, groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the style of a group's line."""
-    width = 2.2 if len(groups) <= MAX_VALUE_LABELS else 1.9 if len(groups) <= MAX_BANDS else 1.6
-    return {"color": group.color, "linewidth": width, "markersize": 2.3 * width}
 
 
 def last_step(groups: Sequence[Group]) -> int:
     """Return the last update of any run."""
     return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs), 1)
-
-
-def _minibatch_color(i: int, count: int) -> str:
-    from matplotlib.colors import LinearSegmentedColormap, to_hex
-
-    return to_hex(LinearSegmentedColormap.from_list("shades", ["#7fb2d6", "#0072B2", "#06304d"])(i / max(1, count - 1)))
 
 
 def _percent(value: float, _: float) -> str:

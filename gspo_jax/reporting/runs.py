@@ -5,15 +5,16 @@ Reads files and returns NumPy arrays; report.py draws them. The file formats are
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gspo_jax.reporting.drawing import PALETTE
+from gspo_jax.reporting.looks import Look, looks
 from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_metrics
 from gspo_jax.types import UserError
 
@@ -56,13 +57,17 @@ class Group:
     """Runs that differ only in their seed."""
 
     label: str
-    color: str
+    look: Look
     runs: list[Run]
 
     @property
     def caption(self) -> str:
         """The label, with the number of seeds if above one."""
         return f"{self.label} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.label
+
+    def each(self) -> "list[Group]":
+        """Return a group for each of the runs."""
+        return [replace(self, runs=[run]) for run in self.runs]
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,14 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     labels = [
         str(group[0].folder) if labels.count(label) > 1 else label for label, group in zip(labels, members, strict=True)
     ]
-    return [Group(labels[i], PALETTE[i % len(PALETTE)], group) for i, group in enumerate(members)]
+    chosen = looks([(label, *_objective(group[0])) for label, group in zip(labels, members, strict=True)])
+    return [Group(*parts) for parts in zip(labels, chosen, members, strict=True)]
+
+
+def _objective(run: Run) -> tuple[str | None, str]:
+    """Return a run's objective, None if it is unknown, and its routing replay."""
+    config = run.config or {}
+    return config.get("objective.name"), config.get("routing.replay") or "none"
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -228,7 +240,7 @@ def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int 
         value = row.get(name)
         if value is None and index.isdigit() and isinstance(row.get(parent), list) and int(index) < len(row[parent]):
             value = row[parent][int(index)]
-        if isinstance(value, (int, float)) and minibatch in (None, row.get("minibatch")):
+        if isinstance(value, (int, float)) and math.isfinite(value) and minibatch in (None, row.get("minibatch")):
             points.setdefault(row.get("iteration", f"step {row['step']}"), []).append((row["step"], value))
     return {found[-1][0]: float(np.mean([value for _, value in found])) for found in points.values()}
 
