@@ -23,7 +23,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import exits, storage
-from gspo_jax.parallel import processes
+from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
 from gspo_jax.types import Diverged, UserError
 
@@ -53,6 +53,7 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().addFilter(_raised_later)
     reuse_memory()
+    compilation.use_cache()
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
     simulate_devices(max(config.cpu_devices // count, 1))
     with processes.guarded(count):

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from gspo_jax import cli, storage
 from gspo_jax.config import base
+from gspo_jax.parallel import compilation
 from gspo_jax.parallel.processes import PARENT
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup.meshes import make_meshes
@@ -183,10 +184,11 @@ def bubblewrap() -> Finding:
 
 
 def compilation_cache() -> Finding:
-    """Check jax's persistent compilation cache, with which a resumed run starts faster."""
-    place = jax.config.jax_compilation_cache_dir
-    if not place:
-        remedy = "A resumed run compiles again; set JAX_COMPILATION_CACHE_DIR to gs://BUCKET/compiled or a folder."
+    """Check the cache of compiled programs, with which a second start is faster."""
+    place = compilation.use_cache()
+    if place is None:
+        remedy = "Every start compiles again; set JAX_COMPILATION_CACHE_DIR to a folder or gs://BUCKET/compiled"
+        remedy += ", and unset JAX_ENABLE_COMPILATION_CACHE."
         return Finding("compilation cache", "warning", "none", remedy)
     return _writable("compilation cache", place)
 

@@ -133,7 +133,7 @@ def summarize(
 
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
     """Evaluate the newest checkpoint of a run folder, or the run's initial policy if there is no checkpoint."""
-    check(config)
+    check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
         if not config.model.folder:

@@ -14,6 +14,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.run.session import open_run
 from gspo_jax.types import StopRequested
 
@@ -53,13 +54,17 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
 
 def main(config: ConfigDict) -> None:
     """Run the command."""
+    compiled = CompileCounter()
     with suppress(StopRequested):
         facts = train(config, flags.FLAGS.workdir, start_over=flags.FLAGS.start_over)
+        facts["compile"] = {"programs": compiled.programs, "cached": compiled.cached}
         cli.write_facts(flags.FLAGS.json, facts)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN; a run in it is resumed.", required=True)
     flags.DEFINE_bool("start_over", False, "Begin again if the run's checkpoints are gone or damaged.")
-    flags.DEFINE_string("json", None, "Also write the first and the last evaluation to this file.")
+    flags.DEFINE_string(
+        "json", None, "Also write first and last evaluation, and counts of compiled programs, to this file."
+    )
     cli.run(main)

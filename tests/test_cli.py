@@ -10,9 +10,11 @@ from absl import flags
 from ml_collections import config_flags
 
 from gspo_jax import cli
-from gspo_jax.run.resume import check_same_run
+from gspo_jax.reporting.writers import write_config
+from gspo_jax.run.resume import check_folder, check_same_run
 from gspo_jax.setup import learning
 from gspo_jax.setup.checks import check
+from gspo_jax.storage import RunFolder, check_place
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
@@ -26,7 +28,8 @@ TINY = str(ROOT / "configs/tiny.py")
         ("--config.iteratons=3", ["'iteratons'", "did you mean 'iterations'"]),
         ("--config.optimizer.learning_rat=1", ["did you mean 'optimizer.learning_rate'"]),
         ("--config.mesh.pipeline=2", ["section 'mesh' has data, expert, fsdp, tensor"]),
-        ("--config.learning_rate=1", ["did you mean 'coldstart.optimizer.learning_rate'"]),
+        ("--config.learning_rate=1", ["did you mean 'optimizer.learning_rate'"]),
+        ("--config.training.learning_rate=1", ["'training.learning_rate'; did you mean 'optimizer.learning_rate'"]),
         ("--config.seed.x=1", ["'seed.x'", "'seed' is a single value"]),
         ("-config.iteratons=3", ["did you mean 'iterations'"]),
         ("--noconfig.overlong.filtr", ["did you mean 'overlong.filter'"]),
@@ -141,6 +144,8 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"objective.gspo.low": 2.0}, "low=2.0 lies outside"),
         ({"optimizer.schedule": "linear"}, "'linear'; use constant or cosine"),
         ({"model.dtype": "float16"}, "'float16'; use 'float32' or 'bfloat16'"),
+        ({"optimizer.learning_rate": 0.0}, "^optimizer.learning_rate is 0.0; use a finite number above 0$"),
+        ({"critic.optimizer.learning_rate": -1e-5}, "critic.optimizer.learning_rate is -1e-05; use a finite number"),
         ({"iterations": 0}, "iterations is 0; use 1 to 2147483647"),
         ({"sampling.group_size": 0}, "sampling.group_size is 0; use 1 to"),
         ({"sampling.temperature": 0.0}, "sampling.temperature is 0.*use a positive number"),
@@ -185,6 +190,29 @@ def test_a_config_that_cannot_run_is_refused_before_devices_are_touched(changes,
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError, match=says):
         check(config)
+
+
+def test_a_mesh_is_compared_with_the_devices_before_the_batch_is_divided_by_it():
+    config = cli.load_config(TINY)
+    config.mesh.data = 3
+    with pytest.raises(UserError, match="prompts_per_batch 32 is not divisible"):
+        check(config)
+    with pytest.raises(UserError, match="data=3, fsdp=2, expert=2, tensor=1 needs 12 devices but there are 8"):
+        check(config, count_devices=lambda: 8)
+
+
+def test_the_folder_of_another_run_is_refused_before_any_work(tmp_path):
+    config, files = cli.load_config(TINY), RunFolder(name="runs/tiny", local=tmp_path)
+    check_folder(config, files)
+    write_config(tmp_path, config.to_dict(), command="python")
+    check_folder(config, files)
+    config.seed = 5
+    with pytest.raises(UserError, match="seed is 5 here and 0 in the run in runs/tiny"):
+        check_folder(config, files)
+    (tmp_path / "config.json").write_text("")
+    check_folder(config, files)
+    with pytest.raises(UserError, match="the name of the run folder is empty; give one, such as --workdir=runs/first"):
+        check_place("")
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b.py", "qwen3_30b_a3b.py:16k", "qwen3_dense.py:8B"])

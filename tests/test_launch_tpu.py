@@ -201,7 +201,14 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
         ("tpu.sh", ["push", *PLACE, "--project=My Project"], "--project=My Project is not valid"),
         ("tpu.sh", ["push", *PLACE, "--zone=us-east5"], "--zone=us-east5 is not valid; give the zone"),
         ("tpu.sh", ["create", *PLACE], "--type= is missing"),
-        ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "such as --type=v5p-128"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p"], "such as --type=v5p-128"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "--type=v5p-128, whose 64 chips have two TensorCores each"),
+        (
+            "tpu.sh",
+            ["create", *PLACE, "--type=v5e:2x4"],
+            "give its accelerator type, --type=v5litepod-8",
+        ),
+        ("tpu.sh", ["create", *PLACE, "--type=v6e:4x4"], "is a topology; give its accelerator type, --type=v6e-16"),
         ("tpu.sh", ["create", *PLACE, "--type=v5p-8", "--slices=0"], "--slices=0 is not valid"),
         (
             "tpu.sh",

@@ -185,6 +185,7 @@ def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[st
         "decode/occupancy": stats.occupancy,
         "decode/wasted": stats.slot_steps - stats.decode_tokens,
         "compile/programs": clock.compiled.programs,
+        "compile/cached": clock.compiled.cached,
         "compile/seconds": clock.compiled.seconds,
         "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
         "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],

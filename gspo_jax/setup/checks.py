@@ -1,11 +1,14 @@
 """All checks of a config that need neither data nor devices, in one call."""
 
+from collections.abc import Callable
+
 import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
+from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rewards import environments, shaping
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import learning, meshes, policy, sampling
@@ -14,10 +17,12 @@ from gspo_jax.training.state import make_optimizer
 from gspo_jax.types import UserError
 
 
-def check(config: ConfigDict) -> ModelConfig:
+def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None) -> ModelConfig:
     """Check a config and return the shape of its model.
 
-    A mesh with a size of -1 depends on the number of devices; `meshes.make_meshes` checks it.
+    A mesh with a size of -1 depends on the number of devices; `meshes.make_meshes` checks it. A mesh without is checked
+    against what `count_devices` returns, which may touch the devices, after all that needs none and before the batch:
+    for another mesh it would be another batch.
 
     Raises:
       UserError: one sentence with the value, the limit and the remedy.
@@ -38,6 +43,8 @@ def check(config: ConfigDict) -> ModelConfig:
     meshes.check_axes(config)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
+        if count_devices is not None:
+            mesh_lib.mesh_sizes(sizes, count_devices())
         meshes.check_sizes(config, model, sizes)
     return model
 
