@@ -39,6 +39,7 @@ def run(main: Main, *, default: ConfigDict | None = None) -> None:
     `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
     """
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # so that --help shows it
     app.run(
         lambda _: _guarded(lambda: _start(main, default)),
         flags_parser=lambda argv: _guarded(lambda: _parse(argv, needs_config=default is None)),
