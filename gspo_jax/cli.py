@@ -24,7 +24,7 @@ from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import exits, storage
 from gspo_jax.parallel import compilation, processes
-from gspo_jax.setup.fields import TYPES, at, check_fields, no_field
+from gspo_jax.setup.fields import TYPES, at, check_fields, names, no_field
 from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], None]
@@ -54,9 +54,8 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().addFilter(_raised_later)
     reuse_memory()
-    compilation.use_cache()
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
-    simulate_devices(max(config.cpu_devices // count, 1))
+    prepare(config)
     with processes.guarded(count):
         _guarded(lambda: main(config))
 
@@ -66,12 +65,36 @@ def _raised_later(record: LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
+def prepare(config: ConfigDict) -> None:
+    """Use the cache of compiled programs and, if jax runs on CPU, present this process's share of `cpu_devices`.
+
+    Raises:
+      UserError: jax has already started with another number of CPU devices.
+    """
+    compilation.use_cache()
+    count = max(config.cpu_devices // processes.count(), 1)
+    try:
+        simulate_devices(count)
+    except RuntimeError:  # jax has started
+        here = jax.local_device_count()
+        if jax.default_backend() == "cpu" and here != count:
+            raise UserError(
+                f"cpu_devices is {config.cpu_devices}, but jax has already started with {here}; set it to {here}, or "
+                "start Python again and train before any device is used"
+            ) from None
+
+
 def simulate_devices(count: int) -> None:
     """Make the CPU backend present `count` devices, if jax runs on CPU. Call it before any device is used.
 
     The simulated devices share the cores and can reach a collective far later than real devices would, so XLA's
     timeouts for collectives are raised.
+
+    Raises:
+      RuntimeError: devices have been used, and this count was not set before.
     """
+    if jax.config.jax_num_cpu_devices == count:
+        return
     jax.config.update("jax_num_cpu_devices", count)
     patience = {"warn_stuck": 120, "terminate": 600}
     limits = [f"--xla_cpu_collective_call_{name}_timeout_seconds={s}" for name, s in patience.items()]
@@ -133,6 +156,19 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
         raise UserError(f"--{flag}={file} cannot be written, because this account may not write {there}; give another")
 
 
+def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
+    """Check, leaving nothing behind, that files can be written in the flag's folder, which need not exist yet.
+
+    Raises:
+      UserError: it is a file or lies below one, or this account may not write there.
+    """
+    if folder is None:
+        return
+    if Path(folder).is_file():
+        raise UserError(f"--{flag}={folder} is a file; give a folder")
+    check_facts_file(Path(folder) / "any", flag=flag)
+
+
 def _guarded(step: Callable[[], Any]) -> Any:
     """Call `step`; end the program with one sentence for a mistake, code 2, and for a fault of a disk, code 1."""
     try:
@@ -165,7 +201,9 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_type(str(error), config)) from None
+        raise UserError(_wrong_value(str(error), config)) from None
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(_unknown_flag(error.flagname, config)) from None
     except flags.Error as error:
         raise UserError(str(error)) from None
     if len(rest) > 1:
@@ -173,12 +211,27 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     return rest
 
 
-def _wrong_type(says: str, config: ConfigDict) -> str:
-    """Return absl's message on the value of a flag or, for a field of the config, one with the type it must have."""
-    match = re.match(r"flag --config\.([\w.]+)=(.*?): ", says, re.DOTALL)
+def _unknown_flag(name: str, config: ConfigDict) -> str:
+    """Return one sentence that names the nearest flag, or the field of the config that the flag was meant to set."""
+    fields = [f"config.{field}" for field in names(config) if field == name or field.endswith(f".{name}")]
+    own = [flag for flag in flags.FLAGS if not flag.startswith("config.")]
+    near = difflib.get_close_matches(name, own, n=1) or sorted(fields, key=lambda field: field.count("."))
+    return f"unknown flag --{name}; " + (f"did you mean --{near[0]}?" if near else "--help lists the flags")
+
+
+def _wrong_value(says: str, config: ConfigDict) -> str:
+    """Return, for absl's message on the value of a flag or of a field of the config, what the value must be."""
+    match = re.match(r"flag --([\w.]+)=(.*?): ", says, re.DOTALL)
     if match is None:
         return says
-    (name, value), (section, _, key) = match.groups(), match[1].rpartition(".")
+    name, value = match.groups()
+    if not name.startswith("config."):
+        flag = flags.FLAGS[name]
+        if value == "None":
+            return f"--{name} is missing: {flag.help}"
+        return f"--{name} is {value!r}; use {flag.parser.syntactic_help or 'true or false'}"
+    name = name.removeprefix("config.")
+    section, _, key = name.rpartition(".")
     holder: Any = at(config, section) if section else config
     kind = holder.get_type(key)
     if kind is ConfigDict:
@@ -205,7 +258,9 @@ def load_config(value: str) -> ConfigDict:
     path = Path(name)
     if name and path.is_dir():
         raise UserError(f"config {name!r} is a folder; give a .py file in it")
-    if path.suffix != ".py" or not path.is_file():
+    if path.is_file() and path.suffix != ".py":
+        raise UserError(f"config {value!r} is not a .py file; give one, such as configs/tiny.py")
+    if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))

@@ -143,7 +143,10 @@ def processes() -> Finding:
 
 
 def mesh(config: ConfigDict) -> Finding:
-    """Check that the config's mesh fits the devices and its batch the mesh."""
+    """Check that the config's mesh fits the devices and its batch the mesh, if the config has a model."""
+    if not (config.model.folder or config.model.published or config.coldstart.steps):
+        remedy = "Give the run's --config, and its --config.model.folder if that names no model."
+        return Finding("mesh", "warning", "not checked: the config has no model", remedy)
     try:
         sizes = make_meshes(config, model_config(config)).trainer.shape
     except UserError as error:
@@ -254,6 +257,8 @@ def _same_place(theirs: str, ours: str, cwd: str) -> bool:
 def _writable(check: str, place: str) -> Finding:
     try:
         storage.check_writable(storage.find(place))
+    except UserError as error:
+        return Finding(check, "failed", str(error), "Give another folder.")
     except Exception as error:  # storage, transport and credentials each raise their own types
         remedy = "Check that it exists and that this machine's account may read and write it."
         return Finding(check, "failed", f"{place}: {type(error).__name__}: {error}", remedy)

@@ -259,6 +259,9 @@ def main(config: ConfigDict) -> None:
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
     jax.config.update("jax_enable_compilation_cache", False)  # texts of programs are cached, not programs
+    cli.check_output_folder(f.cache or None, flag="cache")
+    cli.check_output_folder(f.dump, flag="dump")
+    cli.check_facts_file(f.figure, flag="figure")
     cache, rates = Path(f.cache) if f.cache else compilation.user_cache() / "plan", Path(f.rates) if f.rates else None
     if f.tune:
         if f.lengths is None:

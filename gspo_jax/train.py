@@ -22,11 +22,15 @@ from gspo_jax.types import StopRequested
 def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) -> dict[str, Any]:
     """Train until `config.iterations` are done, counting those before a resume; return first and last evaluation.
 
-    With `start_over`, a run whose checkpoints are gone or damaged begins again instead of ending with an error.
+    It may be called from any program, such as a notebook: `train(cli.load_config("configs/tiny.py"), "runs/tiny")`. On
+    CPU, the first call sets the number of simulated devices, `config.cpu_devices`, for the life of the process. With
+    `start_over`, a run whose checkpoints are gone or damaged begins again instead of ending with an error.
 
     Raises:
+      UserError: the config, the folder or the devices do not allow the run: one sentence.
       StopRequested: SIGTERM ended the run early; everything up to the newest iteration is saved.
     """
+    cli.prepare(config)
     with open_run(config, workdir, start_over=start_over) as (run, state):
         prompts, objective = run.prompts, run.objective
         run.evaluate_if_due()

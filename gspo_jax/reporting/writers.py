@@ -304,6 +304,8 @@ def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
     """Return `folder` as a path; raises UserError naming the most similar folder if it does not exist."""
     path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{folder} is not a folder; give the --workdir of a run")
     if not path.is_dir():
         beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)
