@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from gspo_jax import cli
 from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.run.session import open_run
+from gspo_jax.setup.checks import check_elsewhere
 from gspo_jax.types import StopRequested
 
 
@@ -58,6 +59,10 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
 
 def main(config: ConfigDict) -> None:
     """Run the command."""
+    if flags.FLAGS.check_for is not None:
+        left = check_elsewhere(config, devices=flags.FLAGS.check_for)
+        print("the config is valid" + (f"; not checked here: {', '.join(left)}" if left else ""))
+        return
     compiled = CompileCounter()
     with suppress(StopRequested):
         facts = train(config, flags.FLAGS.workdir, start_over=flags.FLAGS.start_over)
@@ -68,6 +73,7 @@ def main(config: ConfigDict) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN; a run in it is resumed.", required=True)
     flags.DEFINE_bool("start_over", False, "Begin again if the run's checkpoints are gone or damaged.")
+    flags.DEFINE_integer("check_for", None, "Only check the config, for so many devices; 0: for any number.", 0)
     flags.DEFINE_string(
         "json", None, "Also write first and last evaluation, and counts of compiled programs, to this file."
     )

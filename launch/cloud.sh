@@ -51,6 +51,26 @@ check_place() {
   require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
 }
 
+# chips: prints the number of chips of all slices, of which each is one device for jax; 0 if --type is not given.
+chips() {
+  local count=${type##*-}
+  case $type in
+    '') count=0 ;;
+    v[234]-* | v5p-*) count=$((count / 2)) ;;
+  esac
+  echo $((count * slices))
+}
+
+# check_config: with --dry-run, checks the trainer's flags and config as far as this machine can, if the project is installed here.
+check_config() {
+  if [ -z "$dry" ]; then return; fi
+  if ! .venv/bin/python -c 'import gspo_jax' 2>/dev/null; then
+    echo "note: the config is not checked, as .venv is missing here; bash launch/local.sh makes it" >&2
+    return
+  fi
+  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$(chips)" >&2 || exit
+}
+
 # Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4 and v5p, else chips.
 accelerator_type() {
   local kind=${1%%:*} sides=${1#*:} chips=1 side

@@ -14,7 +14,7 @@ from gspo_jax import cli
 from gspo_jax.reporting.writers import write_config
 from gspo_jax.run.resume import check_folder, check_same_run
 from gspo_jax.setup import learning
-from gspo_jax.setup.checks import check
+from gspo_jax.setup.checks import check, check_elsewhere
 from gspo_jax.storage import RunFolder, check_place
 from gspo_jax.train import train
 from gspo_jax.types import UserError
@@ -200,6 +200,28 @@ def test_a_mesh_is_compared_with_the_devices_before_the_batch_is_divided_by_it()
         check(config)
     with pytest.raises(UserError, match="data=3, fsdp=2, expert=2, tensor=1 needs 12 devices but there are 8"):
         check(config, count_devices=lambda: 8)
+
+
+def test_a_config_is_checked_for_a_machine_that_has_the_model_and_the_devices():
+    config = cli.load_config("configs/gsm8k.py")
+    with pytest.raises(UserError, match=r"model.folder is empty"):
+        check_elsewhere(config, devices=8)
+    config.model.folder = "../fetched/Qwen3-30B-A3B"
+    with pytest.raises(UserError, match=r"task gsm8k needs data.folder"):
+        check_elsewhere(config, devices=8)
+    config.data.folder = "../fetched/gsm8k"
+    assert check_elsewhere(config, devices=8) == []
+    assert check_elsewhere(config, devices=0) == ["the mesh, which takes the remaining devices"]
+    with pytest.raises(UserError, match=r"prompts_per_batch 32 is not divisible by .* = 64; use 64"):
+        check_elsewhere(config, devices=64)
+    config.mesh.update({"expert": 3, "fsdp": 1})
+    with pytest.raises(UserError, match="needs 3 devices but there are 6"):
+        check_elsewhere(config, devices=6)
+    config.data.prompts_per_batch = 36
+    with pytest.raises(UserError, match=r"expert = 3 .* experts 128"):
+        check_elsewhere(config, devices=3)
+    config.model.folder = "../fetched/Mine"
+    assert check_elsewhere(config, devices=3) == ["the model in ../fetched/Mine"]
 
 
 def test_the_folder_of_another_run_is_refused_before_any_work(tmp_path):

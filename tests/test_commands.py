@@ -83,6 +83,7 @@ MISTAKES = {
     f"bench --model={ADDER} --compile=there": "--compile is 'there'; use ahead or here",
     f"convert --from={ADDER} --to=TMP/o --dtype=int8": "dtype is 'int8'; use float32 or bfloat16",
     "report docs --panels=rout": "invalid choice: 'rout'",
+    f"{GSM8K} --config.model.folder=../there/Mine --check_for=8": "task gsm8k needs data.folder",
     # A folder that is missing, is a file, or holds something else.
     f"train {TINY} --workdir=pyproject.toml": "pyproject.toml is not a folder; give another --workdir",
     f"train {TINY} --workdir=pyproject.toml/run": "pyproject.toml is not a folder; give another --workdir",

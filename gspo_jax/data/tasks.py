@@ -54,8 +54,7 @@ def load(
     Raises:
       UserError: the task, split or an option is unknown, a file is missing or malformed, or the split has no records.
     """
-    if task not in TASKS:
-        raise UserError(f"unknown task {task!r}; {choices(task, TASKS)}")
+    check(task, folder)
     if limit is not None and limit < 1:
         field = "eval.prompts" if split == "test" else "data.limit"
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
@@ -68,6 +67,7 @@ def load(
         if data_dir is not None or options:
             given = [*options, *(["data_dir"] if data_dir is not None else [])]
             raise UserError(f"task {task} is read from folder and takes no {', '.join(given)}; leave that out")
+        assert folder is not None  # by `check`
         records = _gsm8k(split, folder=folder, limit=limit, instruction=instruction)
     if not len(records):
         raise UserError(
@@ -75,6 +75,17 @@ def load(
             "folder that has them"
         )
     return records
+
+
+def check(task: str, folder: str | None) -> None:
+    """Check that there is a task of that name, and that it is given a folder if it needs one."""
+    if task not in TASKS:
+        raise UserError(f"unknown task {task!r}; {choices(task, TASKS)}")
+    if folder is None and task not in generated.BUILDERS:
+        raise UserError(
+            f"task {task} needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS "
+            "directory"
+        )
 
 
 def _generated(
@@ -94,11 +105,7 @@ def _generated(
     )
 
 
-def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: str) -> Records:
-    if folder is None:
-        raise UserError(
-            "task gsm8k needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS directory"
-        )
+def _gsm8k(split: str, *, folder: str, limit: int | None, instruction: str) -> Records:
     if (Path(folder) / prepared.INFO_FILE).is_file():
         builder = prepared.open_prepared(folder)
         features: Any = builder.info.features

@@ -1,11 +1,13 @@
 """All checks of a config that need neither data nor devices, in one call."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax.models import transformer
+from gspo_jax.data import tasks
+from gspo_jax.models import published, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
@@ -27,6 +29,51 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     Raises:
       UserError: one sentence with the value, the limit and the remedy.
     """
+    _check_settings(config)
+    model = policy.model_config(config)
+    check_dense(config, model)
+    sizes = dict(config.mesh)
+    if -1 not in sizes.values():
+        if count_devices is not None:
+            mesh_lib.mesh_sizes(sizes, count_devices())
+        meshes.check_sizes(config, model, sizes)
+    return model
+
+
+def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
+    """Check a config for a run on another machine, as far as this one can; return what it could not check.
+
+    Args:
+      config: the config; `model.folder` and `data.folder` need not be here.
+      devices: number of devices there; 0 if it is unknown.
+
+    Raises:
+      UserError: as `check`, or the task needs `data.folder`.
+    """
+    _check_settings(config)
+    policy.check_weights(config)
+    tasks.check(config.data.task, config.data.folder or None)
+    folder, left = Path(config.model.folder), []
+    if not config.model.folder or folder.is_dir():
+        model = policy.model_config(config)
+    else:
+        model = published.MODELS.get(config.model.published or folder.name)  # a folder is named like its model
+    if model is None:
+        left.append(f"the model in {folder}")
+    else:
+        check_dense(config, model)
+    sizes = dict(config.mesh)
+    if devices:
+        sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
+    if -1 in sizes.values():
+        left.append("the mesh, which takes the remaining devices")
+    else:
+        meshes.check_sizes(config, model, sizes)
+    return left
+
+
+def _check_settings(config: ConfigDict) -> None:
+    """Check everything that depends neither on the model nor on the number of devices."""
     check_fields(config)
     _check_choices(config)
     _check_rewards(config)
@@ -38,15 +85,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     _check_routing(config, objective)
     _check_updates(config)
     _check_packing(config)
-    model = policy.model_config(config)
-    check_dense(config, model)
     meshes.check_axes(config)
-    sizes = dict(config.mesh)
-    if -1 not in sizes.values():
-        if count_devices is not None:
-            mesh_lib.mesh_sizes(sizes, count_devices())
-        meshes.check_sizes(config, model, sizes)
-    return model
 
 
 def _check_choices(config: ConfigDict) -> None:
