@@ -51,12 +51,12 @@ check_place() {
   require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
 }
 
-# chips: prints the number of chips of all slices, of which each is one device for jax; 0 if --type is not given.
-chips() {
+# devices: prints the number of devices that jax will see on all slices; 0 if --type is not given.
+devices() {
   local count=${type##*-}
   case $type in
     '') count=0 ;;
-    v[234]-* | v5p-*) count=$((count / 2)) ;;
+    v4-* | v5p-*) count=$((count / 2)) ;; # chips, whose two TensorCores are one device
   esac
   echo $((count * slices))
 }
@@ -68,7 +68,7 @@ check_config() {
     echo "note: the config is not checked, as .venv is missing here; bash launch/local.sh makes it" >&2
     return
   fi
-  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$(chips)" >&2 || exit
+  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$(devices)" >&2 || exit
 }
 
 # Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4 and v5p, else chips.

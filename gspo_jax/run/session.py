@@ -388,6 +388,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         phases.saved = checkpointer.latest
         log = stack.enter_context(log_lib.open_log(config, files.local, after_step=start.step, done=start.iteration))
         phases.show = log.progress.phase
+        log.progress.say(f"curves: tensorboard --logdir={files.name}/tb")
         if start.step is not None:
             log.progress.say(f"resuming from iteration {start.iteration} in {place}")
         log.guard_config(made.objective, group_size=config.sampling.group_size)

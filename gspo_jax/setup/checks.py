@@ -11,6 +11,7 @@ from gspo_jax.models import published, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting import weights_and_biases
 from gspo_jax.rewards import environments, shaping
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import learning, meshes, policy, sampling
@@ -30,6 +31,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
       UserError: one sentence with the value, the limit and the remedy.
     """
     _check_settings(config)
+    weights_and_biases.check(config.log.wandb)
     model = policy.model_config(config)
     check_dense(config, model)
     sizes = dict(config.mesh)
@@ -62,7 +64,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
         left.append(f"the model in {folder}")
     else:
         check_dense(config, model)
-    sizes = dict(config.mesh)
+    sizes: dict[str, int] = dict(config.mesh)
     if devices:
         sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
     if -1 in sizes.values():
