@@ -21,8 +21,8 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import exits, references, storage
-from gspo_jax.parallel import processes
-from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, no_field
+from gspo_jax.parallel import compilation, processes
+from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], None]
@@ -37,6 +37,7 @@ def run(main: Main, *, default: ConfigDict | None = None) -> None:
     `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
     """
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # so that --help shows it
     app.run(
         lambda _: _guarded(lambda: _start(main, default)),
         flags_parser=lambda argv: _guarded(lambda: _parse(argv, needs_config=default is None)),
@@ -52,7 +53,7 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     logging.get_absl_handler().addFilter(_raised_later)
     reuse_memory()
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
-    simulate_devices(max(config.cpu_devices // count, 1))
+    prepare(config)
     with processes.guarded(count):
         _guarded(lambda: main(config))
 
@@ -62,12 +63,36 @@ def _raised_later(record: LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
+def prepare(config: ConfigDict) -> None:
+    """Use the cache of compiled programs and, if jax runs on CPU, present this process's share of `cpu_devices`.
+
+    Raises:
+      UserError: jax has already started with another number of CPU devices.
+    """
+    compilation.use_cache()
+    count = max(config.cpu_devices // processes.count(), 1)
+    try:
+        simulate_devices(count)
+    except RuntimeError:  # jax has started
+        here = jax.local_device_count()
+        if jax.default_backend() == "cpu" and here != count:
+            raise UserError(
+                f"cpu_devices is {config.cpu_devices}, but jax has already started with {here}; set it to {here}, or "
+                "start Python again and train before any device is used"
+            ) from None
+
+
 def simulate_devices(count: int) -> None:
     """Make the CPU backend present `count` devices, if jax runs on CPU. Call it before any device is used.
 
     The simulated devices share the cores and can reach a collective far later than real devices would, so XLA's
     timeouts for collectives are raised.
+
+    Raises:
+      RuntimeError: devices have been used, and this count was not set before.
     """
+    if jax.config.jax_num_cpu_devices == count:
+        return
     jax.config.update("jax_num_cpu_devices", count)
     patience = {"warn_stuck": 120, "terminate": 600}
     limits = [f"--xla_cpu_collective_call_{name}_timeout_seconds={s}" for name, s in patience.items()]
@@ -124,6 +149,19 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
         raise UserError(f"--{flag}={file} cannot be written, because this account may not write {there}; give another")
 
 
+def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
+    """Check, leaving nothing behind, that files can be written in the flag's folder, which need not exist yet.
+
+    Raises:
+      UserError: it is a file or lies below one, or this account may not write there.
+    """
+    if folder is None:
+        return
+    if Path(folder).is_file():
+        raise UserError(f"--{flag}={folder} is a file; give a folder")
+    check_facts_file(Path(folder) / "any", flag=flag)
+
+
 def _guarded(step: Callable[[], Any]) -> Any:
     """Call `step`; end the program with one sentence for a mistake, code 2, and for a fault of a disk, code 1."""
     try:
@@ -158,7 +196,9 @@ def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_type(str(error), config)) from None
+        raise UserError(_wrong_value(str(error), config)) from None
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(_unknown_flag(error.flagname, config)) from None
     except flags.Error as error:
         raise UserError(str(error)) from None
     finally:
@@ -194,17 +234,32 @@ def _add(added: dict[str, str], config: ConfigDict) -> None:
             value = NAMED[section](text)
         except ValueError:
             raise UserError(f"{name} is {text!r}; use {TYPES[NAMED[section]]}") from None
-        names: Any = at(config, section)
-        with names.unlocked():
-            names[key] = value
+        holder: Any = at(config, section)
+        with holder.unlocked():
+            holder[key] = value
 
 
-def _wrong_type(says: str, config: ConfigDict) -> str:
-    """Return absl's message on the value of a flag or, for a field of the config, one with the type it must have."""
-    match = re.match(r"flag --config\.([\w.]+)=(.*?): ", says, re.DOTALL)
+def _unknown_flag(name: str, config: ConfigDict) -> str:
+    """Return one sentence that names the nearest flag, or the field of the config that the flag was meant to set."""
+    fields = [f"config.{field}" for field in names(config) if field == name or field.endswith(f".{name}")]
+    own = [flag for flag in flags.FLAGS if not flag.startswith("config.")]
+    near = difflib.get_close_matches(name, own, n=1) or sorted(fields, key=lambda field: field.count("."))
+    return f"unknown flag --{name}; " + (f"did you mean --{near[0]}?" if near else "--help lists the flags")
+
+
+def _wrong_value(says: str, config: ConfigDict) -> str:
+    """Return, for absl's message on the value of a flag or of a field of the config, what the value must be."""
+    match = re.match(r"flag --([\w.]+)=(.*?): ", says, re.DOTALL)
     if match is None:
         return says
-    (name, value), (section, _, key) = match.groups(), match[1].rpartition(".")
+    name, value = match.groups()
+    if not name.startswith("config."):
+        flag = flags.FLAGS[name]
+        if value == "None":
+            return f"--{name} is missing: {flag.help}"
+        return f"--{name} is {value!r}; use {flag.parser.syntactic_help or 'true or false'}"
+    name = name.removeprefix("config.")
+    section, _, key = name.rpartition(".")
     holder: Any = at(config, section) if section else config
     kind = holder.get_type(key)
     if kind is ConfigDict:
@@ -231,7 +286,9 @@ def load_config(value: str) -> ConfigDict:
     path = Path(name)
     if name and path.is_dir():
         raise UserError(f"config {name!r} is a folder; give a .py file in it")
-    if path.suffix != ".py" or not path.is_file():
+    if path.is_file() and path.suffix != ".py":
+        raise UserError(f"config {value!r} is not a .py file; give one, such as configs/tiny.py")
+    if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))

@@ -152,7 +152,7 @@ def main(config: ConfigDict) -> None:
         raise UserError(f"{folder} is not empty; give --workdir a new folder")
     if not config.coldstart.steps:
         raise UserError("coldstart.steps is 0, so there is no cold start; set it above 0, or train from model.folder")
-    model = check(config)
+    model = check(config, count_devices=jax.device_count)
     storage.check_folder(folder.absolute())
     records = data.load_records(config, "train")
     mesh = make_meshes(config, model).trainer

@@ -157,6 +157,7 @@ def base() -> ConfigDict:
     config.eval.prompts = 256  # use only this many prompts, the first of the test split; 0: all
     config.eval.correct = ""  # reward function, one of `rewards`, that decides which responses are correct
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
+    config.log.wandb = ""  # project at Weights & Biases that also gets the metrics; empty: none
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
     config.checkpoint.keep_best = False  # also keep the checkpoint with the highest held-out accuracy
     return config

@@ -136,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = parser.parse_args(arguments)
         cli.check_facts_file(given.json)
+        cli.check_output_folder(given.target, flag="to")
         jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
         done = convert(given.source, given.target, dtype=given.dtype)
         cli.write_facts(given.json, done)

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from gspo_jax import cli, storage
 from gspo_jax.config import base
+from gspo_jax.parallel import compilation
 from gspo_jax.parallel.processes import PARENT, cores
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup.meshes import make_meshes
@@ -142,7 +143,10 @@ def processes() -> Finding:
 
 
 def mesh(config: ConfigDict) -> Finding:
-    """Check that the config's mesh fits the devices and its batch the mesh."""
+    """Check that the config's mesh fits the devices and its batch the mesh, if the config has a model."""
+    if not (config.model.folder or config.model.published or config.coldstart.steps):
+        remedy = "Give the run's --config, and its --config.model.folder if that names no model."
+        return Finding("mesh", "warning", "not checked: the config has no model", remedy)
     try:
         sizes = make_meshes(config, model_config(config)).trainer.shape
     except UserError as error:
@@ -183,10 +187,11 @@ def bubblewrap() -> Finding:
 
 
 def compilation_cache() -> Finding:
-    """Check jax's persistent compilation cache, with which a resumed run starts faster."""
-    place = jax.config.jax_compilation_cache_dir
-    if not place:
-        remedy = "A resumed run compiles again; set JAX_COMPILATION_CACHE_DIR to gs://BUCKET/compiled or a folder."
+    """Check the cache of compiled programs, with which a second start is faster."""
+    place = compilation.use_cache()
+    if place is None:
+        remedy = "Every start compiles again; set JAX_COMPILATION_CACHE_DIR to a folder or gs://BUCKET/compiled"
+        remedy += ", and unset JAX_ENABLE_COMPILATION_CACHE."
         return Finding("compilation cache", "warning", "none", remedy)
     return _writable("compilation cache", place)
 
@@ -252,6 +257,8 @@ def _same_place(theirs: str, ours: str, cwd: str) -> bool:
 def _writable(check: str, place: str) -> Finding:
     try:
         storage.check_writable(storage.find(place))
+    except UserError as error:
+        return Finding(check, "failed", str(error), "Give another folder.")
     except Exception as error:  # storage, transport and credentials each raise their own types
         remedy = "Check that it exists and that this machine's account may read and write it."
         return Finding(check, "failed", f"{place}: {type(error).__name__}: {error}", remedy)

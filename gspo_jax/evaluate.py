@@ -24,6 +24,7 @@ from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import open_folder
+from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +134,15 @@ def summarize(
 
 def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
     """Evaluate the newest checkpoint of a run folder, or the run's initial policy if there is no checkpoint."""
-    check(config)
+    check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
+        initial = policy.initial_folder(config, files.local)
         if not config.model.folder:
             existing_folder(files.local)
-        model, tokenizer = policy.read_folder(config, policy.initial_folder(config, files.local))
+            if not initial.exists():
+                raise UserError(f"{files.name} holds no run: it has no {initial.name}; give the --workdir of a run")
+        model, tokenizer = policy.read_folder(config, initial)
         batches = data.held_out_prompts(config, tokenizer, data.load_records(config, "test"))
         meshes = make_meshes(config, model)
         with jax.set_mesh(meshes.trainer), data.make_scorer(config) as scorer:

@@ -15,7 +15,6 @@ sampler mesh, remat, row budget, slots and partial rollouts, with `--headroom` o
 """
 
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,8 +34,8 @@ from gspo_jax import engine as engine_lib
 from gspo_jax.kernels import backend
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.parallel import compilation, jaxpr, processes, topology
 from gspo_jax.parallel import costs as costs_lib
-from gspo_jax.parallel import jaxpr, processes, topology
 from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.parallel.ahead import Compiled, compile_ahead
 from gspo_jax.parallel.topology import CHIPS
@@ -255,17 +254,15 @@ def plan(
     return facts
 
 
-def default_cache() -> Path:
-    """Return the default folder of compiled programs, in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "gspo_jax" / "plan"
-
-
 def main(config: ConfigDict) -> None:
     """Run the command; exit with code 1 if a program does not fit."""
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
-    cache, rates = Path(f.cache) if f.cache else default_cache(), Path(f.rates) if f.rates else None
+    jax.config.update("jax_enable_compilation_cache", False)  # texts of programs are cached, not programs
+    cli.check_output_folder(f.cache or None, flag="cache")
+    cli.check_output_folder(f.dump, flag="dump")
+    cli.check_facts_file(f.figure, flag="figure")
+    cache, rates = Path(f.cache) if f.cache else compilation.user_cache() / "plan", Path(f.rates) if f.rates else None
     if f.tune:
         if f.lengths is None:
             raise UserError("--tune needs the lengths of responses, such as --lengths=lognormal:4096:0.8")

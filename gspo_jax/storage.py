@@ -56,14 +56,28 @@ def find(folder: str | os.PathLike[str]) -> AnyPath:
     """Return the path of a folder, absolute if it is on the local disk.
 
     Raises:
-      UserError: the folder is neither local nor in a Google Cloud Storage bucket.
+      UserError: the folder is neither local nor in a Google Cloud Storage bucket, or its name is empty.
     """
     name = os.fspath(folder)
+    if not name:
+        raise UserError("the name of the run folder is empty; give one, such as --workdir=runs/first")
     if name.startswith(BUCKET):
         return epath.Path(name)
     if "://" in name:
         raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
     return Path(name).absolute()
+
+
+def check_place(folder: str | os.PathLike[str]) -> None:
+    """Check the name of a run folder and, if it is on the local disk, that a run can write there; leave nothing behind.
+
+    Raises:
+      UserError: as `find` and `check_folder`.
+      OSError: as `check_folder`.
+    """
+    place = find(folder)
+    if isinstance(place, Path):
+        check_folder(place)
 
 
 def check_links(folder: Path) -> None:

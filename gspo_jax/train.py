@@ -14,18 +14,24 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.run.session import open_run
+from gspo_jax.setup.checks import check_elsewhere
 from gspo_jax.types import StopRequested
 
 
 def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) -> dict[str, Any]:
     """Train until `config.iterations` are done, counting those before a resume; return first and last evaluation.
 
-    With `start_over`, a run whose checkpoints are gone or damaged begins again instead of ending with an error.
+    It may be called from any program, such as a notebook: `train(cli.load_config("configs/tiny.py"), "runs/tiny")`. On
+    CPU, the first call sets the number of simulated devices, `config.cpu_devices`, for the life of the process. With
+    `start_over`, a run whose checkpoints are gone or damaged begins again instead of ending with an error.
 
     Raises:
+      UserError: the config, the folder or the devices do not allow the run: one sentence.
       StopRequested: SIGTERM ended the run early; everything up to the newest iteration is saved.
     """
+    cli.prepare(config)
     with open_run(config, workdir, start_over=start_over) as (run, state):
         prompts, objective = run.prompts, run.objective
         run.evaluate_if_due()
@@ -54,13 +60,22 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
 
 def main(config: ConfigDict) -> None:
     """Run the command."""
+    if flags.FLAGS.check_for is not None:
+        left = check_elsewhere(config, devices=flags.FLAGS.check_for)
+        print("the config is valid" + (f"; not checked here: {', '.join(left)}" if left else ""))
+        return
+    compiled = CompileCounter()
     with suppress(StopRequested):
         facts = train(config, flags.FLAGS.workdir, start_over=flags.FLAGS.start_over)
+        facts["compile"] = {"programs": compiled.programs, "cached": compiled.cached}
         cli.write_facts(flags.FLAGS.json, facts)
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN; a run in it is resumed.", required=True)
     flags.DEFINE_bool("start_over", False, "Begin again if the run's checkpoints are gone or damaged.")
-    flags.DEFINE_string("json", None, "Also write the first and the last evaluation to this file.")
+    flags.DEFINE_integer("check_for", None, "Only check the config, for so many devices; 0: for any number.", 0)
+    flags.DEFINE_string(
+        "json", None, "Also write first and last evaluation, and counts of compiled programs, to this file."
+    )
     cli.run(main)

@@ -51,7 +51,41 @@ check_place() {
   require_form --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z]' "give the zone of your quota, such as --zone=us-east5-a"
 }
 
+# devices: prints the number of devices that jax will see on all slices; 0 if --type is not given.
+devices() {
+  local count=${type##*-}
+  case $type in
+    '') count=0 ;;
+    v4-* | v5p-*) count=$((count / 2)) ;; # chips, whose two TensorCores are one device
+  esac
+  echo $((count * slices))
+}
+
+# check_config: with --dry-run, checks the trainer's flags and config as far as this machine can, if the project is installed here.
+check_config() {
+  if [ -z "$dry" ]; then return; fi
+  if ! .venv/bin/python -c 'import gspo_jax' 2>/dev/null; then
+    echo "note: the config is not checked, as .venv is missing here; bash launch/local.sh makes it" >&2
+    return
+  fi
+  JAX_PLATFORMS=cpu .venv/bin/python -m gspo_jax.train "${train[@]}" --check_for="$(devices)" >&2 || exit
+}
+
+# Of a slice as `plan --topology` names it, prints the accelerator type, which counts TensorCores on v4 and v5p, else chips.
+accelerator_type() {
+  local kind=${1%%:*} sides=${1#*:} chips=1 side
+  for side in ${sides//x/ }; do chips=$((chips * side)); done
+  case $kind in
+    v4 | v5p) echo "$kind-$((2 * chips)), whose $chips chips have two TensorCores each" ;;
+    v5e) echo "v5litepod-$chips" ;;
+    *) echo "$kind-$chips" ;;
+  esac
+}
+
 check_type() {
+  if [[ $type =~ ^(v4|v5e|v5p|v6e):[1-9][0-9]{0,2}(x[1-9][0-9]{0,2}){1,2}$ ]]; then
+    refuse "--type=$type is a topology; give its accelerator type, --type=$(accelerator_type "$type")"
+  fi
   require_form --type "$type" '(v[234]|v5p|v5litepod|v6e)-[1-9][0-9]*' "give an accelerator type, such as --type=v5p-128 or --type=v6e-8"
   require_form --slices "$slices" '[1-9][0-9]{0,3}' "give a number of slices, such as --slices=2"
 }

@@ -35,6 +35,7 @@ check_type
 require_form --cluster "$cluster" '[a-z]([-a-z0-9]{0,38}[a-z0-9])?' "give the name of a GKE cluster created by xpk, such as --cluster=pods"
 require_form --restarts "$restarts" '[0-9]{1,4}' "give a number, such as --restarts=50"
 check_train
+check_config
 require_tool xpk https://github.com/AI-Hypercomputer/xpk
 
 printf -v words '%q ' "${train[@]}"

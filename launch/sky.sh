@@ -26,6 +26,7 @@ if [ -n "$zone" ]; then
   where=gcp/${zone%-*}/$zone
 fi
 check_train
+check_config
 require_tool sky https://docs.skypilot.co/en/latest/getting-started/installation.html
 
 printf -v words '%q ' "${train[@]}"

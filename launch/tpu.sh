@@ -17,9 +17,9 @@
 #             run resumes from its newest checkpoint. Gives up after N consecutive attempts (default 5) without a new checkpoint,
 #             and if the run fails for good: wrong input, or diverged
 #
-# --dry-run prints the commands, one per line, and runs nothing. docs/tpu.md is the full guide. Several slices form one run: a
-# queued resource passes the MEGASCALE_ variables to its VMs as metadata (https://cloud.google.com/tpu/docs/multislice-introduction),
-# where jax finds them.
+# --dry-run prints the commands, one per line, and runs nothing but a check of the config on this machine. docs/tpu.md is the full
+# guide. Several slices form one run: a queued resource passes the MEGASCALE_ variables to its VMs as metadata
+# (https://cloud.google.com/tpu/docs/multislice-introduction), where jax finds them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/cloud.sh
@@ -72,7 +72,7 @@ check_flags() {
       ;;
   esac
   case $1 in
-    run | babysit) check_train ;;
+    run | babysit) check_train && check_config ;;
     *) if [ ${#train[@]} -gt 0 ]; then refuse "$1 takes no ${train[0]}; only run and babysit do"; fi ;;
   esac
   if [ "$1" = exec ] && [ ${#remote[@]} = 0 ]; then refuse "exec has no command; give one after --, such as -- uptime"; fi

@@ -414,6 +414,15 @@ def _scaling(root: Path, *flags: str):
     return _bash(root, 'bash launch/scaling.sh "$@"', *flags)
 
 
+@pytest.mark.parametrize(("script", "code"), [("objectives", 2), ("routing", 2), ("scaling", 0), ("plans", 0)])
+def test_a_dry_run_installs_nothing(copy, script, code):
+    """Of two scripts, what they would run is known to the installed project alone."""
+    _fake_python(copy / "bin" / "python3", "3.12")
+    done = _bash(copy, f"bash launch/{script}.sh --dry-run")
+    assert done.returncode == code and not (copy / ".venv").exists() and not (copy / "calls").exists()
+    assert ("error: --dry-run installs nothing, and needs .venv" in done.stderr) == (code == 2)
+
+
 def test_scaling_plans_every_slice_and_draws_them(copy):
     _install(copy)
     shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-slow")

@@ -127,6 +127,26 @@ def test_the_other_commands(root, command, flags, printed):
     assert dry(root, "tpu.sh", command, *PLACE, *flags) == printed
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "devices"),
+    [
+        ("tpu.sh", ["babysit", *PLACE, "--type=v5p-128", "--slices=2"], 128),
+        ("tpu.sh", ["babysit", *PLACE, "--type=v5litepod-16"], 16),
+        ("tpu.sh", ["run", *PLACE], 0),
+        ("gke.sh", [*PLACE, "--cluster=pods", "--type=v4-8"], 4),
+        ("sky.sh", ["--name=a", "--type=v6e-8"], 8),
+    ],
+)
+def test_a_dry_run_checks_the_config_for_the_chips_if_the_project_is_installed(root, script, flags, devices):
+    without = launch(root, script, *flags, *RUN, "--dry-run")
+    assert without.returncode == 0 and "the config is not checked, as .venv is missing" in without.stderr
+    _script(root / ".venv" / "bin" / "python", 'if [ "$1" != -c ]; then echo "$*" >>calls && exit "${CODE:-0}"; fi')
+    assert launch(root, script, *flags, *RUN, "--dry-run").stdout == without.stdout
+    assert (root / "calls").read_text() == f"-m gspo_jax.train {' '.join(RUN)} --check_for={devices}\n"
+    refused = _bash(root, f'bash launch/{script} "$@"', *flags, *RUN, "--dry-run", CODE="2")
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
 def test_flags_reach_the_trainer_as_they_were_given(root):
     given = [*RUN, "--config.sampling.prefix=<think>\n'a b'", "--config.iterations=9"]
     (line,) = launch(root, "tpu.sh", "run", *PLACE, *given, "--dry-run").stdout.splitlines()
@@ -201,7 +221,14 @@ GKE = [*PLACE, "--cluster=pods", "--type=v5p-128", *RUN]
         ("tpu.sh", ["push", *PLACE, "--project=My Project"], "--project=My Project is not valid"),
         ("tpu.sh", ["push", *PLACE, "--zone=us-east5"], "--zone=us-east5 is not valid; give the zone"),
         ("tpu.sh", ["create", *PLACE], "--type= is missing"),
-        ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "such as --type=v5p-128"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p"], "such as --type=v5p-128"),
+        ("tpu.sh", ["create", *PLACE, "--type=v5p:4x4x4"], "--type=v5p-128, whose 64 chips have two TensorCores each"),
+        (
+            "tpu.sh",
+            ["create", *PLACE, "--type=v5e:2x4"],
+            "give its accelerator type, --type=v5litepod-8",
+        ),
+        ("tpu.sh", ["create", *PLACE, "--type=v6e:4x4"], "is a topology; give its accelerator type, --type=v6e-16"),
         ("tpu.sh", ["create", *PLACE, "--type=v5p-8", "--slices=0"], "--slices=0 is not valid"),
         (
             "tpu.sh",

@@ -75,6 +75,11 @@ def test_k3_of_a_small_difference_is_precise_in_float32():
     np.testing.assert_allclose(got, [[x**2 / 2 + x**3 / 6]], rtol=2e-3)
 
 
+def test_k3_is_never_negative():
+    x = np.concatenate([np.logspace(-9, 1, 4000), -np.logspace(-9, 1, 4000)]).astype(np.float32)
+    assert np.min(jax.jit(regularizers.k3)(x)) >= 0
+
+
 @POISON
 @ESTIMATORS
 def test_padding_changes_nothing_in_kl(estimator, poison):

@@ -9,8 +9,12 @@ import subprocess
 import sys
 import textwrap
 
+import jax
+import numpy as np
 import pytest
+from rich.console import Console
 
+from gspo_jax.parallel.compilation import watch_compilation
 from gspo_jax.reporting import progress
 from gspo_jax.reporting.progress import Progress, duration, make_table, printable
 
@@ -101,6 +105,30 @@ def test_a_long_line_stays_one_line_in_a_pipe():
     with Progress(1, label="tiny", stream=stream) as bar:
         bar.say("word " * 100)
     assert stream.getvalue().splitlines()[1] == "word " * 100
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_says_so_while_a_program_compiles():
+    seen = []
+
+    def look(*_, **__):
+        console = Console(file=io.StringIO(), width=100)
+        console.print(bar._render())
+        seen.append(console.file.getvalue().splitlines()[1].strip())
+
+    with Progress(2, label="tiny", stream=_Terminal()) as bar:
+        bar.phase("update")
+        end = watch_compilation(look)  # called after the bar's own
+        jax.jit(lambda x: x * 3)(np.float32(1))
+        end()
+        bar.advance(reward=0.5)
+        look()
+    jax.jit(lambda x: x * 4)(np.float32(1))
+    assert seen == ["update · compiling", "update", "update · reward 0.500"]
 
 
 def test_eta_counts_down_within_an_iteration_and_after_a_resume(clock):

@@ -344,11 +344,9 @@ def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, fir
     np.testing.assert_allclose(olds["r3"].logprobs, olds["r2"].logprobs, atol=1e-6)
 
 
-def test_dropped_is_a_share_of_all_pairs(rollout, native):
-    """One of K = 2 experts dropped for every token in one of two layers: a quarter of all pairs."""
-    scores = jax.tree.map(jnp.asarray, native[1])
-    dropped = jnp.zeros_like(scores.routes.dropped).at[0].set(1)
-    routes = scores.routes._replace(dropped=dropped, watched=scores.routes.logprobs)
+@pytest.fixture(scope="module")
+def metrics_of(rollout):
+    """Return the metrics of an update's forward pass, whose old policy is the sampler."""
     batch = experience_of(rollout, OldPolicy(rollout.logprobs))
 
     @jax.jit
@@ -359,7 +357,23 @@ def test_dropped_is_a_share_of_all_pairs(rollout, native):
         sums, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, **rows)
         return metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)
 
-    assert metrics(dataclasses.replace(scores, routes=routes))["routing/dropped"] == 0.25
+    return metrics
+
+
+def test_dropped_is_a_share_of_all_pairs(native, metrics_of):
+    """One of K = 2 experts dropped for every token in one of two layers: a quarter of all pairs."""
+    scores = jax.tree.map(jnp.asarray, native[1])
+    dropped = jnp.zeros_like(scores.routes.dropped).at[0].set(1)
+    routes = scores.routes._replace(dropped=dropped, watched=scores.routes.logprobs)
+    assert metrics_of(dataclasses.replace(scores, routes=routes))["routing/dropped"] == 0.25
+
+
+def test_the_mismatch_of_rounding_errors_has_a_kl_that_is_not_negative(rollout, native, metrics_of):
+    """x = 1e-4, which float32 log-probs hold up to 1e-7: x²/2 = 5e-9, of which exp(x) − 1 − x keeps no digit."""
+    scores = jax.tree.map(jnp.asarray, native[1])
+    routes = scores.routes._replace(watched=scores.routes.logprobs)
+    found = metrics_of(dataclasses.replace(scores, routes=routes, logprobs=rollout.logprobs + np.float32(1e-4)))
+    np.testing.assert_allclose([found["mismatch/kl"], found["actor/kl"]], 5e-9, rtol=0.01)
 
 
 @pytest.mark.slow

@@ -113,6 +113,12 @@ def test_the_tpu_compiler_takes_the_layer():
     [
         ("v5q:4x4x4", "unknown TPU generation 'v5q'; did you mean"),
         ("v5p:4x4", "topology 'v5p:4x4' does not have 3 positive sides; write it as v5p:4x4x4"),
+        ("v5p-8", r"v5p-8 is Cloud TPU's name for 4 chips \(.* TensorCores, 2 to a chip\); .* as v5p:2x2x1$"),
+        ("v4-256", "name for 128 chips .* write the slice as v4:4x4x8$"),
+        ("v5p-24", "name for 12 chips .* write the slice as v5p:XxYxZ with sides whose product is 12$"),
+        ("v5litepod-8", r"name for 8 chips \(its number counts chips\); write the slice as v5e:2x4$"),
+        ("v6e-1", "name for 1 chip .* write the slice as v6e:1x1$"),
+        ("v5p-7", "unknown TPU generation 'v5p-7'; did you mean 'v5p'"),
         ("v6e:16x0", "topology 'v6e:16x0' does not have 2 positive sides; write it as v6e:4x4"),
     ],
 )

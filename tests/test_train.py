@@ -113,7 +113,9 @@ def test_a_finished_run_is_left_as_it_is(tiny_run, capsys):
     config, workdir, facts = tiny_run
     before = (workdir / "metrics.jsonl").read_text()
     assert train(config, workdir) == facts
-    assert "mean@" not in capsys.readouterr().out, "it is not evaluated again"
+    said = capsys.readouterr().out
+    assert f"curves: tensorboard --logdir={workdir}/tb\n" in said
+    assert "mean@" not in said, "it is not evaluated again"
     assert (workdir / "metrics.jsonl").read_text() == before
 
 

@@ -22,9 +22,9 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.objectives.regularizers import value_loss
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import REPLAYS, experts_to_replay
-from gspo_jax.run.clock import CompileCounter
 from gspo_jax.run.log import response_columns, response_metrics
 from gspo_jax.run.scored import Scored
 from gspo_jax.run.shaping import Shaping

@@ -7,7 +7,7 @@ Generated tasks are built with TFDS on first use (generated.py). GSM8K is read f
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ def load(
       UserError: the task, split or an option is unknown, a file is missing or malformed, or the split has no records.
     """
     own = own or {}
-    if task not in (*TASKS, *own):
-        raise UserError(f"unknown task {task!r}; {choices(task, [*TASKS, *own])}")
+    check(task, folder, own)
     if limit is not None and limit < 1:
         field = "eval.prompts" if split == "test" else "data.limit"
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
@@ -79,6 +78,7 @@ def load(
         if data_dir is not None or options:
             given = [*options, *(["data_dir"] if data_dir is not None else [])]
             raise UserError(f"task {task} is read from folder and takes no {', '.join(given)}; leave that out")
+        assert folder is not None  # by `check`
         records = _gsm8k(split, folder=folder, limit=limit, instruction=instruction)
     if not len(records):
         raise UserError(
@@ -86,6 +86,17 @@ def load(
             "folder that has them"
         )
     return records
+
+
+def check(task: str, folder: str | None, own: Collection[str] = ()) -> None:
+    """Check that there is a task of that name, in TASKS or `own`, and that it is given a folder if it needs one."""
+    if task not in (*TASKS, *own):
+        raise UserError(f"unknown task {task!r}; {choices(task, [*TASKS, *own])}")
+    if folder is None and task in TASKS and task not in generated.BUILDERS:
+        raise UserError(
+            f"task {task} needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS "
+            "directory"
+        )
 
 
 def _own(
@@ -132,11 +143,7 @@ def _generated(
     )
 
 
-def _gsm8k(split: str, *, folder: str | None, limit: int | None, instruction: str) -> Records:
-    if folder is None:
-        raise UserError(
-            "task gsm8k needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS directory"
-        )
+def _gsm8k(split: str, *, folder: str, limit: int | None, instruction: str) -> Records:
     if (Path(folder) / prepared.INFO_FILE).is_file():
         builder = prepared.open_prepared(folder)
         features: Any = builder.info.features

@@ -34,8 +34,12 @@ def kl(
         return -x
     if estimator == "k2":
         return x**2 / 2
-    x = jnp.clip(x, -20.0, 20.0)
-    return jnp.expm1(x) - x  # not exp(x) − 1, which cancels for small x
+    return k3(jnp.clip(x, -20.0, 20.0))
+
+
+def k3(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return e^x − 1 − x, Schulman's k3 estimate of a KL from log-ratios x, which is never negative."""
+    return jnp.expm1(x) - x  # exp(x) − 1 − x cancels for small x, and comes out negative
 
 
 def value_loss(

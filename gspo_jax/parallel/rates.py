@@ -78,7 +78,8 @@ def read(path: Path, *, generation: str) -> Rates:
         measured = {name: float(found[name]) for name in FIGURES}
         of, sources = str(found["generation"]), dict(found["sources"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--rates={path} cannot be used: {error!r}; {again}") from None
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"--rates={path} cannot be used ({what}); {again}") from None
     if of != generation:
         raise UserError(f"--rates={path} has the rates of {of}, not of {generation}; measure them on {generation}")
     wrong = [name for name, value in measured.items() if not 0 < value < float("inf")]

@@ -5,6 +5,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,6 +65,9 @@ KINDS = {
 }
 """Generations by the device kinds that jax reports."""
 
+CLOUD_KINDS = {"v5litepod": "v5e"}
+"""Generations by their names in Cloud TPU's accelerator types, where these differ."""
+
 _MEGACORE = {"v4": "v4", "v5p": "v5"}
 """Generations whose chips are one device with two cores, in a 3D torus; values are libtpu's names."""
 
@@ -72,11 +76,31 @@ _SINGLE = {"v5e": "v5e", "v6e": "v6e"}
 
 
 def generation(name: str) -> str:
-    """Return the generation of a slice, "v5p" for "v5p:4x4x4"; raise a UserError if it is unknown."""
+    """Return the generation of a slice, "v5p" for "v5p:4x4x4".
+
+    Raises:
+      UserError: it is unknown, or the name is Cloud TPU's for a number of chips, such as "v5p-8".
+    """
     known = name.partition(":")[0]
-    if known not in CHIPS:
-        raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
-    return known
+    if known in CHIPS:
+        return known
+    kind, _, count = known.partition("-")
+    kind = CLOUD_KINDS.get(kind, kind)
+    cores = 2 if kind in _MEGACORE else 1
+    if kind in CHIPS and count.isdigit() and int(count) and int(count) % cores == 0:
+        raise UserError(_in_chips(known, kind, int(count) // cores, cores=cores))
+    raise UserError(f"unknown TPU generation {known!r}; {choices(known, CHIPS)}")
+
+
+def _in_chips(name: str, kind: str, chips: int, *, cores: int) -> str:
+    """Return one sentence that says how many chips Cloud TPU's name means, and how to write the slice here."""
+    rank = 3 if kind in _MEGACORE else 2
+    sides = sorted(2 ** ((chips.bit_length() - 1 + i) // rank) for i in range(rank))  # Cloud TPU's: as equal as can be
+    write = f"{kind}:{'x'.join(map(str, [s for s in sides if s > 1] + [s for s in sides if s == 1]))}"
+    if math.prod(sides) != chips:
+        write = f"{kind}:{'x'.join('XYZ'[:rank])} with sides whose product is {chips}"
+    counted = f"its number counts TensorCores, {cores} to a chip" if cores > 1 else "its number counts chips"
+    return f"{name} is Cloud TPU's name for {chips} chip{'s' * (chips > 1)} ({counted}); write the slice as {write}"
 
 
 def describe(name: str, *, slices: int = 1) -> list[Any]:

@@ -151,6 +151,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError, where argparse would print the usage and exit."""
         options = [option for action in self._actions for option in action.option_strings]
-        words = [word.partition("=")[0] for word in message.split() if word.startswith("-")]
-        near = [match for word in words for match in difflib.get_close_matches(word, options, n=1)]
+        words = [word.partition("=")[0].rstrip(",:") for word in message.split() if word.startswith("-")]
+        mistyped = [word for word in words if word not in options]
+        near = [match for word in mistyped for match in difflib.get_close_matches(word, options, n=1)]
         raise UserError(message + (f"; did you mean {near[0]}?" if near else ""))

@@ -20,6 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from gspo_jax.parallel.compilation import watch_compilation
+
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "reward": lambda x: f"reward {x:.3f}",
     "accuracy": lambda x: f"accuracy {x:.1%}",
@@ -52,6 +54,8 @@ class Progress:
         if isinstance(self._stream, io.TextIOWrapper) and self._stream.encoding.lower() != "utf-8":
             self._stream.reconfigure(errors="replace")
         self._phase = ""
+        self._compiling = False
+        self._stop_watching = lambda: None
         self._shown: dict[str, Any] = {}
         self._durations: list[float] = []
         self._started = self._iteration_started = time.monotonic()
@@ -67,6 +71,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._started = self._iteration_started = time.monotonic()
         if self._live is not None:
+            self._stop_watching = watch_compilation(self._compile)
             self._safely(self._live.start)
         else:
             since = f" from iteration {self._done + 1}" if self._done else ""
@@ -75,13 +80,17 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._phase = ""
+        self._stop_watching()
+        self._phase, self._compiling = "", False
         if self._live is not None:
             self._safely(self._live.stop)
 
     def phase(self, name: str) -> None:
-        """Set the current phase of the iteration, such as "sampling"; shown only on a terminal."""
+        """Set the current phase of the iteration, such as "sample"; shown only on a terminal, beside "compiling"."""
         self._phase = name
+
+    def _compile(self, begins: bool) -> None:
+        self._compiling = begins
 
     def advance(self, **shown: float | None) -> None:
         """End an iteration and show numbers (see FORMATS); for None, a terminal keeps showing the previous number."""
@@ -140,8 +149,9 @@ class Progress:
             Text(f"{self._done}/{self._total}"),
             Text(self._clock(), style="dim"),
         )
-        numbers = " · ".join(_shown(self._shown))
-        second = Text.assemble("  ", (self._phase, "cyan"), " · " if self._phase and numbers else "", numbers)
+        words = [(self._phase, "cyan"), ("compiling" if self._compiling else "", "yellow")]
+        words += [(number, "") for number in _shown(self._shown)]
+        second = Text("  ") + Text(" · ").join(Text(*word) for word in words if word[0])
         second.no_wrap, second.overflow = True, "ellipsis"
         return Group(first, second)
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from absl import logging
@@ -40,7 +40,10 @@ class MetricsWriter:
     before the checkpoint of step N is saved, no step is missing either.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, after_step: int | None = None):
+    def __init__(
+        self, workdir: str | os.PathLike[str], *, after_step: int | None = None, mirrors: Sequence["Mirror"] = ()
+    ):
+        """`mirrors` get every number too, beside TensorBoard; whoever opened them closes them."""
         self._path = Path(workdir) / METRICS_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.last_step: int = -1
@@ -51,6 +54,7 @@ class MetricsWriter:
         self._file = open(self._path, "r+b")  # noqa: SIM115  held until close()
         self._file.seek(0, os.SEEK_END)
         self._tensorboard = _TensorBoard(self._path.parent / "tb", first_step=self.last_step + 1)
+        self._mirrors: list[Mirror] = [self._tensorboard, *mirrors]
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write and flush the line of `step`; writing the newest step again appends to its line.
@@ -79,7 +83,9 @@ class MetricsWriter:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
         self.last_step, self._names = step, known | set(fresh)
-        self._tensorboard.write(step, now, fresh)
+        numbers = _scalars(fresh)
+        for mirror in self._mirrors:
+            mirror.write(step, now, numbers)
 
     def sync(self) -> None:
         """Return once all lines written so far would survive a loss of power; call it before their checkpoint."""
@@ -125,6 +131,13 @@ class MetricsWriter:
             )
 
 
+class Mirror(Protocol):
+    """A copy of the metrics elsewhere, which never ends a run."""
+
+    def write(self, step: int, now: float, metrics: Mapping[str, float]) -> None:
+        """Copy numbers of a step, written at the time `now`."""
+
+
 class _TensorBoard:
     """Writes scalars to one event file, in the caller's thread.
 
@@ -147,11 +160,11 @@ class _TensorBoard:
         except Exception as error:
             self._disable(error)
 
-    def write(self, step: int, now: float, metrics: Mapping[str, Any]) -> None:
+    def write(self, step: int, now: float, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
             return
         try:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(metrics)]
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
             self._writer.write_event(Event(step=step, wall_time=now, summary=Summary(value=values)))
             if time.monotonic() - self._flushed >= _TB_FLUSH_S:
                 self._writer.flush()
@@ -304,6 +317,8 @@ def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
     """Return `folder` as a path; raises UserError naming the most similar folder if it does not exist."""
     path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{folder} is not a folder; give the --workdir of a run")
     if not path.is_dir():
         beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)
@@ -380,11 +395,11 @@ def _dumps(row: Mapping[str, Any]) -> str:
     return json.dumps({name: finite(value) for name, value in row.items()}, allow_nan=False)
 
 
-def _scalars(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return (name, value) pairs, with lists spread out as name/0, name/1 …"""
-    spread = []
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers by name, with lists spread out as name/0, name/1 …"""
+    spread = {}
     for name, value in metrics.items():
-        spread += [(f"{name}/{i}", x) for i, x in enumerate(value)] if isinstance(value, list) else [(name, value)]
+        spread |= {f"{name}/{i}": x for i, x in enumerate(value)} if isinstance(value, list) else {name: value}
     return spread
 
 

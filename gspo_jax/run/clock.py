@@ -1,30 +1,10 @@
 """Wall-clock time of an iteration's phases, and the compilation during it."""
 
 import time
-from typing import Any
-
-import jax
 
 from gspo_jax.parallel import processes
+from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.run.phases import Phases
-
-
-class CompileCounter:
-    """Counts XLA compilations and their seconds from construction on, programs read from a cache on disk included."""
-
-    def __init__(self):
-        self.programs = 0
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def stop(self) -> None:
-        """Stop counting."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.programs += 1
-            self.seconds += duration_secs
 
 
 class Clock:

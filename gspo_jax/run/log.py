@@ -19,7 +19,8 @@ from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
-from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, clear_stopped, read_metrics, write_config
+from gspo_jax.reporting.weights_and_biases import connect
+from gspo_jax.reporting.writers import MetricsWriter, Mirror, SamplesWriter, clear_stopped, read_metrics, write_config
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.rounds import Rounds
@@ -153,11 +154,15 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
     """Open a run's log, dropping lines after step `after_step` (None: a new run); `done` iterations are over."""
     with ExitStack() as stack:
         writer = samples = None
+        mirrors: list[Mirror] = []
+        if project := config.log.wandb:
+            copy = connect(workdir, project, config.to_dict(), resumed=after_step is not None)
+            processes.check_first(lambda: mirrors.append(stack.enter_context(copy)))
         if processes.is_first():
             command = shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
             clear_stopped(workdir)
             write_config(workdir, config.to_dict(), command=command)
-            writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step))
+            writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step, mirrors=mirrors))
             samples = SamplesWriter(workdir, after_step=after_step)
         processes.wait_for_all("run folder")  # from here on metrics.jsonl ends at `after_step`
         progress = stack.enter_context(Progress(config.iterations, label=config.objective.name, done=done))
@@ -187,6 +192,7 @@ def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[st
         "decode/occupancy": stats.occupancy,
         "decode/wasted": stats.slot_steps - stats.decode_tokens,
         "compile/programs": clock.compiled.programs,
+        "compile/cached": clock.compiled.cached,
         "compile/seconds": clock.compiled.seconds,
         "throughput/tokens_per_s": stats.sampled_tokens / clock.seconds["iteration"],
         "throughput/sample_tokens_per_s": stats.sampled_tokens / clock.seconds["sample"],

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from gspo_jax.config import base
 from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
-from gspo_jax.reporting.writers import read_saved
+from gspo_jax.reporting.writers import read_config, read_saved
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.setup import keys
 from gspo_jax.setup.policy import field_of
@@ -123,6 +123,19 @@ def _restore(config: ConfigDict, engine: Engine, files: RunFolder, *, start_over
             "back, or begin the run again with --start_over"
         )
     return restored
+
+
+def check_folder(config: ConfigDict, files: RunFolder) -> None:
+    """Raise a UserError, before any work, if the run in a folder was last started with another config.
+
+    `start` compares with the config in the checkpoint; this copy of it may be damaged or gone.
+    """
+    try:
+        saved = read_config(files.local)
+    except UserError:
+        return
+    if saved is not None:
+        check_same_run(config.to_dict(), {k: v for k, v in saved.items() if k != "command"}, files.name)
 
 
 def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path) -> None:

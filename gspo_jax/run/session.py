@@ -34,7 +34,7 @@ from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.storage import PUBLISH_S, RunFolder, open_folder
+from gspo_jax.storage import PUBLISH_S, RunFolder, check_place, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
@@ -359,17 +359,20 @@ def _make_shaping(config: ConfigDict) -> Shaping:
 def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False) -> Iterator[tuple[Run, TrainState]]:
     """Open the run in `place`, a folder or a bucket, at its newest checkpoint or, without one, at its beginning.
 
-    Errors in config, data, rewards and model folder are raised before any device is touched, and so is one if another
-    run uses the folder. A cold start, if the config has one, is trained first. With `start_over`, a run whose
-    checkpoints are gone or damaged begins again. `StopRequested` passes through, after the state has been saved.
+    Errors in config, data, rewards and model folder are raised before anything is compiled, and so is one if another
+    run uses the folder or has left it. A cold start, if the config has one, is trained first. With `start_over`, a run
+    whose checkpoints are gone or damaged begins again. `StopRequested` passes through, after the state has been saved.
     """
-    model = check(config)
+    check_place(place)
+    model = check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with ExitStack() as stack:
         confirm_lease = stack.enter_context(lease.hold(place))
         files = stack.enter_context(open_folder(place))
         phases = stack.enter_context(open_phases(config, files))
         phases.saved = next(iter(steps(files.checkpoints)), None)
+        if phases.saved is not None and not start_over:
+            resume.check_folder(config, files)
         folder = policy.initial_folder(config, files.local)
         tokenizer = None
         if config.model.folder or folder.exists():
@@ -394,6 +397,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         phases.saved = checkpointer.latest
         log = stack.enter_context(log_lib.open_log(config, files.local, after_step=start.step, done=start.iteration))
         phases.show = log.progress.phase
+        log.progress.say(f"curves: tensorboard --logdir={files.name}/tb")
         if start.step is not None:
             log.progress.say(f"resuming from iteration {start.iteration} in {place}")
         log.guard_config(made.objective, group_size=config.sampling.group_size)

@@ -1,11 +1,17 @@
 """All checks of a config that need neither data nor devices, in one call."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax.models import transformer
+from gspo_jax.data import tasks
+from gspo_jax.models import published, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting import weights_and_biases
 from gspo_jax.rewards import environments, scorer, shaping, steps
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import functions, learning, meshes, policy, sampling
@@ -17,14 +23,62 @@ ARGUMENTS = "prompt", "completion", "record"
 """Arguments of rewards, step rewards and environments."""
 
 
-def check(config: ConfigDict) -> ModelConfig:
+def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None) -> ModelConfig:
     """Check a config and return the shape of its model.
 
-    A mesh with a size of -1 depends on the number of devices; `meshes.make_meshes` checks it.
+    A mesh with a size of -1 depends on the number of devices; `meshes.make_meshes` checks it. A mesh without is checked
+    against what `count_devices` returns, which may touch the devices, after all that needs none and before the batch:
+    for another mesh it would be another batch.
 
     Raises:
       UserError: one sentence with the value, the limit and the remedy.
     """
+    _check_settings(config)
+    weights_and_biases.check(config.log.wandb)
+    model = policy.model_config(config)
+    check_dense(config, model)
+    sizes = dict(config.mesh)
+    if -1 not in sizes.values():
+        if count_devices is not None:
+            mesh_lib.mesh_sizes(sizes, count_devices())
+        meshes.check_sizes(config, model, sizes)
+    return model
+
+
+def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
+    """Check a config for a run on another machine, as far as this one can; return what it could not check.
+
+    Args:
+      config: the config; `model.folder` and `data.folder` need not be here.
+      devices: number of devices there; 0 if it is unknown.
+
+    Raises:
+      UserError: as `check`, or the task needs `data.folder`.
+    """
+    _check_settings(config)
+    policy.check_weights(config)
+    tasks.check(config.data.task, config.data.folder or None, functions.own(config))
+    folder, left = Path(config.model.folder), []
+    if not config.model.folder or folder.is_dir():
+        model = policy.model_config(config)
+    else:
+        model = published.MODELS.get(config.model.published or folder.name)  # a folder is named like its model
+    if model is None:
+        left.append(f"the model in {folder}")
+    else:
+        check_dense(config, model)
+    sizes: dict[str, int] = dict(config.mesh)
+    if devices:
+        sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
+    if -1 in sizes.values():
+        left.append("the mesh, which takes the remaining devices")
+    else:
+        meshes.check_sizes(config, model, sizes)
+    return left
+
+
+def _check_settings(config: ConfigDict) -> None:
+    """Check everything that depends neither on the model nor on the number of devices."""
     check_fields(config)
     functions.load(config)
     _check_choices(config)
@@ -37,13 +91,7 @@ def check(config: ConfigDict) -> ModelConfig:
     _check_routing(config, objective)
     _check_updates(config)
     _check_packing(config)
-    model = policy.model_config(config)
-    check_dense(config, model)
     meshes.check_axes(config)
-    sizes = dict(config.mesh)
-    if -1 not in sizes.values():
-        meshes.check_sizes(config, model, sizes)
-    return model
 
 
 def _check_choices(config: ConfigDict) -> None:

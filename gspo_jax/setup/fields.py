@@ -49,7 +49,7 @@ FRACTION_ABOVE_0 = Range("a fraction above 0, up to 1", lambda x: 0 < x <= 1)
 FRACTION_BELOW_1 = Range("a fraction from 0 up to, but not including, 1", lambda x: 0 <= x < 1)
 
 _ADAMW = {
-    "learning_rate": NOT_NEGATIVE,
+    "learning_rate": POSITIVE,
     "warmup_updates": COUNT_OR_0,
     "b1": FRACTION_BELOW_1,
     "b2": FRACTION_BELOW_1,
@@ -176,7 +176,8 @@ def no_field(name: str, found: list[str], config: ConfigDict) -> NoReturn:
     key, last = name.split(".")[len(found)], name.split(".")[-1]
     there = [other for other in section if other != key]
     near = [".".join([*found, other]) for other in difflib.get_close_matches(key, there, n=1)]
-    near += [field for field in names(config) if field.split(".")[-1] == last and field != name]
+    elsewhere = [field for field in names(config) if field.split(".")[-1] == last and field != name]
+    near += sorted(elsewhere, key=lambda field: field.count("."))  # the policy's own before those of its parts
     hint = f"did you mean {near[0]!r}? " if near else ""
     where = f"section {'.'.join(found)!r}" if found else "the config"
     raise UserError(f"the config has no field {name!r}; {hint}{where} has {', '.join(there)}")

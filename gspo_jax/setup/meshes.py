@@ -54,8 +54,10 @@ def check_axes(config: ConfigDict) -> None:
             raise UserError(f"{name} has -1, the remaining devices, for {' and '.join(rest)}; set all but one of them")
 
 
-def check_sizes(config: ConfigDict, model: ModelConfig, sizes: Mapping[str, int]) -> None:
+def check_sizes(config: ConfigDict, model: ModelConfig | None, sizes: Mapping[str, int]) -> None:
     """Check batch and model against the resolved sizes of the trainer's mesh, and against those of the sampler's.
+
+    Without a model, only the batch is checked.
 
     Prefill shards prompts over the batch shards; a mini-batch has whole groups, and each of its micro-batches is
     sharded again.
@@ -66,14 +68,16 @@ def check_sizes(config: ConfigDict, model: ModelConfig, sizes: Mapping[str, int]
     devices = math.prod(sizes.values())
     mesh_lib.mesh_sizes(sizes, devices)
     _check_batch(config, mesh_lib.batch_shards(sizes))
-    model.check_mesh(dict(sizes))
+    if model is not None:
+        model.check_mesh(dict(sizes))
     if own := _sampler_sizes(config):
         resolved: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(own, devices), strict=True))
         shards, by = mesh_lib.batch_shards(resolved), "the sampler's data×fsdp×expert"
         mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, by, shards)
         if config.sampling.slots is not None:
             mesh_lib.check_divides("sampling.slots", config.sampling.slots, by, shards)
-        model.check_mesh(resolved)
+        if model is not None:
+            model.check_mesh(resolved)
 
 
 def _sampler_sizes(config: ConfigDict) -> dict[str, int] | None:

@@ -13,6 +13,7 @@ from gspo_jax import objectives
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.moe import Routes
 from gspo_jax.objectives import Info
+from gspo_jax.objectives.regularizers import k3
 from gspo_jax.routing import drift as drift_lib
 from gspo_jax.routing import load as load_lib
 from gspo_jax.training.layout import Layout, mask_of_rows
@@ -49,9 +50,9 @@ def of_policy(
     s = d.sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
     sums = {
         "entropy": jnp.where(mask, scores.entropy, 0).sum(),
-        "kl": (jnp.exp(d) - 1 - d).sum(),
+        "kl": k3(d).sum(),
         "mismatch_k1": -x.sum(),
-        "mismatch_k3": (jnp.exp(x) - 1 - x).sum(),
+        "mismatch_k3": k3(x).sum(),
         "mismatch_abs": jnp.abs(x).sum(),
         "spread": jnp.stack([z.sum() for z in (d, d * d, s, s * s, mask.any(axis=1).astype(jnp.float32))]),
         "moments": _moments(scores.logprobs, rollout.logprobs, mask),

@@ -1,0 +1,145 @@
+"""Mistyped commands of every entry point end with one sentence on stderr and exit code 2, before any work."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pods import ROOT
+
+TINY = "--config=configs/tiny.py"
+TRAIN = f"train {TINY} --workdir=TMP/run"
+GSM8K = "train --config=configs/gsm8k.py --workdir=TMP/run"
+PLAN = "plan --config=configs/qwen3_30b_a3b.py"
+CUBE = f"{PLAN} --topology=v5p:4x4x4"
+ADDER = "tests/golden/adder"
+
+MISTAKES = {
+    # A flag, or a field of the config, that does not exist.
+    f"train {TINY} --workdr=x": "unknown flag --workdr; did you mean --workdir?",
+    f"evaluate {TINY} --workdir=TMP --jsn=x": "unknown flag --jsn; did you mean --json?",
+    f"{TRAIN} --iterations=3": "unknown flag --iterations; did you mean --config.iterations?",
+    f"{TRAIN} --learning_rate=1": "unknown flag --learning_rate; did you mean --config.optimizer.learning_rate?",
+    f"{TRAIN} --xyz": "unknown flag --xyz; --help lists the flags",
+    f"{TRAIN} extra": "unexpected argument 'extra'; flags are written --name=value",
+    f"{TRAIN} --config.iteratons=3": "no field 'iteratons'; did you mean 'iterations'?",
+    f"{TRAIN} --config.training.learning_rate=1": "did you mean 'optimizer.learning_rate'?",
+    f"{TRAIN} --config.rewards.exact=1.0": "no reward 'exact'; there are answer_format, countdown, exact_answer, math_verify",
+    "doctor --confg=x": "unknown flag --confg; did you mean --config?",
+    f"convert --from={ADDER} --to=TMP/o --dtyp=x": "unrecognized arguments: --dtyp=x; did you mean --dtype?",
+    f"bench --modle={ADDER}": "did you mean --model?",
+    "report docs --tabel=x": "did you mean --table?",
+    "atlas --ot=x": "did you mean --out?",
+    "atlas x": "unrecognized arguments: x",
+    "scaling docs --programm=x": "did you mean --program?",
+    # A flag that is missing.
+    "train --workdir=TMP/run": "--config is missing; for example --config=configs/tiny.py",
+    f"train {TINY}": "--workdir is missing: Run folder, or gs://BUCKET/RUN",
+    f"evaluate {TINY}": "--workdir is missing",
+    f"coldstart {TINY}": "--workdir is missing: Folder to write the model to",
+    f"{TRAIN} -config.seed": "Missing value for flag -config.seed",
+    PLAN: "--topology is missing: Slice to compile for, such as v5p:4x4x4",
+    "convert": "the following arguments are required: --from, --to\n",
+    "bench": "--model is missing; give the model's Hugging Face folder",
+    "report": "the following arguments are required: RUN",
+    "scaling": "the following arguments are required: PLAN",
+    # A config that is no config.
+    "train --config=configs/tinny.py --workdir=TMP/run": "not found; did you mean configs/tiny.py?",
+    "train --config=configs --workdir=TMP/run": "config 'configs' is a folder; give a .py file in it",
+    "train --config= --workdir=TMP/run": "config '' not found; give a .py file",
+    "train --config=README.md --workdir=TMP/run": "config 'README.md' is not a .py file; give one",
+    "train --config=configs/tiny.py:runlokal --workdir=TMP/run": "takes no argument 'runlokal'; use countdown",
+    "doctor --config=no.py": "config 'no.py' not found",
+    # A value of the wrong type, or out of range.
+    f"{TRAIN} --start_over=maybe": "--start_over is 'maybe'; use true or false",
+    f"{TRAIN} --config.iterations=many": "iterations is 'many'; use a whole number",
+    f"{TRAIN} --config.mesh=8": "mesh is a section and not '8'; set one of its fields",
+    f"{TRAIN} --config.optimizer.learning_rate=nan": "learning_rate is nan; use a finite number above 0",
+    f"{TRAIN} --config.optimizer.learning_rate=-1": "learning_rate is -1.0; use a finite number above 0",
+    f"{TRAIN} --config.cpu_devices=0": "cpu_devices is 0; use 1 to 65536",
+    f"{TRAIN} --config.objective.name=gsop": "no objective 'gsop'; did you mean 'gspo'?",
+    f"{TRAIN} --config.data.task=arithmetics": "unknown task 'arithmetics'; did you mean 'arithmetic'?",
+    f"{TRAIN} --config.data.options.difficulty=hardest": "unknown difficulty 'hardest'; use one of easy",
+    f"{TRAIN} --config.mesh.data=4": "needs 16 devices but there are 8; choose sizes whose product is 8",
+    f"{TRAIN} --config.mesh.data=3": "needs 12 devices but there are 8",
+    f"{TRAIN} --config.cpu_devices=4": "needs 8 devices but there are 4",
+    f"{TRAIN} --config.model.dispatch=ragged_all_to_all": "does not compile on cpu, only on tpu; use 'gather'",
+    f"coldstart {TINY} --workdir=TMP/run --config.coldstart.steps=0": "coldstart.steps is 0, so there is no cold start",
+    f"{PLAN} --topology=v5p-8": "Cloud TPU's name for 4 chips",
+    f"{PLAN} --topology=v9:2x2": "unknown TPU generation 'v9'; there are v4, v5e, v5p, v6e",
+    f"plan {TINY} --topology=v5p:2x2x1": "needs 8 devices but there are 4",
+    f"{CUBE} --slices=0": "--slices is '0'; use a positive integer",
+    f"{CUBE} --programs=updates": "unknown program 'updates'; did you mean 'update'?",
+    f"{CUBE} --headroom=2": "--headroom is '2'; use a number in the range [0.0, 0.9]",
+    f"{CUBE} --tune": "--tune needs the lengths of responses",
+    f"{CUBE} --lengths=log": "--lengths is 'log'; write it as uniform:",
+    f"bench --model={ADDER} --prompts=0": "--prompts is 0; it must be at least 1",
+    f"bench --model={ADDER} --prompts=x": "argument --prompts: invalid int value: 'x'\n",
+    f"bench --model={ADDER} --mesh=fsd:2": "unknown mesh axis 'fsd'; the axes are data, fsdp",
+    f"bench --model={ADDER} --compile=there": "--compile is 'there'; use ahead or here",
+    f"convert --from={ADDER} --to=TMP/o --dtype=int8": "dtype is 'int8'; use float32 or bfloat16",
+    "report docs --panels=rout": "invalid choice: 'rout'",
+    f"{GSM8K} --config.model.folder=../there/Mine --check_for=8": "task gsm8k needs data.folder",
+    # A folder that is missing, is a file, or holds something else.
+    f"train {TINY} --workdir=pyproject.toml": "pyproject.toml is not a folder; give another --workdir",
+    f"train {TINY} --workdir=pyproject.toml/run": "pyproject.toml is not a folder; give another --workdir",
+    f"train {TINY} --workdir=": "the name of the run folder is empty; give one, such as --workdir=runs/first",
+    f"train {TINY} --workdir=s3://b/run": "neither a local folder nor a bucket; write a bucket as gs://NAME/RUN",
+    f"{TRAIN} --json=.": "--json=. is a folder; give a file in it",
+    GSM8K: "model.folder is empty and the config has no cold start",
+    f"{GSM8K} --config.model.folder=no/such": "no/such is not a folder",
+    f"{GSM8K} --config.model.folder=docs": "docs/config.json does not exist",
+    f"{GSM8K} --config.model.folder={ADDER}": "task gsm8k needs data.folder",
+    f"{GSM8K} --config.model.folder={ADDER} --config.data.folder=no": "no/train.jsonl does not exist",
+    f"evaluate {TINY} --workdir=no": "no does not exist; give the --workdir of a run",
+    f"evaluate {TINY} --workdir=docs": "docs holds no run: it has no coldstart",
+    f"evaluate {TINY} --workdir=pyproject.toml": "pyproject.toml is not a folder; give the --workdir of a run",
+    f"coldstart {TINY} --workdir=docs": "docs is not empty; give --workdir a new folder",
+    f"{CUBE} --rates=no.json": "--rates=no.json cannot be used ([Errno 2] No such file",
+    f"{CUBE} --cache=pyproject.toml": "--cache=pyproject.toml is a file; give a folder",
+    f"{CUBE} --dump=pyproject.toml": "--dump=pyproject.toml is a file; give a folder",
+    f"{CUBE} --figure=docs": "--figure=docs is a folder; give a file in it",
+    "convert --from=no --to=TMP/o": "no is not a folder; give a Hugging Face folder",
+    f"convert --from={ADDER} --to=docs": "docs exists and is not an empty folder",
+    f"convert --from={ADDER} --to=pyproject.toml/x": "pyproject.toml is not a folder; give another",
+    "bench --model=docs": "docs/config.json does not exist",
+    "report docs": "docs is not a run folder",
+    "report no": "folder no does not exist",
+    "atlas --out=pyproject.toml": "the atlas cannot be written to pyproject.toml",
+    "scaling no.json": "no.json is not a plan",
+}
+"""What each command says; a sentence that ends with a line feed is the whole of what it says."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> tuple[dict[str, tuple[int, str, str]], Path]:
+    """Return exit code, stdout and stderr of every command, all of which run in one process, and their folder TMP."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    words = [shlex.split(f"gspo_jax.{command}".replace("TMP", str(folder))) for command in MISTAKES]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.commands"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        input=json.dumps(words),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(MISTAKES, map(json.loads, done.stdout.splitlines()), strict=True)), folder
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_ends_the_command_with_one_sentence(command, said):
+    code, out, err = said[0][command]
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ") and MISTAKES[command] in err
+    assert err.count("\n") == 1, err
+
+
+def test_mistakes_leave_no_file_behind(said):
+    assert not [path for path in said[1].rglob("*") if path.is_file()]
