@@ -28,7 +28,7 @@ MISTAKES = {
     f"{TRAIN} extra": "unexpected argument 'extra'; flags are written --name=value",
     f"{TRAIN} --config.iteratons=3": "no field 'iteratons'; did you mean 'iterations'?",
     f"{TRAIN} --config.training.learning_rate=1": "did you mean 'optimizer.learning_rate'?",
-    f"{TRAIN} --config.rewards.exact=1.0": "no reward 'exact'; there are answer_format, countdown, exact_answer, math_verify",
+    f"{TRAIN} --config.rewards.exact=1.0": "no reward 'exact'; there are answer_format, countdown, exact_answer",
     "doctor --confg=x": "unknown flag --confg; did you mean --config?",
     f"convert --from={ADDER} --to=TMP/o --dtyp=x": "unrecognized arguments: --dtyp=x; did you mean --dtype?",
     f"bench --modle={ADDER}": "did you mean --model?",

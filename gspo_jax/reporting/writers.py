@@ -153,10 +153,10 @@ class _TensorBoard:
             folder.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads files in the order of their names, and the clock in them may have been set back.
             start = f"events.start-{len(list(folder.iterdir())):04}"
-            self._writer = EventsWriter(str(folder / start), f".{os.getpid()}.{time.time_ns() % 10**9}")
+            self._writer = writer = EventsWriter(str(folder / start), f".{os.getpid()}.{time.time_ns() % 10**9}")
             # Makes TensorBoard discard events of this and later steps in earlier files.
             begin = Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
-            self._writer.write_event(begin)
+            writer.write_event(begin)
         except Exception as error:
             self._disable(error)
 
