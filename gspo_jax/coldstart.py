@@ -1,9 +1,11 @@
-"""Supervised cold start: trains a small model on a task's worked answers by cross-entropy.
+"""Supervised training by cross-entropy: on a task's worked answers, or on the assistant's turns of conversations.
 
 RL then begins from a policy that is sometimes right. Writes a Hugging Face folder, tokenizer included, for `train` to
-start from.
+start from. The model is the one in `model.folder`, or a small one that is made and given a tokenizer here.
 
     python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
+    python -m gspo_jax.coldstart --config=configs/gsm8k.py --config.model.folder=Qwen3-0.6B --workdir=runs/sft \
+        --config.coldstart.conversations=conversations.jsonl --config.coldstart.steps=200
 """
 
 import os
@@ -22,8 +24,10 @@ from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, storage
+from gspo_jax.data import rows
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
+from gspo_jax.data.supervised import assistant_turns
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
@@ -49,14 +53,24 @@ def coldstart(
     *,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train `config.model.architecture` for `config.coldstart.steps` steps and save it in `folder`.
+    """Train for `config.coldstart.steps` steps and save the model in `folder`, which is written whole or not at all.
 
-    A tokenizer is trained on the same records first. The folder is written whole or not at all. `on_step` is called
-    before every step.
+    Args:
+      config: with `model.folder`, its model is trained; else one of `model.architecture`, after a tokenizer.
+      records: records with worked answers, or with conversations (see `load`).
+      mesh: the trainer's.
+      folder: where to save; it must not exist.
+      on_step: called before every step.
     """
     cold = config.coldstart
-    tokenizer = Tokenizer.train((r["question"] + r["worked"] for r in records), cold.vocab_size)
-    model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
+    if config.model.folder:
+        model_config, tokenizer = policy.read_folder(config, Path(config.model.folder))
+    else:
+        tokenizer = Tokenizer.train(map(_text, records), cold.vocab_size)
+        model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
+    style = data.prompt_style(config)
+    if cold.conversations:
+        records = assistant_turns(records, tokenizer, style)
     worked, mixed = (
         worked_batches(
             demonstrations(records, terse=terse, seed=config.seed),
@@ -65,6 +79,7 @@ def coldstart(
             max_prompt_length=config.data.max_prompt_length,
             max_response_length=config.sampling.max_response_length,
             seed=config.seed,
+            style=style,
         )
         for terse in (0.0, cold.terse)
     )
@@ -90,6 +105,20 @@ def coldstart(
     processes.wait_for_all("cold start")
 
 
+def load(config: ConfigDict) -> Sequence[Record]:
+    """The records to learn: the conversations of `coldstart.conversations`, or without them the task's."""
+    if config.coldstart.conversations:
+        return rows.conversations(config.coldstart.conversations, limit=config.data.limit or None)
+    return data.load_records(config, "train")
+
+
+def _text(record: Record) -> str:
+    """What a tokenizer that is trained on a record learns to spell."""
+    if "worked" in record:
+        return record["question"] + record["worked"]
+    return "".join(message["content"] for message in record["messages"])
+
+
 def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Records:
     """Return the records as demonstrations, a fraction `terse` of them with the final answer alone.
 
@@ -107,7 +136,7 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
 ) -> tuple[Learner, Callable[[Learner, Responses, Packing | None], tuple[Learner, Float[Array, ""]]]]:
-    """Return an untrained model on the mesh, and the jitted step that lowers a batch's cross-entropy.
+    """Return the model to train on the mesh, and the jitted step that lowers a batch's cross-entropy.
 
     The step takes the rows that compute the batch, None for padded ones.
     """
@@ -140,7 +169,10 @@ def _begin(
             value, gradient = add_rows(learner.params, batch, packing)
         return state_lib.step(learner, optimizer, gradient), value
 
-    params = transformer.init_params(model_config, keys.init_key(config), mesh=mesh)
+    if config.model.folder:
+        params = huggingface.load_params(Path(config.model.folder), model_config, mesh)
+    else:
+        params = transformer.init_params(model_config, keys.init_key(config), mesh=mesh)
     shardings = state_lib.learner_shardings(shapes, optimizer, mesh)
     return jax.jit(partial(state_lib.new_learner, optimizer=optimizer), out_shardings=shardings)(params), step
 
@@ -151,10 +183,10 @@ def main(config: ConfigDict) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not empty; give --workdir a new folder")
     if not config.coldstart.steps:
-        raise UserError("coldstart.steps is 0, so there is no cold start; set it above 0, or train from model.folder")
+        raise UserError("coldstart.steps is 0, so there is nothing to train; set it above 0")
     model = check(config, count_devices=jax.device_count)
     storage.check_folder(folder.absolute())
-    records = data.load_records(config, "train")
+    records = load(config)
     mesh = make_meshes(config, model).trainer
     with jax.set_mesh(mesh):
         coldstart(config, records, mesh, folder)

@@ -1,5 +1,7 @@
 """Every config field with its default, meaning and unit. Files in `configs/` start from `base()` and change it."""
 
+from typing import Any
+
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
@@ -35,6 +37,8 @@ def base() -> ConfigDict:
 
     config.coldstart = ConfigDict()  # supervised training of an initial policy; unused if model.folder is set
     config.coldstart.steps = 0  # optimizer steps; 0: no cold start
+    # File of conversations to learn, whose assistant's turns are the demonstrations; empty: the task's worked answers.
+    config.coldstart.conversations = ""
     config.coldstart.batch = 64  # demonstrations per step
     config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
     config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
@@ -43,8 +47,14 @@ def base() -> ConfigDict:
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
     config.data = ConfigDict()
-    config.data.task = ""  # "arithmetic", "countdown", "gsm8k" or one of `functions`
-    config.data.folder = ""  # gsm8k only: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
+    config.data.task = ""  # "arithmetic", "countdown", "gsm8k", "jsonl" or one of `functions`
+    config.data.folder = ""  # gsm8k, jsonl: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
+    # jsonl: instead of a folder, a file of training rows and one of held-out rows, .jsonl or .parquet.
+    config.data.train = ""
+    config.data.test = ""
+    config.data.held_out = 0.05  # jsonl: share of the training rows that is held out where there is no file of such
+    config.data.answer = "answer"  # jsonl: field of the reference answer, dots into objects; empty: rows need none
+    config.data.sources = ConfigDict()  # jsonl: instead of one file, several, mixed by weight: name -> `source(…)`
     config.data.data_dir = ""  # generated tasks only: folder to build the data set in; empty: TFDS's default
     config.data.options = (
         ConfigDict()
@@ -52,6 +62,11 @@ def base() -> ConfigDict:
     config.data.limit = 0  # use only this many records, the first of the training split; 0: all
     config.data.prompts_per_batch = 128  # prompts, and so groups, per training batch and per evaluation batch
     config.data.max_prompt_length = 512  # tokens; longer prompts are left out, never cut
+    config.data.system = ""  # system prompt of conversations without one
+    config.data.instruction = placeholder(str)  # text appended to the last user turn; None: the task's own
+    config.data.few_shot = ""  # file of worked examples, which come before every prompt as turns
+    config.data.shots = 0  # use only this many examples, the first of the file; 0: all
+    config.data.enable_thinking = placeholder(bool)  # for chat templates that ask, such as Qwen3's; None: their default
 
     config.sampling = ConfigDict()
     config.sampling.group_size = 8  # responses per prompt
@@ -192,3 +207,16 @@ def _clipped(low: float, high: float) -> ConfigDict:
     `dual_clip` caps the ratio where the advantage is negative; None: no cap.
     """
     return ConfigDict({"low": low, "high": high, "dual_clip": placeholder(float)})
+
+
+def source(train: str, **fields: Any) -> ConfigDict:
+    """Return a source of `data.sources`: a file or folder of training rows, and any of the other fields."""
+    config = ConfigDict({"train": train})
+    config.test = ""  # the held-out rows; empty: the share data.held_out of the training rows
+    config.weight = 1.0  # share of its prompts in training, relative to other sources
+    config.rewards = ()  # those of `rewards` that score its responses; empty: all
+    config.correct = ""  # the one of them that decides which are correct in evaluations; empty: eval.correct
+    config.system = placeholder(str)  # None: data.system
+    config.instruction = placeholder(str)  # None: data.instruction
+    config.update(fields)
+    return config

@@ -4,6 +4,7 @@ python -m gspo_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, engine
 from gspo_jax.data.pipeline import EvalBatches
+from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts
 from gspo_jax.reporting.writers import existing_folder
@@ -76,7 +78,7 @@ def evaluate(
     key: jax.Array,
     mesh: Mesh,
     *,
-    correct: str,
+    correct: Callable[[Record], str],
 ) -> Evaluation:
     """Sample k episodes for every held-out prompt and score them; k is the sampler's group size.
 
@@ -86,7 +88,7 @@ def evaluate(
       tokenizer, scorer: turn responses into text, and text into rewards.
       key: the same key gives the same sampling noise, so that evaluations of a run are comparable.
       mesh: the trainer's.
-      correct: name of the reward function that decides correctness: a score above 0.5 is correct.
+      correct: record -> name of the reward function that decides correctness: a score above 0.5 is correct.
 
     Raises:
       RuntimeError: no response could be scored.
@@ -98,8 +100,10 @@ def evaluate(
         own, k = hosts.own_rows(mesh, B), B // len(batch.texts)
         tokens, mask, cut = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
         completions = decode_responses(tokenizer, tokens, mask)
-        scores = scorer.score(played.texts[own].tolist(), completions, played.records[own].tolist())
-        found = (scores.by_name[correct], mask.sum(axis=1), cut)
+        records = played.records[own].tolist()
+        scores = scorer.score(played.texts[own].tolist(), completions, records)
+        verdicts = np.asarray([scores.by_name[correct(record)][row] for row, record in enumerate(records)], np.float32)
+        found = (verdicts, mask.sum(axis=1), cut)
         real = np.repeat(batch.valid, k)
         found = [column[real] for column in hosts.allgather_rows(mesh, found, B)]
         scores_of.append(found[0].reshape(-1, k))
@@ -108,7 +112,8 @@ def evaluate(
     by_prompt = np.concatenate(scores_of)
     if not np.isfinite(by_prompt).any():
         raise RuntimeError(
-            f"none of the {by_prompt.size} held-out responses could be scored; check the reward function {correct!r}"
+            f"none of the {by_prompt.size} held-out responses could be scored; check the reward functions that decide "
+            "correctness, eval.correct"
         )
     return summarize(by_prompt, np.concatenate(lengths), np.concatenate(truncated))
 
@@ -151,7 +156,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
             made.sampler.load(weights)
             key = keys.eval_key(keys.run_key(config))
             player = sampling.make_player(config, tokenizer, made.sampler)
-            correct = config.eval.correct
+            correct = data.correct_for(config)
             result = evaluate(player, batches, tokenizer, scorer, key, meshes.trainer, correct=correct)
     print(f"{name}: {result}")
     return result

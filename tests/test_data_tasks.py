@@ -279,13 +279,13 @@ def test_gsm8k_from_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"question": "\xff", "answer": "#### 1"}', r"train\.jsonl, line 2 is not valid UTF-8"),
-        (b'{"question": "\\ud800", "answer": "#### 1"}', r"train\.jsonl, line 2 is not valid UTF-8"),
-        (b'{"question": "a"', r"train\.jsonl, line 2 is not a JSON object"),
-        (b'["question"]', r"train\.jsonl, line 2 is not a JSON object"),
-        (b'{"question": "a"}', r"line 2 is not a JSON object with the text fields question and answer: KeyError"),
-        (b"[" * 100_000, r"train\.jsonl, line 2 is not a JSON object"),
-        (b'{"question": 5, "answer": "#### 1"}', r"train\.jsonl, line 2 is not a JSON object"),
+        (b'{"question": "\xff", "answer": "#### 1"}', r"train\.jsonl, line 2: not UTF-8; correct or remove it"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}', r"train\.jsonl, line 2: question is not Unicode text"),
+        (b'{"question": "a"', r"train\.jsonl, line 2: not JSON"),
+        (b'["question"]', r"train\.jsonl, line 2: not an object"),
+        (b'{"question": "a"}', r"line 2: no answer"),
+        (b"[" * 100_000, r"train\.jsonl, line 2: nested too deeply"),
+        (b'{"question": 5, "answer": "#### 1"}', r"train\.jsonl, line 2: question is not a text"),
         (b'{"question": "a", "answer": "one"}', r"train\.jsonl, line 2: the answer has no number after ####"),
     ],
 )

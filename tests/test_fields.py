@@ -31,6 +31,7 @@ LEGITIMATE = {
     "coldstart.steps": (0,),
     "coldstart.terse_steps": (0,),
     "data.limit": (0,),
+    "data.shots": (0,),
     "data.options.train_size": (None,),  # the difficulty's own
     "data.options.test_size": (None,),
     "data.options.seed": (-1, 0, 2**31),  # Python's random takes any

@@ -121,7 +121,7 @@ def test_chat_with_a_template(trained, tmp_path):
     shared = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1<2 & 3?<|im_end|>\n"
     assert loaded.chat(messages, add_generation_prompt=False) == shared
     assert loaded.chat(messages) == shared + "<|im_start|>assistant\n"
-    assert loaded.chat(messages, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert Tokenizer.load(tmp_path, enable_thinking=False).chat(messages).endswith("assistant\n<think>\n\n</think>\n\n")
     assert loaded.encode("<|im_start|>")[0] == 2
 
 

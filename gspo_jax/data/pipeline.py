@@ -11,14 +11,15 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import grain
 import numpy as np
 from absl import logging
 from jaxtyping import Bool, Int
 
-from gspo_jax.data.records import CorruptRecord, Record
+from gspo_jax.data.chat import Message
+from gspo_jax.data.records import CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import Prompts, UserError
 
@@ -54,11 +55,37 @@ class WorkedBatch:
 _Batch = TypeVar("_Batch", PromptBatch, WorkedBatch)
 
 
-def prompt_text(record: Record, tokenizer: Tokenizer) -> str:
-    """Return the text that a response continues: question and instruction as one user turn of the chat template."""
-    instruction = record["instruction"]
-    content = f"{record['question']}\n{instruction}" if instruction else record["question"]
-    return tokenizer.chat([{"role": "user", "content": content}])
+@dataclasses.dataclass(frozen=True)
+class PromptStyle:
+    """What every prompt begins with."""
+
+    system: str = ""
+    """System prompt of conversations without one; "": none."""
+    shots: tuple[Message, ...] = ()
+    """Turns of worked examples, between the system prompt and the record's own turns."""
+
+
+PLAIN = PromptStyle()
+"""Prompts begin with their own first turn."""
+
+
+def conversation(record: Record, style: PromptStyle) -> list[Message]:
+    """Return the turns of a record's prompt; its instruction ends the last user turn, after a line break."""
+    turns: list[Message] = list(record.get("messages") or [{"role": "user", "content": record["question"]}])
+    head: list[Message] = []
+    if turns[0]["role"] == "system":
+        head = [turns.pop(0)]
+    elif system := record.get("system", style.system):
+        head = [{"role": "system", "content": system}]
+    if instruction := record["instruction"]:
+        last = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
+        turns[last] = {"role": "user", "content": f"{turns[last]['content']}\n{instruction}"}
+    return [*head, *style.shots, *turns]
+
+
+def prompt_text(record: Record, tokenizer: Tokenizer, style: PromptStyle = PLAIN) -> str:
+    """Return the text that a response continues: the conversation under the chat template."""
+    return tokenizer.chat(conversation(record, style))
 
 
 class Batches(Generic[_Batch]):
@@ -68,12 +95,14 @@ class Batches(Generic[_Batch]):
     """
 
     def __init__(
-        self, dataset: grain.MapDataset[_Batch], usable: "_UsableRecords", fingerprint: dict[str, int]
+        self, dataset: grain.MapDataset[_Batch], usable: "_UsableRecords", fingerprint: dict[str, Any]
     ) -> None:
         self._iterator = iter(
             dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))  # threads, not processes
         )
         self._fingerprint = fingerprint | {"usable prompts": len(usable.indices), "data checksum": usable.checksum}
+        if len(usable.parts) > 1:
+            self._fingerprint["weights"] = [part.weight for part in usable.parts]
         self.usable = len(usable.indices)
         self.skipped_by = usable.skipped
         self.skipped = sum(usable.skipped.values())
@@ -129,11 +158,13 @@ def prompt_batches(
     seed: int,
     shuffle: bool = True,
     max_corrupt: int = 10,
+    style: PromptStyle = PLAIN,
 ) -> Batches[PromptBatch]:
     """Return endless batches of training prompts, reshuffled every epoch.
 
-    Prompts that are empty, too long, or contain a token outside the vocabulary are left out, counted, and reported in
-    one warning. Repeated questions, and a batch larger than the data, are used as they are after a warning.
+    Prompts that are empty, too long, rejected by the chat template, or contain a token outside the vocabulary are left
+    out, counted, and reported in one warning. Repeated questions, and a batch larger than the data, are used as they
+    are after a warning. Several parts of the records are mixed by weight, each reshuffled every epoch of its own.
 
     Args:
       source: records, as returned by `tasks.load`.
@@ -142,14 +173,15 @@ def prompt_batches(
       seed: seed of the order.
       shuffle: False keeps the order of the records.
       max_corrupt: unreadable records to leave out before giving up.
+      style: what every prompt begins with.
 
     Raises:
       UserError: no prompt is usable, or too many records are corrupt.
     """
-    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt)
+    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style)
 
     def make(indices: list[int]) -> PromptBatch:
-        return _prompt_batch(source, indices, tokenizer, max_prompt_length)
+        return _prompt_batch(source, indices, tokenizer, max_prompt_length, style)
 
     indices = _index_batches(usable, prompts_per_batch, seed=seed, shuffle=shuffle)
     return Batches(indices.map(make), usable, {"seed": seed, "shuffle": int(shuffle), "batch size": prompts_per_batch})
@@ -162,15 +194,16 @@ def eval_batches(
     prompts_per_batch: int,
     max_prompt_length: int,
     max_corrupt: int = 10,
+    style: PromptStyle = PLAIN,
 ) -> EvalBatches:
     """Return batches of every prompt once, in order, for evaluation; arguments and errors as in `prompt_batches`.
 
     All batches have the same shape; rows that pad the last one have `valid` False.
     """
-    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt)
+    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style)
 
     def make(indices: list[int]) -> PromptBatch:
-        return _prompt_batch(source, indices, tokenizer, max_prompt_length)
+        return _prompt_batch(source, indices, tokenizer, max_prompt_length, style)
 
     return EvalBatches(usable, make, rows=prompts_per_batch)
 
@@ -184,6 +217,7 @@ def worked_batches(
     max_response_length: int,
     seed: int,
     max_corrupt: int = 10,
+    style: PromptStyle = PLAIN,
 ) -> Batches[WorkedBatch]:
     """Return endless shuffled batches of `batch` demonstrations; other arguments and errors as in `prompt_batches`.
 
@@ -196,12 +230,14 @@ def worked_batches(
         )
 
     def encode(records: list[Record]) -> tuple[list[list[int]], list[list[int]]]:
-        prompts = tokenizer.encode_batch([prompt_text(r, tokenizer) for r in records])
+        prompts = tokenizer.encode_batch([prompt_text(r, tokenizer, style) for r in records])
         worked = tokenizer.encode_batch([record["worked"] for record in records])
         return prompts, [[*ids, tokenizer.eos_ids[0]] for ids in worked]
 
     def check(records: list[Record]) -> list[_Problem | None]:
-        return [problem(p, w) for p, w in zip(*encode(records), strict=True)]
+        return _unless_rejected(
+            records, tokenizer, style, lambda r: [problem(p, w) for p, w in zip(*encode(r), strict=True)]
+        )
 
     def make(indices: list[int]) -> WorkedBatch:
         prompts, worked = encode([source[i] for i in indices])
@@ -221,7 +257,15 @@ class _UsableRecords:
     indices: Int[np.ndarray, " N"]
     skipped: dict[str, int]
     checksum: int
-    """CRC-32 of the usable questions in order; tells a resumed run that its data has changed."""
+    """CRC-32 of the usable prompts in order; tells a resumed run that its data has changed."""
+    parts: Sequence[Part]
+    """Parts of the records that are mixed by weight."""
+
+    def mixed(self) -> list[tuple[list[int], float]]:
+        """The usable indices of each part that has any, and its weight."""
+        ends = np.cumsum([part.count for part in self.parts])
+        cuts = np.split(self.indices, np.searchsorted(self.indices, ends[:-1]))
+        return [(own.tolist(), part.weight) for own, part in zip(cuts, self.parts, strict=True) if len(own)]
 
 
 def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
@@ -232,8 +276,12 @@ def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: boo
             rows,
             len(usable.indices),
         )
-    dataset = grain.MapDataset.source(usable.indices.tolist())
-    endless = (dataset.shuffle(seed=seed) if shuffle else dataset).repeat(None)
+    streams, weights = [], []
+    for number, (indices, weight) in enumerate(usable.mixed()):
+        dataset = grain.MapDataset.source(indices)
+        streams.append((dataset.shuffle(seed=seed + number) if shuffle else dataset).repeat(None))
+        weights.append(weight)
+    endless = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
     # An endless stream has no remainder to drop, but without drop_remainder Grain rounds its length up and overflows.
     return endless.batch(rows, drop_remainder=True, batch_fn=list)
 
@@ -270,15 +318,37 @@ def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Proble
     return _UNKNOWN if tokenizer.unk_id is not None and tokenizer.unk_id in ids else None
 
 
-def _scan_prompts(source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int) -> _UsableRecords:
-    def check(records: list[Record]) -> list[_Problem | None]:
-        prompts = tokenizer.encode_batch([prompt_text(r, tokenizer) for r in records])
+def _scan_prompts(
+    source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int, style: PromptStyle
+) -> _UsableRecords:
+    def problems(records: list[Record]) -> list[_Problem | None]:
+        prompts = tokenizer.encode_batch([prompt_text(r, tokenizer, style) for r in records])
         return [_prompt_problem(ids, tokenizer, limit) for ids in prompts]
+
+    def check(records: list[Record]) -> list[_Problem | None]:
+        return _unless_rejected(records, tokenizer, style, problems)
 
     return _scan(source, check, max_corrupt)
 
 
 _Check = Callable[[list[Record]], list[_Problem | None]]
+
+
+def _unless_rejected(
+    records: list[Record], tokenizer: Tokenizer, style: PromptStyle, check: _Check
+) -> list[_Problem | None]:
+    """Return the problem of each record; `check` sees those whose conversations the chat template takes."""
+    found: list[_Problem | None] = []
+    for record in records:
+        try:
+            prompt_text(record, tokenizer, style)
+            found.append(None)
+        except UserError as error:
+            found.append(_Problem("rejected by the chat template", str(error)))
+    taken = [i for i, problem in enumerate(found) if problem is None]
+    for i, problem in zip(taken, check([records[i] for i in taken]), strict=True):
+        found[i] = problem
+    return found
 
 
 def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:
@@ -289,7 +359,7 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
     indices: list[int] = []
     questions: set[bytes] = set()  # as digests
     checksum = 0
-    skipped: collections.Counter[str] = collections.Counter()
+    skipped = collections.Counter(source.left_out if isinstance(source, Records) else {})
     shortest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: its remedy asks for least
     for start in range(0, len(source), _SCAN_CHUNK):
         readable: list[tuple[int, Record]] = []
@@ -307,10 +377,10 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
             # An empty question counts as empty even if a chat template wraps it in tokens.
             problem = _EMPTY if not record["question"].strip() else problem
             if problem is None:
-                question = record["question"].encode()
+                prompt = (json.dumps(record["messages"]) if "messages" in record else record["question"]).encode()
                 indices.append(i)
-                checksum = zlib.crc32(question, checksum)
-                questions.add(hashlib.blake2b(question, digest_size=16).digest())
+                checksum = zlib.crc32(prompt, checksum)
+                questions.add(hashlib.blake2b(prompt, digest_size=16).digest())
             else:
                 skipped[problem.reason] += 1
                 shortest[problem.reason] = min(shortest.get(problem.reason, problem), problem, key=lambda p: p.length)
@@ -318,18 +388,23 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
     if not indices:
         if not skipped:
             raise UserError(f"{source!r} has no records; give at least one")
-        remedy = shortest[skipped.most_common(1)[0][0]].remedy
+        reason = skipped.most_common(1)[0][0]
+        remedy = shortest[reason].remedy if reason in shortest else "correct them"
         raise UserError(f"none of the {len(source)} records of {source!r} is usable ({reasons}); {remedy}")
     if skipped:
-        logging.warning("%d of %d records are left out: %s", sum(skipped.values()), len(source), reasons)
+        total = len(indices) + sum(skipped.values())
+        logging.warning("%d of %d records are left out: %s", sum(skipped.values()), total, reasons)
     if repeated := len(indices) - len(questions):
         logging.warning("%d of %d usable records repeat an earlier question; they are kept", repeated, len(indices))
-    return _UsableRecords(np.asarray(indices, np.int64), dict(skipped), checksum)
+    parts = source.parts if isinstance(source, Records) else [Part("", len(source), 1.0)]
+    return _UsableRecords(np.asarray(indices, np.int64), dict(skipped), checksum, parts)
 
 
-def _prompt_batch(source: Sequence[Record], indices: list[int], tokenizer: Tokenizer, length: int) -> PromptBatch:
+def _prompt_batch(
+    source: Sequence[Record], indices: list[int], tokenizer: Tokenizer, length: int, style: PromptStyle
+) -> PromptBatch:
     records = [source[i] for i in indices]
-    texts = [prompt_text(record, tokenizer) for record in records]
+    texts = [prompt_text(record, tokenizer, style) for record in records]
     tokens, lengths = _pad(tokenizer.encode_batch(texts), length, tokenizer.pad_id)
     prompts = Prompts(tokens, lengths)  # type: ignore[arg-type]  # NumPy arrays; the caller places them on its mesh
     return PromptBatch(prompts, texts, records, np.ones(len(records), bool))

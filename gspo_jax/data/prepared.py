@@ -6,6 +6,7 @@ the metadata is read here first, as data, and everything that this package does 
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from google.protobuf.message import Message
 from tensorflow_datasets.core.proto.dataset_info_generated_pb2 import DatasetInfo  # pyright: ignore[reportAttributeAccessIssue]
 from tensorflow_datasets.core.proto.feature_generated_pb2 import Feature  # pyright: ignore[reportAttributeAccessIssue]
 
-from gspo_jax.types import UserError
+from gspo_jax.data.records import Record, Records
+from gspo_jax.types import UserError, choices
 
 INFO_FILE, FEATURES_FILE = "dataset_info.json", "features.json"
 
@@ -61,7 +63,33 @@ def open_prepared(folder: str) -> tfds.core.DatasetBuilder:
         raise UserError(f"{folder} is no data set that TFDS can open ({reason}); build it again") from error
 
 
-def check_shard_names(builder: tfds.core.DatasetBuilder, split: str) -> None:
+def records(
+    builder: tfds.core.DatasetBuilder, split: str, *, convert: Callable[[int, Any], Record], limit: int | None = None
+) -> Records:
+    """Return the records of a prepared builder's split, which must be ArrayRecord: read without TensorFlow."""
+    splits = builder.info.splits
+    if split not in splits:
+        raise UserError(f"{builder.info.full_name} has no split {split!r}; {choices(split, list(splits))}")
+    _check_shard_names(builder, split)
+    try:
+        source: Any = builder.as_data_source(split)  # type: ignore[call-arg]  # a decorator hides the signature
+    except (NotImplementedError, FileNotFoundError, ValueError) as error:
+        raise UserError(
+            f"{builder.data_dir} cannot be read as ArrayRecord: {error}; build it with file_format='array_record'"
+        ) from error
+    paths, lengths = splits[split].filepaths, splits[split].shard_lengths
+
+    def where(index: int) -> str:
+        for path, length in zip(paths, lengths, strict=True):
+            if index < length:
+                return str(path)
+            index -= length
+        raise IndexError(index)
+
+    return Records(f"{builder.info.full_name}/{split}", source, convert=convert, where=where, limit=limit)
+
+
+def _check_shard_names(builder: tfds.core.DatasetBuilder, split: str) -> None:
     """Raise UserError unless the shards of a split are files of the data set's own folder, by their names."""
     info: Any = builder.info.splits[split]
     name, template = info.filename_template.dataset_name, info.filename_template.template

@@ -1,19 +1,17 @@
 """Load tasks by name: `load("arithmetic", split="train")` returns their records, wherever they come from.
 
 Generated tasks are built with TFDS on first use (generated.py). GSM8K is read from a folder with `train.jsonl` and
-`test.jsonl`, or from a prepared TFDS directory. TensorFlow is never imported.
+`test.jsonl`, or from a prepared TFDS directory; "jsonl" reads any file of rows (rows.py). TensorFlow is never imported.
 """
 
 import inspect
-import json
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import tensorflow_datasets as tfds
-
-from gspo_jax.data import generated, prepared
+from gspo_jax.data import generated, prepared, rows
 from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
 
@@ -21,6 +19,7 @@ INSTRUCTIONS = {
     "arithmetic": "",
     "countdown": "",
     "gsm8k": "Think step by step, then write the final answer as a number after ####.",
+    "jsonl": "",
 }
 """Instruction appended to each question of a task; none for generated tasks, whose form worked answers teach."""
 
@@ -39,6 +38,9 @@ def load(
     data_dir: str | None = None,
     limit: int | None = None,
     instruction: str | None = None,
+    sources: Mapping[str, rows.Source] | None = None,
+    answer: str = "answer",
+    held_out: float = 0.05,
     **options: Any,
 ) -> Records:
     """Return the records of one split.
@@ -48,10 +50,11 @@ def load(
       split: "train" or "test".
       own: tasks beside TASKS, name -> function(split, **options) that returns rows with the text fields `question` and
         `answer`, and any others that the rewards read.
-      folder: folder of gsm8k: its JSONL files, or a prepared TFDS directory.
+      folder: folder of gsm8k or jsonl: JSONL files, or a prepared TFDS directory.
       data_dir: folder in which generated tasks are built; None: TFDS's default.
-      limit: maximum number of records, from the beginning; None: all.
+      limit: maximum number of records, from the beginning, of each source; None: all.
       instruction: text appended to each question; None: the task's own (INSTRUCTIONS).
+      sources, answer, held_out: of jsonl; see `rows.load`. Without sources, the folder is the only one.
       **options: options of a generated task (see `generated.prepare`): difficulty, seed, train_size, test_size; and
         those of a function in `own`.
 
@@ -64,6 +67,9 @@ def load(
         field = "eval.prompts" if split == "test" else "data.limit"
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
     instruction = INSTRUCTIONS.get(task, "") if instruction is None else instruction
+    if task == "jsonl":
+        sources = sources or {"": rows.Source(folder or "", folder or "", instruction=instruction)}
+        return rows.load(sources, split=split, answer=answer, held_out=held_out, limit=limit)
     if task in own:
         if folder is not None or data_dir is not None:
             raise UserError(
@@ -92,7 +98,7 @@ def check(task: str, folder: str | None, own: Collection[str] = ()) -> None:
     """Check that there is a task of that name, in TASKS or `own`, and that it is given a folder if it needs one."""
     if task not in (*TASKS, *own):
         raise UserError(f"unknown task {task!r}; {choices(task, [*TASKS, *own])}")
-    if folder is None and task in TASKS and task not in generated.BUILDERS:
+    if folder is None and task == "gsm8k":
         raise UserError(
             f"task {task} needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS "
             "directory"
@@ -109,13 +115,13 @@ def _own(
         raise UserError(
             f"task {task} cannot be called with split {split!r} and the options {options}: {error}"
         ) from None
-    rows = list(function(split, **options))
+    made = list(function(split, **options))
 
     def convert(index: int, row: Any) -> Record:
         added = {"id": f"{task}/{split}/{index}", "worked": row["answer"], "instruction": instruction}
         return added | row
 
-    for index, row in enumerate(rows):
+    for index, row in enumerate(made):
         fields = row.items() if isinstance(row, dict) else ()
         texts = {key for key, value in fields if isinstance(key, str) and isinstance(value, str)}
         if not {"question", "answer"} <= texts or len(texts) < len(fields):
@@ -123,7 +129,7 @@ def _own(
                 f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts of texts with a question and an "
                 "answer"
             )
-    return Records(f"{task}/{split}", rows, convert=convert, where=lambda _: task, limit=limit)
+    return Records(f"{task}/{split}", made, convert=convert, where=lambda _: task, limit=limit)
 
 
 def _generated(
@@ -138,7 +144,7 @@ def _generated(
     except OSError as error:
         where = "TFDS's default folder" if data_dir is None else data_dir
         raise UserError(f"{task} cannot be built in {where}: {error}; set data_dir to a writable folder") from error
-    return _from_tfds(
+    return prepared.records(
         builder, split, limit=limit, convert=lambda _, raw: _decode_texts(raw) | {"instruction": instruction}
     )
 
@@ -157,16 +163,21 @@ def _gsm8k(split: str, *, folder: str, limit: int | None, instruction: str) -> R
         def convert(index: int, raw: dict[str, Any]) -> Record:
             return _gsm8k_record(f"gsm8k/{split}/{index}", _decode_texts(raw), instruction)
 
-        return _from_tfds(builder, split, limit=limit, convert=convert)
+        return prepared.records(builder, split, limit=limit, convert=convert)
     path = Path(folder) / f"{split}.jsonl"
     if not path.is_file():
         there = sorted(p.name for p in Path(folder).glob("*.jsonl"))
         raise UserError(f"{path} does not exist; {folder} has {', '.join(there) if there else 'no .jsonl file'}")
-    rows = [
-        _gsm8k_record(f"gsm8k/{split}/{i}", row, instruction, where=where)
-        for i, (where, row) in enumerate(_read_jsonl(path, ("question", "answer"), limit))
-    ]
-    return Records(str(path), rows, convert=lambda _, row: row, where=lambda _: str(path))
+    records = []
+    for index, (where, row) in enumerate(itertools.islice(rows.read(str(path), split), limit)):
+        try:
+            if isinstance(row, rows.Defect):
+                raise row
+            texts = {name: rows.text_field(row, name) for name in ("question", "answer")}
+        except rows.Defect as defect:
+            raise UserError(f"{where}: {defect}; correct or remove it") from defect
+        records.append(_gsm8k_record(f"gsm8k/{split}/{index}", texts, instruction, where=where))
+    return Records(str(path), records, convert=lambda _, row: row, where=lambda _: str(path))
 
 
 def _gsm8k_record(name: str, row: dict[str, str], instruction: str, where: str | None = None) -> Record:
@@ -183,56 +194,6 @@ def _gsm8k_record(name: str, row: dict[str, str], instruction: str, where: str |
         "worked": f"{worked}\n#### {answer}",
         "instruction": instruction,
     }
-
-
-def _read_jsonl(path: Path, fields: tuple[str, ...], limit: int | None) -> list[tuple[str, dict[str, str]]]:
-    """Return (place, text fields) of each line; raises UserError at the first malformed line."""
-    rows: list[tuple[str, dict[str, str]]] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                content = json.loads(line.decode("utf-8"))
-                row = {field: content[field] for field in fields}
-                "".join(row.values()).encode("utf-8")  # "\ud800" is valid JSON but invalid text; numbers fail too
-            except UnicodeError as error:
-                raise UserError(f"{where} is not valid UTF-8: {error}") from error
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UserError(
-                    f"{where} is not a JSON object with the text fields {' and '.join(fields)}: {error!r}"
-                ) from error
-            rows.append((where, row))
-            if len(rows) == limit:
-                break
-    return rows
-
-
-def _from_tfds(
-    builder: tfds.core.DatasetBuilder, split: str, *, limit: int | None, convert: Callable[[int, Any], Record]
-) -> Records:
-    """Return the records of a prepared builder's split, which must be ArrayRecord: read without TensorFlow."""
-    splits = builder.info.splits
-    if split not in splits:
-        raise UserError(f"{builder.info.full_name} has no split {split!r}; {choices(split, list(splits))}")
-    prepared.check_shard_names(builder, split)
-    try:
-        source: Any = builder.as_data_source(split)  # type: ignore[call-arg]  # a decorator hides the signature
-    except (NotImplementedError, FileNotFoundError, ValueError) as error:
-        raise UserError(
-            f"{builder.data_dir} cannot be read as ArrayRecord: {error}; build it with file_format='array_record'"
-        ) from error
-    paths, lengths = splits[split].filepaths, splits[split].shard_lengths
-
-    def where(index: int) -> str:
-        for path, length in zip(paths, lengths, strict=True):
-            if index < length:
-                return str(path)
-            index -= length
-        raise IndexError(index)
-
-    return Records(f"{builder.info.full_name}/{split}", source, convert=convert, where=where, limit=limit)
 
 
 def _decode_texts(raw: dict[str, Any]) -> dict[str, str]:

@@ -4,7 +4,7 @@ No truncation and no padding here: prompts are never cut, and the pipeline pads.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,35 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], pad_id: int, settings: dict[str, Any]
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        settings: dict[str, Any],
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wrap `backend`; `settings` is the content of `tokenizer_config.json`, `chat_template` a string or None."""
+        """Wrap `backend`; `settings` is the content of `tokenizer_config.json`, `chat_template` a string or None.
+
+        `variables` are passed to the chat template of every conversation.
+        """
         backend.no_truncation()  # tokenizer.json may enable both, and prompts must never be cut silently
         backend.no_padding()
         self.eos_ids = tuple(eos_ids)
         self.pad_id = pad_id
         self._backend = backend
         self._settings = settings
+        self._variables = dict(variables or {})
         source = settings.get("chat_template")
         self._template = None if source is None else chat.compile_template(source)
         unknown = _text(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
+    def load(cls, folder: str | Path, **variables: Any) -> "Tokenizer":
         """Load the tokenizer of a Hugging Face folder: `tokenizer.json`, and the configuration files that are present.
+
+        `variables` are passed to the chat template, such as Qwen3's `enable_thinking`.
 
         EOS ids are the union of `eos_token` in `tokenizer_config.json` and `eos_token_id` (one id or a list) in
         `generation_config.json` and `config.json`. Raises UserError if `tokenizer.json` or every EOS token is missing,
@@ -76,7 +88,8 @@ class Tokenizer:
         if not eos_ids:
             raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its {_SETTINGS}")
         pads.append(eos_ids[0])
-        tokenizer = cls(backend, eos_ids=eos_ids, pad_id=next(i for i in pads if i is not None), settings=settings)
+        pad_id = next(i for i in pads if i is not None)
+        tokenizer = cls(backend, eos_ids=eos_ids, pad_id=pad_id, settings=settings, variables=variables)
         tokenizer.chat([{"role": "user", "content": "?"}])  # as every prompt; fails now, not once a run has its devices
         return tokenizer
 
@@ -125,15 +138,12 @@ class Tokenizer:
         """Return the text of `ids`; ids beyond the vocabulary, which a padded model may sample, decode to nothing."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """Return the text of a conversation under the chat template; without a template, the contents concatenated.
-
-        `variables` are passed to the template, such as Qwen3's `enable_thinking=False`.
-        """
+    def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation under the chat template; without a template, the contents concatenated."""
         if self._template is None:
             return "".join(message["content"] for message in messages)
         texts = {key: _text(value) for key, value in self._settings.items() if key.endswith("_token")}
-        given = {key: text for key, text in texts.items() if text is not None} | variables
+        given = {key: text for key, text in texts.items() if text is not None} | self._variables
         return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
 
     def user_turn(self, content: str) -> str:

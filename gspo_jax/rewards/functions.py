@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 __all__ = ["answer_format", "countdown", "exact_answer"]
 
-Record = dict[str, str]
+Record = dict[str, Any]
 
 MAX_CHARACTERS = 200
 """Maximum characters of a final answer, or of a number in a step. Longer ones score 0: every function stays linear."""

@@ -20,7 +20,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline starts
 
 
-def math_verify(prompt: str, completion: str, record: dict[str, str]) -> float:
+def math_verify(prompt: str, completion: str, record: dict[str, Any]) -> float:
     """Score 1 if math-verify finds the final answer mathematically equal to record["answer"] (1/2 is 0.5), else 0.
 
     Raises ValueError if record["answer"] itself cannot be parsed.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 _STARTUP_TIMEOUT_S = 60.0
 """Seconds a worker may take to import its functions."""
@@ -87,7 +87,7 @@ class Pool:
         """Process ids of the workers."""
         return sorted(worker.process.pid for worker in self._all)
 
-    def submit(self, reference: str, prompt: str, completion: str, record: dict[str, str]) -> Future[Outcome[float]]:
+    def submit(self, reference: str, prompt: str, completion: str, record: dict[str, Any]) -> Future[Outcome[float]]:
         """Queue a call of the function `module:name`; the future never raises for what the function does.
 
         A call that exceeds the timeout is killed. If it ends its process or its worker, or the worker's reply makes no

@@ -5,6 +5,7 @@ in killable workers, unless their verdict is certain without a call (certain.py)
 """
 
 import importlib
+import itertools
 import math
 import time
 import traceback
@@ -24,10 +25,12 @@ from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.types import StopRequested, UserError, choices
 
-Row = tuple[str, str, dict[str, str]]
+Row = tuple[str, str, dict[str, Any]]
 """(prompt, completion, record): the arguments of every reward function."""
 RENAMED = {"format": "answer_format"}
 """Former names of rewards, for the error of a config that still has one: old -> new."""
+_NOT_ASKED = Outcome[float](None)
+"""The outcome of a function that does not score a record's completions."""
 _LOOK_S = 0.2
 """Seconds between two looks whether the scoring is interrupted, while workers score."""
 Function = TypeVar("Function")
@@ -66,6 +69,7 @@ class Scorer:
         own: Mapping[str, str] | None = None,
         timeout_s: float = 2.0,
         workers: int = 1,
+        scores: Callable[[str, dict[str, Any]], bool] = lambda name, record: True,
         module: str = "gspo_jax.rewards.functions",
         isolated_module: str = "gspo_jax.rewards.isolated",
     ) -> None:
@@ -77,6 +81,8 @@ class Scorer:
             `rewards.own_process` are isolated.
           timeout_s: seconds that one call of an isolated function may take.
           workers: number of processes for isolated functions.
+          scores: (name, record) -> whether this function scores completions for the record. One that does not counts 0
+            in the sum, and its own score is NaN.
           module: module of the in-process functions, which its `__all__` lists.
           isolated_module: module of the isolated functions, which its `__all__` lists; it must not import jax.
 
@@ -89,7 +95,7 @@ class Scorer:
             raise UserError(
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
             )
-        self._weights = dict(functions)
+        self._weights, self._scores = dict(functions), scores
         self._functions, self._isolated = find(functions, own or {}, module=module, isolated_module=isolated_module)
         self._pool: Pool | None = None
         if self._isolated:
@@ -100,7 +106,7 @@ class Scorer:
         self.interrupted: Callable[[], bool] = lambda: False
         """Asked between two calls of a function; True ends the scoring."""
 
-    def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> Scores:
+    def score(self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> Scores:
         """Score B completions; in a run of several processes, all call it, each with its own completions.
 
         Raises:
@@ -110,7 +116,7 @@ class Scorer:
         return unless_stopped(lambda: self.score_here(prompts, completions, records))
 
     def score_here(
-        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]
+        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]
     ) -> Scores:
         """Score B completions without asking other processes whether they go on; it may run in any thread.
 
@@ -122,9 +128,10 @@ class Scorer:
             raise RuntimeError("the scorer is closed")
         begun = time.monotonic()
         rows = zip_rows(prompts, completions, records)
-        outcomes = self._run(rows)
+        asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
+        outcomes = self._run(rows, asked)
         for name, results in outcomes.items():
-            report_failures("reward", name, results)
+            report_failures("reward", name, list(itertools.compress(results, asked[name])))
         by_name = {
             name: np.asarray([math.nan if o.value is None else o.value for o in outcomes[name]], np.float32)
             for name in self._weights
@@ -132,7 +139,7 @@ class Scorer:
         total = np.zeros(len(rows), np.float32)
         for name, weight in self._weights.items():
             if weight:  # 0 * NaN would make rows NaN over a score that is only recorded
-                total += np.float32(weight) * by_name[name]
+                total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
         called = [[o.queued_s is not None for o in outcomes[name]] for name in self._isolated]
         return Scores(
             total,
@@ -155,19 +162,19 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, rows: list[Row]) -> dict[str, list[Outcome[float]]]:
-        """The outcomes of every function; raises StopRequested if interrupted."""
+    def _run(self, rows: list[Row], asked: Mapping[str, list[bool]]) -> dict[str, list[Outcome[float]]]:
+        """The outcomes of every function, none where it is not asked; raises StopRequested if interrupted."""
         pending: dict[str, list[Future[Outcome[float]]]] = {name: [] for name in self._isolated}
         try:
             for name, futures in pending.items():
-                for row in rows:
+                for row, wanted in zip(rows, asked[name], strict=True):
                     self._go_on()
-                    futures.append(self._begin(name, row))
+                    futures.append(self._begin(name, row) if wanted else _done(_NOT_ASKED))
             outcomes: dict[str, list[Outcome[float]]] = {name: [] for name in self._functions}
             for name, results in outcomes.items():
-                for row in rows:
+                for row, wanted in zip(rows, asked[name], strict=True):
                     self._go_on()
-                    results.append(attempt(_score, self._functions[name], row))
+                    results.append(attempt(_score, self._functions[name], row) if wanted else _NOT_ASKED)
             waiting = {future for futures in pending.values() for future in futures}
             while waiting:
                 waiting = wait(waiting, timeout=_LOOK_S).not_done
@@ -187,11 +194,13 @@ class Scorer:
         decider, pool = self._deciders[name], self._pool
         assert pool is not None
         score = None if decider is None else decider(*row)
-        if score is None:
-            return pool.submit(self._isolated[name], *row)
-        certain: Future[Outcome[float]] = Future()
-        certain.set_result(Outcome(score))
-        return certain
+        return pool.submit(self._isolated[name], *row) if score is None else _done(Outcome(score))
+
+
+def _done(outcome: Outcome[float]) -> Future[Outcome[float]]:
+    future: Future[Outcome[float]] = Future()
+    future.set_result(outcome)
+    return future
 
 
 def unless_stopped(score: Callable[[], Value]) -> Value:
@@ -210,7 +219,7 @@ def find(
     *,
     module: str = "gspo_jax.rewards.functions",
     isolated_module: str = "gspo_jax.rewards.isolated",
-) -> tuple[dict[str, Callable[[str, str, dict[str, str]], float | None]], dict[str, str]]:
+) -> tuple[dict[str, Callable[[str, str, dict[str, Any]], float | None]], dict[str, str]]:
     """Look up reward functions; see `Scorer` for the arguments and for what is raised.
 
     Returns:
@@ -251,7 +260,7 @@ def check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
         raise UserError(f"no {kind} {name!r}; {choices(name, known)}")
 
 
-def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]) -> list[Row]:
+def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> list[Row]:
     """Return (prompt, completion, record) rows; raises ValueError if the lengths differ."""
     if not len(prompts) == len(completions) == len(records):
         raise ValueError(
@@ -280,5 +289,5 @@ def report_failures(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> N
     )
 
 
-def _score(function: Callable[[str, str, dict[str, str]], float | None], row: Row) -> Outcome[float]:
+def _score(function: Callable[[str, str, dict[str, Any]], float | None], row: Row) -> Outcome[float]:
     return to_outcome(function(*row))

@@ -10,6 +10,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -69,12 +70,12 @@ class StepScorer:
         here, own = importlib.import_module(module), own or {}
         check_names("step reward", functions, [*here.__all__, *own])
         self._weights = dict(functions)
-        self._functions: dict[str, Callable[[str, str, dict[str, str]], Steps]] = {
+        self._functions: dict[str, Callable[[str, str, dict[str, Any]], Steps]] = {
             name: references.function(own.get(name, f"{module}:{name}")) for name in functions
         }
 
     def score(
-        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, str]]
+        self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]
     ) -> StepScores:
         """Find the steps of B completions; raises RuntimeError with the first traceback if a function raises on all."""
         rows = zip_rows(prompts, completions, records)
@@ -155,7 +156,7 @@ def _find_end_tokens(ends: list[int], ids: list[int], text: str, decode: Callabl
     ]
 
 
-def _find_steps(function: Callable[[str, str, dict[str, str]], Steps], row: Row) -> Outcome[Steps]:
+def _find_steps(function: Callable[[str, str, dict[str, Any]], Steps], row: Row) -> Outcome[Steps]:
     steps = [(operator.index(end), float(reward)) for end, reward in function(*row)]
     length = len(row[1])
     for end, reward in steps:

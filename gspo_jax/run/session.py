@@ -298,7 +298,7 @@ class Run:
             self.scorer,
             keys.eval_key(self.key),
             self.engine.meshes.trainer,
-            correct=self.config.eval.correct,
+            correct=data.correct_for(self.config),
         )
         sampler.release()
         self.log.evaluated(int(state.updates), result)
@@ -378,11 +378,12 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         if config.model.folder or folder.exists():
             model, tokenizer = policy.read_folder(config, folder)
         records = {split: data.load_records(config, split) for split in ("train", "test")}
+        shown = coldstart.load(config) if config.coldstart.conversations and tokenizer is None else records["train"]
         scorer = stack.enter_context(data.make_scorer(config))
         meshes = make_meshes(config, model)
         stack.enter_context(jax.set_mesh(meshes.trainer))
         if tokenizer is None:
-            coldstart.coldstart(config, records["train"], meshes.trainer, folder, on_step=phases.tick("cold start"))
+            coldstart.coldstart(config, shown, meshes.trainer, folder, on_step=phases.tick("cold start"))
             phases.enter("start")
             files.share()
             model, tokenizer = policy.read_folder(config, folder)

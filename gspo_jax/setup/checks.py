@@ -14,7 +14,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting import weights_and_biases
 from gspo_jax.rewards import environments, scorer, shaping, steps
 from gspo_jax.routing.replay import REPLAYS
-from gspo_jax.setup import functions, learning, meshes, policy, sampling
+from gspo_jax.setup import data, functions, learning, meshes, policy, sampling
 from gspo_jax.setup.fields import INT32, at, check_fields
 from gspo_jax.training.state import make_optimizer
 from gspo_jax.types import UserError
@@ -82,6 +82,7 @@ def _check_settings(config: ConfigDict) -> None:
     check_fields(config)
     functions.load(config)
     _check_choices(config)
+    data.sources(config)
     _check_rewards(config)
     _check_partial_rollouts(config)
     sampling.make_sampling(config)
@@ -116,6 +117,20 @@ def _check_rewards(config: ConfigDict) -> None:
             f"eval.correct is {config.eval.correct!r}, which is not among the config's rewards; use one of "
             f"{', '.join(config.rewards)}"
         )
+    for name, source in config.data.sources.items():
+        own_rewards = source.rewards or tuple(config.rewards)
+        for reward in own_rewards:
+            if reward not in config.rewards:
+                raise UserError(
+                    f"data.sources.{name}.rewards has {reward!r}, which is not among the config's rewards; use one of "
+                    f"{', '.join(config.rewards)}"
+                )
+        correct = source.correct or config.eval.correct
+        if correct not in own_rewards:
+            raise UserError(
+                f"data.sources.{name} is judged by {correct!r}, which does not score it; set its `correct` to one of "
+                f"{', '.join(own_rewards)}"
+            )
     own = functions.own(config)
     scorer.find(config.rewards, own)
     scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])

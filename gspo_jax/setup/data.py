@@ -1,17 +1,19 @@
 """Records, prompt batches and reward functions, from a config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from gspo_jax.data import tasks
-from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, eval_batches, prompt_batches
+from gspo_jax.data import rows, tasks
+from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, PromptStyle, eval_batches, prompt_batches
 from gspo_jax.data.records import Record
+from gspo_jax.data.rows import Source
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.parallel import processes
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.setup import functions
+from gspo_jax.types import UserError
 
 
 def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
@@ -25,8 +27,72 @@ def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
         folder=data.folder or None,
         data_dir=data.data_dir or None,
         limit=limit if limit else None,
+        instruction=data.instruction,
+        sources=sources(config),
+        answer=data.answer,
+        held_out=data.held_out,
         **data.options,
     )
+
+
+def sources(config: ConfigDict) -> dict[str, Source]:
+    """The sources of task jsonl, by name; none for other tasks.
+
+    Raises:
+      UserError: the config names no rows, or in more than one way, or names them for another task.
+    """
+    data = config.data
+    given = {
+        name: bool(value)
+        for name, value in (
+            ("data.train", data.train),
+            ("data.test", data.test),
+            ("data.sources", len(data.sources)),
+            ("data.folder", data.folder),
+        )
+    }
+    if data.task != "jsonl":
+        wrong = [name for name, there in given.items() if there and name != "data.folder"]
+        if wrong:
+            raise UserError(f"{wrong[0]} is for the task 'jsonl', and data.task is {data.task!r}; change one of them")
+        return {}
+    if given["data.test"] and not given["data.train"]:
+        raise UserError(f"data.test is {data.test!r} without data.train; set both, or give each source its own test")
+    there = [name for name in ("data.train", "data.folder", "data.sources") if given[name]]
+    if len(there) != 1:
+        said = " and ".join(there) if there else "none of them"
+        raise UserError(f"task jsonl reads data.train, data.folder or data.sources, and {said} is set; set one")
+    for name, source in data.sources.items():
+        if not source.train:
+            raise UserError(f"data.sources.{name}.train is empty; give a file or folder")
+    instruction = data.instruction or ""
+    if not given["data.sources"]:
+        return {"": Source(data.train or data.folder, data.test or data.folder, instruction=instruction)}
+    return {
+        name: Source(
+            source.train,
+            source.test,
+            weight=source.weight,
+            system=source.system,
+            instruction=instruction if source.instruction is None else source.instruction,
+        )
+        for name, source in data.sources.items()
+    }
+
+
+def prompt_style(config: ConfigDict) -> PromptStyle:
+    """What every prompt begins with: the system prompt, and the examples of `data.few_shot` as turns.
+
+    Raises:
+      UserError: the file of examples is missing or has none, or one has a system prompt.
+    """
+    data, shots = config.data, []
+    if data.few_shot:
+        for example in rows.conversations(data.few_shot, limit=data.shots or None):
+            if example["messages"][0]["role"] == "system":
+                raise UserError(f"data.few_shot: {example['id']} has a system prompt; move it to data.system")
+            shots += example["messages"]
+    return PromptStyle(data.system, tuple(shots))
 
 
 def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> Batches[PromptBatch]:
@@ -37,6 +103,7 @@ def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
         seed=config.seed,
+        style=prompt_style(config),
     )
 
 
@@ -47,6 +114,7 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
         tokenizer,
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
+        style=prompt_style(config),
     )
 
 
@@ -54,7 +122,23 @@ def make_scorer(config: ConfigDict) -> Scorer:
     """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
     own, scoring = functions.own(config), config.scoring
     workers = processes.own_cores() if scoring.workers is None else scoring.workers
-    return Scorer(config.rewards.to_dict(), own=own, timeout_s=scoring.timeout_s, workers=workers)
+    return Scorer(
+        config.rewards.to_dict(),
+        own=own,
+        timeout_s=scoring.timeout_s,
+        workers=workers,
+        scores=lambda name, record: name in (_source(config, record).get("rewards") or config.rewards),
+    )
+
+
+def correct_for(config: ConfigDict) -> Callable[[Record], str]:
+    """record -> name of the reward function that decides whether a response is correct in an evaluation."""
+    return lambda record: _source(config, record).get("correct") or config.eval.correct
+
+
+def _source(config: ConfigDict, record: Record) -> ConfigDict:
+    """The section of a record's source; empty if there is only one."""
+    return config.data.sources.get(record.get(rows.SOURCE), ConfigDict())
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from ml_collections import ConfigDict
 
 from gspo_jax import objectives
-from gspo_jax.config import base
+from gspo_jax.config import base, source
 from gspo_jax.data.tokenizer import EOS, PAD, TURN
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import mismatch
@@ -83,7 +83,9 @@ RANGES = {
     **{f"coldstart.optimizer.{name}": allowed for name, allowed in _ADAMW.items()},
     "data.options.train_size": COUNT,
     "data.options.test_size": COUNT,
+    "data.held_out": FRACTION_BELOW_1,
     "data.limit": COUNT_OR_0,
+    "data.shots": COUNT_OR_0,
     "data.prompts_per_batch": COUNT,
     "data.max_prompt_length": COUNT,
     "sampling.group_size": COUNT,
@@ -123,7 +125,7 @@ RANGES = {
 
 NAMED = {"functions": str, "rewards": float, "step_rewards": float}
 """Sections that begin empty, to which a config or a flag adds names, and the type of a name's value."""
-_OPEN = ("model.architecture", "data.options", *NAMED)
+_OPEN = ("model.architecture", "data.options", "data.sources", *NAMED)
 """Sections that begin empty, to which a config adds fields."""
 _HYPER_PARAMETERS = {"objective": objectives.catalogue.__all__, "mismatch": mismatch.__all__}
 """Sections with a section for each of these names, and of `functions`, whose fields may be left out."""
@@ -148,6 +150,11 @@ def check_fields(config: ConfigDict) -> None:
             own_size = value is None and f"{section}.{key}" in _DIFFICULTY_SETS
             if types.get(key) in TYPES and not own_size:
                 check_value(f"{section}.{key}", value, types[key])
+    for name, section in config.data.sources.items():
+        where = f"data.sources.{name}"
+        _check_is_section(where, section)
+        _check_section(config, section, source(""), where.split("."))
+        _check_range(f"{where}.weight", section.weight, POSITIVE)
     for section, kind in NAMED.items():
         for key, value in at(config, section).items():
             _check_type(f"{section}.{key}", value, kind)

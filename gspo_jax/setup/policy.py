@@ -145,7 +145,9 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
     Raises:
       UserError: the folder is not the published model, or its tokenizer does not fit the model or the config's texts.
     """
-    model, tokenizer = _folder_model(config, folder), Tokenizer.load(folder)
+    thinking = config.data.enable_thinking
+    variables = {} if thinking is None else {"enable_thinking": thinking}
+    model, tokenizer = _folder_model(config, folder), Tokenizer.load(folder, **variables)
     check_vocabulary(tokenizer, model.vocab_size)
     sampling.stop_ids(config, tokenizer)
     sampling.opening(config, tokenizer)

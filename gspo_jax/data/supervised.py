@@ -1,0 +1,64 @@
+"""Demonstrations from conversations: each turn of the assistant, behind the prompt that sampling would give it.
+
+A chat template may write a turn in one way while it is the last and in another once it is history (Qwen3's drops its
+reasoning). So a conversation of several assistant's turns becomes as many demonstrations, each with its own prompt, and
+what is learned is what the sampler will see.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from absl import logging
+
+from gspo_jax.data.pipeline import PromptStyle, conversation, prompt_text
+from gspo_jax.data.records import Record, Records
+from gspo_jax.data.rows import Defect
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.types import UserError
+
+
+def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: PromptStyle) -> Records:
+    """Return a record for each assistant's turn: `messages` before it, and in `worked` what the assistant writes.
+
+    `worked` is the text that the chat template puts between the prompt and the token that ends the turn, so it has the
+    template's own marks, such as those of an empty thought.
+
+    Raises:
+      UserError: no turn can be learned.
+    """
+    turns: list[Record] = []
+    left_out: Counter[str] = Counter()
+    for record in source:
+        for at, message in enumerate(record["messages"]):
+            if message["role"] != "assistant":
+                continue
+            before = record | {"messages": record["messages"][:at]}
+            try:
+                turns.append(before | {"worked": _written(before, message["content"], record, at, tokenizer, style)})
+            except Defect as defect:
+                left_out[str(defect)] += 1
+    if left_out:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+        logging.warning("%d turns of %r are left out: %s", left_out.total(), source, reasons)
+    if not turns:
+        raise UserError(f"no assistant's turn of {source!r} can be learned ({', '.join(left_out)}); correct them")
+    return Records(repr(source), turns, convert=lambda _, turn: turn, where=lambda index: turns[index]["id"])
+
+
+def _written(before: Record, content: str, record: Record, at: int, tokenizer: Tokenizer, style: PromptStyle) -> str:
+    """What the assistant writes in turn `at` of a record, behind the prompt of `before`."""
+    if not before["messages"] or before["messages"][-1]["role"] == "assistant":
+        raise Defect("assistant's turn without a user's before it")
+    ends = [tokenizer.decode([end], skip_special=False) for end in tokenizer.eos_ids]
+    if any(end and end in content for end in ends):
+        raise Defect("token that ends a turn inside one")
+    try:
+        prompt = prompt_text(before, tokenizer, style)
+        whole = tokenizer.chat([*conversation(before, style), record["messages"][at]], add_generation_prompt=False)
+    except UserError as error:
+        raise Defect("rejected by the chat template") from error
+    if not whole.startswith(prompt):
+        raise Defect("chat template writes the prompt in another way once it is answered")
+    written = whole[len(prompt) :]
+    cuts = [written.find(end) for end in ends if end and end in written]
+    return written[: min(cuts)] if cuts else written
