@@ -186,7 +186,7 @@ def test_rows_of_an_own_task_are_records(written):
     with pytest.raises(UserError, match=r"task mine is a function, .*; leave data.folder and data.data_dir empty"):
         data.load_records(config, "train")
     config.data.data_dir = ""
-    with pytest.raises(UserError, match=r"task mine, train row 0 is .*; return dicts of texts with a question and an"):
+    with pytest.raises(UserError, match=r"task mine, train row 0 is .*; return dicts with a question and an answer"):
         data.load_records(config, "train")
 
 

@@ -1,11 +1,14 @@
-"""A run of several turns with partial rollouts, resumed, ends bitwise equal to an uninterrupted one."""
+"""Runs that are resumed end bitwise equal to uninterrupted ones: of several turns, and of a mixture of files."""
 
+import json
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from gspo_jax.data import tasks
 from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, train_flags, wait_for
 
 ITERATIONS = 4
@@ -17,11 +20,12 @@ def command(workdir: Path, data: Path) -> list[str]:
     return ["-m", "gspo_jax.train", *train_flags("tests/pod_config.py:calculator,partial", workdir, settings)]
 
 
-@pytest.mark.slow
-def test_unfinished_episodes_of_several_turns_resume_to_the_same_bits(tmp_path):
-    """From a copy of the run folder as `kill -9` would leave it, made while the process is suspended."""
-    whole, broken, data = tmp_path / "whole", tmp_path / "broken", tmp_path / "data"
-    with Pod(1, *command(whole, data)) as pod:
+def resume_from_a_copy(whole: Path, broken: Path, command: Callable[[Path], list[str]]) -> None:
+    """Check that a run goes on to the same bits from a copy of its folder as `kill -9` would leave it.
+
+    The copy is made while the process is suspended.
+    """
+    with Pod(1, *command(whole)) as pod:
         wait_for((whole / "checkpoints" / "2").exists, pod.processes[0])
         pod.processes[0].send_signal(signal.SIGSTOP)
         shutil.copytree(whole, broken)
@@ -29,9 +33,54 @@ def test_unfinished_episodes_of_several_turns_resume_to_the_same_bits(tmp_path):
         (said,) = pod.finish()
     assert pod.processes[0].returncode == 0, said
     assert not (broken / "checkpoints" / str(ITERATIONS)).exists(), "the copy was made before the end"
-    (said,) = run_processes(1, *command(broken, data))
+    (said,) = run_processes(1, *command(broken))
     assert "resuming from iteration" in said
     assert_same_bits(whole, broken, step=ITERATIONS)
+
+
+MIXTURE = """
+from gspo_jax.config import source
+from tests import pod_config
+
+def get_config():
+    config = pod_config.get_config()
+    config.data.task, config.data.options = "jsonl", {}
+    config.data.sources = {
+        "sums": source("DATA/sums.jsonl", weight=3.0, rewards=("exact_answer",)),
+        "more": source("DATA/more.jsonl", instruction="="),
+        "form": source("DATA/form.jsonl", rewards=("answer_format",), correct="answer_format"),
+    }
+    config.rewards.answer_format = 0.5
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_a_mixture_of_three_files_resumes_to_the_same_bits(tmp_path):
+    records = list(
+        tasks.load("arithmetic", split="train", data_dir=str(tmp_path / "tfds"), difficulty="easy", limit=120)
+    )
+    for name, part in zip(("sums", "more", "form"), (records[:60], records[60:100], records[100:]), strict=True):
+        lines = [json.dumps({"prompt": record["question"], "answer": record["answer"]}) for record in part]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "mixture.py").write_text(MIXTURE.replace("DATA", str(tmp_path)), encoding="utf-8")
+    settings = {"model.folder": ROOT / "tests" / "golden" / "adder", "iterations": ITERATIONS, "checkpoint.every": 1}
+
+    def mixed(workdir: Path) -> list[str]:
+        return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]
+
+    resume_from_a_copy(tmp_path / "whole", tmp_path / "broken", mixed)
+    found = rows_of(tmp_path / "whole")
+    assert max(row.get("actor/grad_norm", 0) for row in found) > 0.01, "some update has a gradient"
+    for name in ("reward/exact_answer", "reward/answer_format"):
+        assert any(row.get(name) is not None for row in found)
+    assert all(row["reward/failed"] == 0 for row in found if "reward/failed" in row), "no reward is asked in vain"
+
+
+@pytest.mark.slow
+def test_unfinished_episodes_of_several_turns_resume_to_the_same_bits(tmp_path):
+    whole, data = tmp_path / "whole", tmp_path / "data"
+    resume_from_a_copy(whole, tmp_path / "broken", lambda workdir: command(workdir, data))
     assert max(row.get("actor/grad_norm", 0) for row in rows_of(whole)) > 0.1, "some update has a gradient"
     older = [row["response/older"] for row in rows_of(whole) if row.get("iteration", 0) > 2]
     assert max(older) > 0, "some responses resume from the checkpoint's buffer"

@@ -295,6 +295,8 @@ def test_each_source_is_scored_by_its_own_rewards(tmp_path):
     np.testing.assert_array_equal(scores.total, np.float32([1, 1.5, 0.5]))
     np.testing.assert_array_equal(scores.by_name["exact_answer"], np.float32([1, 1, np.nan]))
     assert scores.failures == 0
+    with setup_data.make_scorer(tiny.get_config()) as scorer:
+        assert scorer.score([""], ["1 #### 2"], [{"answer": "2", rows.SOURCE: "of.the/row itself"}]).total == [1]
     correct = setup_data.correct_for(config)
     assert [correct(record) for record in records] == ["exact_answer", "exact_answer", "answer_format"]
 

@@ -29,7 +29,7 @@ PROMPTS = "question", "prompt", "messages"
 ROLES = "system", "user", "assistant"
 """Whose turn a message may be."""
 SOURCE = "data_source"
-"""Field of a record that names its source, if there are several; a row's own field of that name is replaced."""
+"""Field of a record that names its source, if sources have names; a row's own field of that name is replaced."""
 FORMATS = ".jsonl", ".parquet"
 """Suffixes of files that are read."""
 
@@ -69,7 +69,7 @@ def load(
     """Return the records of a split of all sources, one source after the other.
 
     Args:
-      sources: name -> source.
+      sources: name -> source; a single one may be called "".
       split: "train" or "test".
       answer: field of the reference answer, with dots into objects; "": rows need none.
       held_out: share of the training rows that are held out if a source has no test file, chosen by a digest of the
@@ -96,7 +96,7 @@ def load(
             added = {"id": f"{Path(place).name}/{number}", "instruction": source.instruction}
             if source.system is not None:
                 added["system"] = source.system
-            rows.append(added | record | ({SOURCE: name} if len(sources) > 1 else {}))
+            rows.append(added | record | ({SOURCE: name} if name else {}))
             places.append(row.where)
             if len(rows) - start == limit:
                 break

@@ -48,8 +48,8 @@ def load(
     Args:
       task: one of TASKS, or of `own`.
       split: "train" or "test".
-      own: tasks beside TASKS, name -> function(split, **options) that returns rows with the text fields `question` and
-        `answer`, and any others that the rewards read.
+      own: tasks beside TASKS, name -> function(split, **options) that returns rows with the texts `question` and
+        `answer`, and whatever else the rewards read.
       folder: folder of gsm8k or jsonl: JSONL files, or a prepared TFDS directory.
       data_dir: folder in which generated tasks are built; None: TFDS's default.
       limit: maximum number of records, from the beginning, of each source; None: all.
@@ -68,6 +68,8 @@ def load(
         raise UserError(f"limit is {limit}; use 1 or more, or None for all records (in a config: {field}, 0 for all)")
     instruction = INSTRUCTIONS.get(task, "") if instruction is None else instruction
     if task == "jsonl":
+        if options:
+            raise UserError(f"task jsonl has no option {', '.join(options)}; leave that out")
         sources = sources or {"": rows.Source(folder or "", folder or "", instruction=instruction)}
         return rows.load(sources, split=split, answer=answer, held_out=held_out, limit=limit)
     if task in own:
@@ -122,12 +124,11 @@ def _own(
         return added | row
 
     for index, row in enumerate(made):
-        fields = row.items() if isinstance(row, dict) else ()
-        texts = {key for key, value in fields if isinstance(key, str) and isinstance(value, str)}
-        if not {"question", "answer"} <= texts or len(texts) < len(fields):
+        needed = [row.get(name) for name in ("question", "answer")] if isinstance(row, dict) else [None]
+        if not all(isinstance(text, str) for text in needed):
             raise UserError(
-                f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts of texts with a question and an "
-                "answer"
+                f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts with a question and an answer, both "
+                "texts"
             )
     return Records(f"{task}/{split}", made, convert=convert, where=lambda _: task, limit=limit)
 

@@ -31,7 +31,7 @@ def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
         sources=sources(config),
         answer=data.answer,
         held_out=data.held_out,
-        **data.options,
+        **({} if data.task == "jsonl" else data.options),  # those of generated tasks
     )
 
 
@@ -137,8 +137,8 @@ def correct_for(config: ConfigDict) -> Callable[[Record], str]:
 
 
 def _source(config: ConfigDict, record: Record) -> ConfigDict:
-    """The section of a record's source; empty if there is only one."""
-    return config.data.sources.get(record.get(rows.SOURCE), ConfigDict())
+    """The section of a record's source; empty if the config has none."""
+    return config.data.sources[record[rows.SOURCE]] if len(config.data.sources) else ConfigDict()
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:
