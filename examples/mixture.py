@@ -1,6 +1,8 @@
 """Train on two files, three prompts of the first to one of the second, each with its own reward.
 
-python -m gspo_jax.train --config=examples/mixture.py --workdir=runs/mixture
+    python -m gspo_jax.train --config=examples/mixture.py --workdir=runs/mixture
+
+The fields of a source, and what rows look like, are in docs/data.md.
 """
 
 from pathlib import Path

@@ -127,8 +127,8 @@ def _own(
         needed = [row.get(name) for name in ("question", "answer")] if isinstance(row, dict) else [None]
         if not all(isinstance(text, str) for text in needed):
             raise UserError(
-                f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts with a question and an answer, both "
-                "texts"
+                f"task {task}, {split} row {index} is {str(row)[:200]!r}; return dicts with a question and an answer, "
+                "both texts"
             )
     return Records(f"{task}/{split}", made, convert=convert, where=lambda _: task, limit=limit)
 
