@@ -6,6 +6,8 @@ start from.
     python -m gspo_jax.coldstart --config=configs/tiny.py --workdir=runs/cold
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,12 +35,39 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.setup import data, keys, learning, policy
 from gspo_jax.setup.checks import check
+from gspo_jax.setup.fields import at, names
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
 from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Packing, Responses, UserError, Weights
+
+MADE_BY = (
+    "seed",
+    "cpu_devices",
+    "mesh.",
+    "model.",
+    "coldstart.",
+    "functions.",
+    "data.task",
+    "data.folder",
+    "data.data_dir",
+    "data.options.",
+    "data.limit",
+    "data.max_prompt_length",
+    "sampling.max_response_length",
+    "training.packing",
+    "training.row_tokens",
+    "training.logprob_chunk",
+)
+"""Config fields, by prefix, that a cold start depends on, be it in rounding only."""
+
+
+def digest(config: ConfigDict) -> str:
+    """Eight hexadecimal digits that runs have in common if they can share one cold start, bit by bit."""
+    made_by = {name: at(config, name) for name in names(config) if name.startswith(MADE_BY)}
+    return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def coldstart(
