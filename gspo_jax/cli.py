@@ -330,14 +330,13 @@ def load_config(value: str) -> ConfigDict:
     return config
 
 
-def load_sweep(value: str) -> Any:
-    """Return what `get_sweep` of `FILE.py[:arg]` returns; None if the file has no such function.
+def sweep_function(value: str) -> Callable[[], Any] | None:
+    """Return `get_sweep` of `FILE.py[:arg]`, to be called without the argument; None if the file does not define it.
 
     Raises:
-      UserError: as `load_config`.
+      UserError: as `load_config`, and so does the function.
     """
-    make = _function(value, "get_sweep")
-    return None if make is None else make()
+    return _function(value, "get_sweep")
 
 
 def _function(value: str, function: str) -> Callable[[], Any] | None:

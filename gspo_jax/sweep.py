@@ -110,9 +110,9 @@ def main(config: ConfigDict) -> int:
     folder = find_folder(f"runs/{name}-sweep" if given.runs is None else given.runs)
     if any(name in os.environ for name in processes.VARIABLES):
         raise UserError(f"a sweep runs on one machine, with a process for each run; unset {processes.VARIABLES[0]}")
-    check_matplotlib()
     pages = make_plan(words, comparisons(words, given.sweep, given.seeds), folder)
     if not given["dry-run"].value:
+        check_matplotlib()
         processes.end_with_parent()
         return sweep(pages, folder, jobs=given.jobs)
     runs = [run for page in pages for run in page.runs]

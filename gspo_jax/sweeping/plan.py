@@ -20,7 +20,7 @@ from gspo_jax.setup.policy import model_config
 from gspo_jax.types import Comparison, UserError
 
 NAMED_BY_VALUE = ("name", "replay")
-"""Fields, by the last part of their name, whose value alone stands in the name of a run."""
+"""Fields, by the last part of their name, whose value alone stands in the name of a run that differs in several."""
 _OFF = ("", "none", "None", "False")
 
 
@@ -97,9 +97,9 @@ def comparisons(words: Sequence[str], settings: Sequence[str], seeds: str | None
     if settings:
         found = [Comparison(runs=_product(settings))]
     else:
-        made = cli.load_sweep(file)
-        found = [Comparison(runs=[{}])] if made is None else _listed(made, file)
-        if made is None and seeds is None:
+        get_sweep = cli.sweep_function(file)
+        found = [Comparison(runs=[{}])] if get_sweep is None else _listed(get_sweep(), file)
+        if get_sweep is None and seeds is None:
             raise UserError(
                 f"{file} has no get_sweep(), so nothing to compare; give --sweep FIELD=VALUE,VALUE, or --seeds=N"
             )
@@ -230,7 +230,7 @@ def _page(words: Sequence[str], comparison: Comparison, folder: Path) -> Page:
         for overrides in comparison.runs:
             made = _words({"seed": seed, **overrides}, words)
             config = _config(made, overrides)
-            place = "-".join(part for part in (_name(overrides, comparison.runs, varied), str(config.seed)) if part)
+            place = f"{_name(overrides, comparison.runs, varied) or 'seed'}-{config.seed}"
             name = f"{comparison.name}/{place}" if comparison.name else place
             cold = None
             if not config.model.folder:
@@ -274,6 +274,6 @@ def _name(overrides: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], varie
     for field in on:
         short = field.rpartition(".")[2]
         name = short if last.count(short) == 1 else field
-        by_value = short in NAMED_BY_VALUE and name == short
+        by_value = name in (NAMED_BY_VALUE if len(differing) > 1 else ("name",))
         parts.append(str(overrides[field]) if by_value else f"{name}={overrides[field]}")
     return re.sub(r"[^\w.,=+-]+", "_", ",".join(parts))
