@@ -5,18 +5,19 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from gspo_jax import cli, coldstart, exits
-from gspo_jax.reporting.writers import read_config, write_config, write_saved
+from gspo_jax.reporting.writers import write_config, write_saved
 from gspo_jax.sweeping.plan import Page, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import exit_code
 from gspo_jax.types import UserError
-from tests.pods import ROOT, assert_same_bits, wait_for
+from tests.pods import ROOT, assert_same_bits, rows_of, run_processes, wait_for
 
 TINY = f"--config={ROOT / 'configs/tiny.py'}:runlocal"
 
@@ -233,132 +234,108 @@ finally:
     assert "--out=runs/tiny-sweep/report --table=runs/tiny-sweep/report/results.md" in lines[-1]
 
 
-def _sweep(folder: Path, data: Path, *words: str, **more: str) -> subprocess.Popen:
-    """Start a sweep of short runs, which learn something: their entropy has a weight."""
-    fields = {"data.data_dir": data, "iterations": 4, "data.options.difficulty": "easy", "coldstart.steps": 10} | more
-    fields |= {"training.entropy_weight": 0.01, "eval.every": 2, "checkpoint.every": 1}
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "gspo_jax.sweep", TINY, *words, f"--runs={folder}"),
-            *(f"--config.{name}={value}" for name, value in fields.items()),
-        ],
+ITERATIONS = 6
+"""Iterations of the runs below."""
+
+
+def _fields(data: Path, **more: object) -> list[str]:
+    """Return flags for short runs, which learn something: their entropy has a weight."""
+    fields = {"data.data_dir": data, "iterations": ITERATIONS, "coldstart.steps": 10, "training.entropy_weight": 0.01}
+    fields |= {"data.options.difficulty": "easy", "eval.every": 3} | more
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+@contextmanager
+def _sweep(folder: Path, *words: str) -> Iterator[subprocess.Popen]:
+    """Run a sweep of configs/tiny.py:runlocal, which ends with the block."""
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "gspo_jax.sweep", TINY, *words, f"--runs={folder}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    with sweep:
+        try:
+            yield sweep
+        finally:
+            sweep.kill()
 
 
-def _finish(process: subprocess.Popen) -> str:
-    """Wait for a process and return what it said."""
-    return process.communicate(timeout=600)[0]
+def _finish(folder: Path, *words: str) -> tuple[int, str]:
+    """Run a sweep to its end; return its exit code and output."""
+    with _sweep(folder, *words) as sweep:
+        said, _ = sweep.communicate(timeout=900)
+    return sweep.returncode, said
 
 
 def _trainers(folder: Path) -> list[psutil.Process]:
     """Return the live processes whose run folder is in a folder."""
     alive = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):
             if any(word.startswith(f"--workdir={folder}/") for word in process.cmdline()):
                 alive.append(process)
-        except psutil.Error:
-            continue
     return alive
 
 
-COMPARED = ("--sweep", "objective.name=gspo,grpo", "--seeds=2")
-NAMES = ("gspo-0", "grpo-0", "gspo-1", "grpo-1")
+@pytest.mark.faults
+def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed_one(data, tmp_path):
+    folder, words = tmp_path / "sweep", ["--sweep", "objective.name=gspo,grpo", "--seeds=2", *_fields(data)]
 
+    with _sweep(folder, *words) as sweep:  # Ctrl-C in the first run
+        wait_for((folder / "gspo-0" / "metrics.jsonl").exists, sweep)
+        sweep.send_signal(signal.SIGINT)
+        said, _ = sweep.communicate(timeout=300)
+    assert sweep.returncode == 130 and "gspo-0: stopped, and saved\n" in said, said
+    assert "stopped: 0 of 4 runs are finished; the same command goes on\n" in said and not _trainers(folder)
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, data) -> Path:
-    """Return the folder of a sweep that nothing has disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    sweep = _sweep(folder, data, *COMPARED)
-    said = _finish(sweep)
-    assert sweep.returncode == 0, said
-    assert f"{folder}: 0 of 4 runs are finished, 4 to train; cold starts to train: 2\n" in said
-    return folder
+    with _sweep(folder, *words) as sweep:  # kill -9 in the second, while another sweep tries to use the folder
+        wait_for((folder / "grpo-0" / "saved.json").exists, sweep)
+        code, refused = _finish(folder, *words)
+        assert code == 2 and f"error: another sweep uses {folder}; wait for its end" in refused, refused
+        sweep.kill()
+        said, _ = sweep.communicate()
+    assert "resuming from iteration" in said
+    psutil.wait_procs(_trainers(folder), timeout=10)
+    assert not _trainers(folder)
+    done = (folder / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns
 
+    with _sweep(folder, *words, "--jobs=2") as sweep:  # SIGTERM in the third and fourth
+        wait_for(lambda: all((folder / name / "metrics.jsonl").exists() for name in ("gspo-1", "grpo-1")), sweep)
+        sweep.send_signal(signal.SIGTERM)
+        said, _ = sweep.communicate(timeout=300)
+    assert sweep.returncode == 0 and "the same command goes on" in said and "gspo-0: starts" not in said, said
+    assert (folder / "logs" / "grpo-1.log").exists() and not _trainers(folder) and not (folder / "report").exists()
 
-def _table(folder: Path) -> list[str]:
-    """Return the rows of the table in a sweep's report."""
-    lines = (folder / "report" / "results.md").read_text().splitlines()
-    return [line for line in lines if line.startswith("|")]
+    code, said = _finish(folder, *words)
+    assert code == 0, said
+    code, said = _finish(folder, *words)
+    assert code == 0 and f"{folder}: 4 of 4 runs are finished, 0 to train; cold starts to train: 0\n" in said, said
+    assert (folder / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns == done and ": starts" not in said
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("report*"))
+    assert files == ["report", *(f"report/report{x}" for x in ("-narrow.png", ".html", ".png"))]
+    table = [line for line in (folder / "report" / "results.md").read_text().splitlines() if line.startswith("| g")]
+    assert len(table) == 2 and "2 runs per row" in (folder / "report" / "results.md").read_text()
 
-
-def _assert_same(ours: Path, theirs: Path) -> None:
-    """Assert that two sweeps have the same runs, bit by bit, and one page each."""
-    for name in NAMES:
-        assert_same_bits(theirs / name, ours / name, step=4)
-    pages = sorted(path.relative_to(ours) for path in ours.rglob("report*"))
-    assert pages == [Path("report"), *(Path("report") / f"report{x}" for x in ("-narrow.png", ".html", ".png"))]
-    ours, theirs = ([line.split("|") for line in _table(folder)] for folder in (ours, theirs))
-    assert [cells[:-2] for cells in ours] == [cells[:-2] for cells in theirs]  # the last one has the seconds
-    assert sorted(cells[1].strip() for cells in ours) == ["---", "grpo", "gspo", "runs"]
+    for name in ("gspo-0", "grpo-1"):  # the same as a run by itself, with a cold start of its own
+        objective, _, seed = name.partition("-")
+        flags = [f"--config.objective.name={objective}", f"--config.seed={seed}", f"--workdir={tmp_path / name}"]
+        run_processes(1, "-m", "gspo_jax.train", TINY, *_fields(data), *flags, seconds=900)
+        assert_same_bits(tmp_path / name, folder / name, step=ITERATIONS)
+    assert max(row.get("actor/grad_norm", 0) for row in rows_of(tmp_path / "gspo-0")) > 0
 
 
 @pytest.mark.faults
-def test_a_sweep_that_is_killed_leaves_no_process_and_goes_on(undisturbed, data, tmp_path):
-    sweep = _sweep(tmp_path, data, *COMPARED)
-    wait_for((tmp_path / "grpo-0" / "saved.json").exists, sweep)
-    other = _sweep(tmp_path, data, *COMPARED)
-    assert f"error: another sweep uses {tmp_path}; wait for its end" in _finish(other) and other.returncode == 2
-    sweep.kill()
-    sweep.communicate()
-    psutil.wait_procs(_trainers(tmp_path), timeout=10)
-    assert _trainers(tmp_path) == []
-    finished = (tmp_path / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns
-    assert not (tmp_path / "report").exists() and not (tmp_path / "grpo-1").exists()
-
-    sweep = _sweep(tmp_path, data, *COMPARED)
-    said = _finish(sweep)
-    assert sweep.returncode == 0, said
-    assert f"{tmp_path}: 1 of 4 runs are finished, 3 to train" in said and "gspo-0: starts" not in said
-    assert "resuming from iteration" in said and (tmp_path / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns == finished
-    _assert_same(tmp_path, undisturbed)
-
-    sweep = _sweep(tmp_path, data, *COMPARED)
-    assert f"{tmp_path}: 4 of 4 runs are finished, 0 to train; cold starts to train: 0\n" in (said := _finish(sweep))
-    assert sweep.returncode == 0 and "starts" not in said.replace("cold starts", "")
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(("sign", "code", "jobs"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 0, 2)])
-def test_a_signal_saves_the_runs_under_way_and_ends_the_sweep(undisturbed, data, tmp_path, sign, code, jobs):
-    sweep = _sweep(tmp_path, data, *COMPARED, f"--jobs={jobs}")
-    begun = ["gspo-0", "grpo-0"][-jobs:]
-    wait_for(lambda: all((tmp_path / name / "metrics.jsonl").exists() for name in begun), sweep)
-    sweep.send_signal(sign)
-    said = _finish(sweep)
-    assert sweep.returncode == code and "runs are finished; the same command goes on\n" in said, said
-    assert _trainers(tmp_path) == [] and not (tmp_path / "report").exists()
-    assert "grpo-0: stopped, and saved" in said or "grpo-0: finished" in said
-    assert (tmp_path / "logs" / "grpo-0.log").exists() == (jobs == 2)
-
-    sweep = _sweep(tmp_path, data, *COMPARED, f"--jobs={jobs}")
-    assert (said := _finish(sweep)) and sweep.returncode == 0, said
-    _assert_same(tmp_path, undisturbed)
-
-
-@pytest.mark.faults
-def test_a_run_that_fails_is_named_and_the_others_go_on(data, tmp_path):
-    adder = str(ROOT / "tests" / "golden" / "adder")
-    fields = {"model.folder": adder, "training.max_skipped": "1"}
-    sweep = _sweep(tmp_path, data, "--sweep", "optimizer.learning_rate=1e38,1e-4", **fields)
-    said = _finish(sweep)
-    assert sweep.returncode == exits.DIVERGED, said
+def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
+    """A run diverges, and a cold start asks for more devices than there are."""
+    fields = {"model.folder": ROOT / "tests" / "golden" / "adder", "training.max_skipped": 1}
+    code, said = _finish(tmp_path, "--sweep", "optimizer.learning_rate=1e38,1e-4", *_fields(data, **fields))
+    assert code == exits.DIVERGED, said
     assert "error: failed: learning_rate=1e38-0 (exit code 5); 1 of 2 runs are finished; see the output above" in said
-    table = (tmp_path / "report" / "results.md").read_text()
-    assert "learning_rate=1e-4-0" in table and "1e38" not in table
-    assert read_config(tmp_path / "learning_rate=1e38-0") is not None
+    assert "learning_rate=1e-4-0" in (tmp_path / "report" / "results.md").read_text()
 
-
-@pytest.mark.faults
-def test_a_cold_start_that_fails_is_named_and_its_runs_do_not_start(data, tmp_path):
-    sweep = _sweep(tmp_path, data, "--sweep", "cpu_devices=4,8", "--jobs=2")  # the mesh has eight
-    said = _finish(sweep)
-    assert sweep.returncode == exits.MISTAKE, said
-    assert "cpu_devices=4-0: starts" not in said and "(exit code 2); 1 of 2 runs are finished; see" in said
-    (log,) = (tmp_path / "logs").glob("coldstart-*.log")
-    assert "needs 8 devices but there are 4" in log.read_text()
+    code, said = _finish(tmp_path / "other", "--sweep", "cpu_devices=4,16", "--jobs=2", *_fields(data))
+    assert code == exits.MISTAKE and "0 of 2 runs are finished" in said and "cpu_devices=4-0" not in said, said
+    logs = [path.read_text() for path in (tmp_path / "other" / "logs").glob("coldstart-0-*.log")]
+    assert sorted("needs 8 devices but there are 4" in log for log in logs) == [False, True]
