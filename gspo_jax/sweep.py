@@ -33,7 +33,7 @@ TABLE = "results.md"
 def sweep(pages: Sequence[Page], folder: Path, *, jobs: int) -> int:
     """Train the runs that are not finished, at most `jobs` at a time, write the report, and return the exit code."""
     runs, logs, code = [run for page in pages for run in page.runs], folder / "logs", 0
-    with _locked(folder):
+    with locked(folder):
         print(summary(runs, folder), flush=True)
         children = Children([run for run in runs if not run.is_done()], jobs=jobs, logs=logs)
         children.train()
@@ -88,7 +88,7 @@ def _count(runs: Sequence[Run]) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of a folder, which is made if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

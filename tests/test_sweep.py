@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gspo_jax import cli, coldstart, exits
+from gspo_jax import cli, coldstart, exits, sweep
 from gspo_jax.reporting.writers import write_config, write_saved
 from gspo_jax.sweeping.plan import Page, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import exit_code
@@ -138,6 +138,14 @@ def test_the_folder_of_a_run_is_not_that_of_a_sweep(tmp_path):
         find_folder("")
 
 
+def test_a_folder_has_one_sweep_at_a_time(tmp_path):
+    says = r"another sweep uses .*; wait for its end, or give another --runs"
+    with sweep.locked(tmp_path / "runs"), pytest.raises(UserError, match=says), sweep.locked(tmp_path / "runs"):
+        pass
+    with sweep.locked(tmp_path / "runs"):
+        pass
+
+
 def _file(folder: Path, returns: str) -> str:
     text = "from gspo_jax import cli\nfrom gspo_jax.types import Comparison\n\n\ndef get_config(arg=''):\n"
     text += f"    return cli.load_config('{ROOT}/configs/tiny.py:runlocal')\n\n\n"
@@ -248,25 +256,25 @@ def _fields(data: Path, **more: object) -> list[str]:
 @contextmanager
 def _sweep(folder: Path, *words: str) -> Iterator[subprocess.Popen]:
     """Run a sweep of configs/tiny.py:runlocal, which ends with the block."""
-    sweep = subprocess.Popen(
+    running = subprocess.Popen(
         [sys.executable, "-m", "gspo_jax.sweep", TINY, *words, f"--runs={folder}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    with sweep:
+    with running:
         try:
-            yield sweep
+            yield running
         finally:
-            sweep.kill()
+            running.kill()
 
 
 def _finish(folder: Path, *words: str) -> tuple[int, str]:
     """Run a sweep to its end; return its exit code and output."""
-    with _sweep(folder, *words) as sweep:
-        said, _ = sweep.communicate(timeout=900)
-    return sweep.returncode, said
+    with _sweep(folder, *words) as running:
+        said, _ = running.communicate(timeout=900)
+    return running.returncode, said
 
 
 def _trainers(folder: Path) -> list[psutil.Process]:
@@ -283,29 +291,27 @@ def _trainers(folder: Path) -> list[psutil.Process]:
 def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed_one(data, tmp_path):
     folder, words = tmp_path / "sweep", ["--sweep", "objective.name=gspo,grpo", "--seeds=2", *_fields(data)]
 
-    with _sweep(folder, *words) as sweep:  # Ctrl-C in the first run
-        wait_for((folder / "gspo-0" / "metrics.jsonl").exists, sweep)
-        sweep.send_signal(signal.SIGINT)
-        said, _ = sweep.communicate(timeout=300)
-    assert sweep.returncode == 130 and "gspo-0: stopped, and saved\n" in said, said
+    with _sweep(folder, *words) as running:  # Ctrl-C in the first run
+        wait_for((folder / "gspo-0" / "metrics.jsonl").exists, running, 900)
+        running.send_signal(signal.SIGINT)
+        said, _ = running.communicate(timeout=300)
+    assert running.returncode == 130 and "gspo-0: stopped, and saved\n" in said, said
     assert "stopped: 0 of 4 runs are finished; the same command goes on\n" in said and not _trainers(folder)
 
-    with _sweep(folder, *words) as sweep:  # kill -9 in the second, while another sweep tries to use the folder
-        wait_for((folder / "grpo-0" / "saved.json").exists, sweep)
-        code, refused = _finish(folder, *words)
-        assert code == 2 and f"error: another sweep uses {folder}; wait for its end" in refused, refused
-        sweep.kill()
-        said, _ = sweep.communicate()
+    with _sweep(folder, *words) as running:  # kill -9 in the second
+        wait_for((folder / "grpo-0" / "saved.json").exists, running, 900)
+        running.kill()
+        said, _ = running.communicate()
     assert "resuming from iteration" in said
     psutil.wait_procs(_trainers(folder), timeout=10)
     assert not _trainers(folder)
     done = (folder / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns
 
-    with _sweep(folder, *words, "--jobs=2") as sweep:  # SIGTERM in the third and fourth
-        wait_for(lambda: all((folder / name / "metrics.jsonl").exists() for name in ("gspo-1", "grpo-1")), sweep)
-        sweep.send_signal(signal.SIGTERM)
-        said, _ = sweep.communicate(timeout=300)
-    assert sweep.returncode == 0 and "the same command goes on" in said and "gspo-0: starts" not in said, said
+    with _sweep(folder, *words, "--jobs=2") as running:  # SIGTERM in the third and fourth
+        wait_for(lambda: all((folder / name / "metrics.jsonl").exists() for name in ("gspo-1", "grpo-1")), running, 900)
+        running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=300)
+    assert running.returncode == 0 and "the same command goes on" in said and "gspo-0: starts" not in said, said
     assert (folder / "logs" / "grpo-1.log").exists() and not _trainers(folder) and not (folder / "report").exists()
 
     code, said = _finish(folder, *words)

@@ -128,18 +128,19 @@ def make_plan(words: Sequence[str], found: Sequence[Comparison], folder: Path) -
       UserError: the config of a run is wrong, or its folder holds another run.
     """
     pages = [_page(words, comparison, folder) for comparison in found]
-    by_settings: dict[str, Run] = {}
-    by_folder: dict[Path, Run] = {}
-    for run in (run for page in pages for run in page.runs):
-        same = by_settings.setdefault(json.dumps(run.config.to_dict(), sort_keys=True), run)
-        if same is not run:
-            raise UserError(f"the runs {same.name} and {run.name} have the same settings; leave one of them out")
-        if by_folder.setdefault(run.folder, run) is not run:
-            raise UserError(f"two runs would have the folder {run.folder}; change values, or names of comparisons")
-        saved = read_config(run.folder)
-        if saved is not None and read_saved(run.folder) is not None:
-            saved.pop("command", None)
-            check_same_run(run.config.to_dict(), saved, run.folder, flag="--runs")
+    for page in pages:
+        by_settings: dict[str, Run] = {}
+        by_folder: dict[Path, Run] = {}
+        for run in page.runs:
+            same = by_settings.setdefault(json.dumps(run.config.to_dict(), sort_keys=True), run)
+            if same is not run:
+                raise UserError(f"the runs {same.name} and {run.name} have the same settings; leave one of them out")
+            if by_folder.setdefault(run.folder, run) is not run:
+                raise UserError(f"two runs would have the folder {run.folder}, named after what varies; change a value")
+            saved = read_config(run.folder)
+            if saved is not None and read_saved(run.folder) is not None:
+                saved.pop("command", None)
+                check_same_run(run.config.to_dict(), saved, run.folder, flag="--runs")
     return pages
 
 
