@@ -2,8 +2,12 @@
 
     python -m gspo_jax.train --config=configs/routing_ablation.py:grpo_r2,offpolicy --workdir=runs/grpo_r2
 
-A run takes about two minutes on two cores; `bash launch/routing.sh` trains and compares all of them (docs/routing.md).
-The argument begins with a variant:
+A run takes about two minutes on two cores. All of them, in both regimes and with three seeds, are trained and compared
+(docs/routing.md) by
+
+    python -m gspo_jax.sweep --config=configs/routing_ablation.py
+
+The argument begins with a variant, without which it is `gspo`:
 
 - `gspo`: one ratio per response, so that no single token's route matters much.
 - `grpo`: one ratio per token, no replay.
@@ -28,7 +32,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from gspo_jax.types import UserError
+from gspo_jax.types import Comparison, UserError
 
 VARIANTS = {
     "gspo": ("gspo", "none"),
@@ -39,18 +43,22 @@ VARIANTS = {
     "gmpo": ("gmpo", "none"),
 }
 """Variant -> (objective, routing replay)."""
+ADDITIONS = ("offpolicy", "runlocal")
+"""What may follow a variant."""
 TINY = runpy.run_path(str(Path(__file__).with_name("tiny.py")))
 """The module configs/tiny.py, loaded by path: `configs/` is not importable from other directories."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """Return the config; `arg` is VARIANT[,offpolicy][,runlocal]."""
+    """Return the config; `arg` is [VARIANT][,offpolicy][,runlocal]."""
     variant, *more = arg.split(",")
+    if variant in ("", *ADDITIONS):
+        variant, more = "gspo", [word for word in (variant, *more) if word]
     if variant not in VARIANTS:
         raise UserError(
             f"configs/routing_ablation.py has no variant {variant!r}; begin with one of {', '.join(VARIANTS)}"
         )
-    if unknown := set(more) - {"offpolicy", "runlocal"}:
+    if unknown := set(more) - set(ADDITIONS):
         raise UserError(
             f"configs/routing_ablation.py takes no argument {min(unknown)!r} after the variant; use offpolicy, "
             "runlocal or both"
@@ -60,11 +68,26 @@ def get_config(arg: str = "") -> ConfigDict:
     config.objective.name, config.routing.replay = VARIANTS[variant]
     config.training.old_logprobs = "recompute"
     if "offpolicy" in more:
-        offpolicy(config)
+        config.update_from_flattened_dict(offpolicy(config))
     return config
 
 
-def offpolicy(config: ConfigDict) -> None:
-    """Make more and larger updates per batch, so that the policy moves far from the one that sampled it."""
-    config.training.minibatches *= 4
-    config.optimizer.learning_rate = 2e-4
+def get_sweep(arg: str = "") -> list[Comparison]:
+    """Return all variants in both regimes, with three seeds; `arg` may only be `runlocal`."""
+    if arg not in ("", "runlocal"):
+        raise UserError(f"the sweep has every variant and regime; leave {arg!r} out, or use runlocal")
+    runs = [{"objective.name": name, "routing.replay": replay} for name, replay in VARIANTS.values()]
+    more = offpolicy(get_config(arg))
+    regimes = {
+        "on_policy": ("On-policy, but for the updates of a batch", runs),
+        "off_policy": ("Strongly off-policy", [run | more for run in runs]),
+    }
+    return [
+        Comparison(name=name, title=title, runs=chosen, panels="routing", seeds=3)
+        for name, (title, chosen) in regimes.items()
+    ]
+
+
+def offpolicy(config: ConfigDict) -> dict[str, float]:
+    """Return what takes the policy far from the one that sampled: more and larger updates per batch."""
+    return {"training.minibatches": 4 * config.training.minibatches, "optimizer.learning_rate": 2e-4}

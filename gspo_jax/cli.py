@@ -11,7 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from logging import LogRecord
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,37 @@ def run(main: Main, *, default: ConfigDict | None = None) -> None:
 
     `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
     """
+    _run(lambda: _start(main, default), needs_config=default is None)
+
+
+def run_alone(main: Callable[[ConfigDict], int]) -> None:
+    """As `run`, for a command that computes nothing itself; the program ends with the exit code that `main` returns.
+
+    No device is touched, no cache made, and no other process of a run met.
+    """
+    _run(lambda: main(flags.FLAGS.config), needs_config=True)
+
+
+def _run(start: Callable[[], int | None], *, needs_config: bool) -> None:
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # so that --help shows it
     app.run(
-        lambda _: _guarded(lambda: _start(main, default)),
-        flags_parser=lambda argv: _guarded(lambda: _parse(argv, needs_config=default is None)),
+        lambda _: _guarded(start),
+        flags_parser=lambda argv: _guarded(lambda: _parse(argv, flags.FLAGS, needs_config=needs_config)),
     )
+
+
+def read_config(words: Sequence[str]) -> ConfigDict:
+    """Return the config that the flags `--config=FILE[:arg]` and `--config.a.b=value` make, with its fields checked.
+
+    Raises:
+      UserError: as the command with these flags.
+    """
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    _parse(["", *words], values, needs_config=True)
+    check_fields(values.config)
+    return values.config
 
 
 def _start(main: Main, default: ConfigDict | None) -> None:
@@ -185,27 +211,28 @@ def _workdir() -> str:
     return (flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None) or os.getcwd()
 
 
-def _parse(argv: list[str], *, needs_config: bool) -> list[str]:
+def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> list[str]:
+    """Parse the command line into `values`; return what is no flag."""
     uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
     config, added = ConfigDict(), dict[str, str]()
     if uses_config and "--help" not in argv and "--helpfull" not in argv:
-        config = load_config(_config_flag(argv))
+        config = load_config(config_flag(argv))
         argv, added = _take_added(argv, config)
         check_overrides(argv, config)
     command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
     try:
-        rest = flags.FLAGS(argv)
+        rest = values(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_value(str(error), config)) from None
+        raise UserError(_wrong_value(str(error), config, values)) from None
     except flags.UnrecognizedFlagError as error:
-        raise UserError(_unknown_flag(error.flagname, config)) from None
+        raise UserError(_unknown_flag(error.flagname, config, values)) from None
     except flags.Error as error:
         raise UserError(str(error)) from None
     finally:
         sys.argv = command
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
-    _add(added, flags.FLAGS.config)
+    _add(added, values.config)
     return rest
 
 
@@ -239,22 +266,22 @@ def _add(added: dict[str, str], config: ConfigDict) -> None:
             holder[key] = value
 
 
-def _unknown_flag(name: str, config: ConfigDict) -> str:
+def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> str:
     """Return one sentence that names the nearest flag, or the field of the config that the flag was meant to set."""
     fields = [f"config.{field}" for field in names(config) if field == name or field.endswith(f".{name}")]
-    own = [flag for flag in flags.FLAGS if not flag.startswith("config.")]
+    own = [flag for flag in values if not flag.startswith("config.")]
     near = difflib.get_close_matches(name, own, n=1) or sorted(fields, key=lambda field: field.count("."))
     return f"unknown flag --{name}; " + (f"did you mean --{near[0]}?" if near else "--help lists the flags")
 
 
-def _wrong_value(says: str, config: ConfigDict) -> str:
+def _wrong_value(says: str, config: ConfigDict, values: flags.FlagValues) -> str:
     """Return, for absl's message on the value of a flag or of a field of the config, what the value must be."""
     match = re.match(r"flag --([\w.]+)=(.*?): ", says, re.DOTALL)
     if match is None:
         return says
     name, value = match.groups()
     if not name.startswith("config."):
-        flag = flags.FLAGS[name]
+        flag = values[name]
         if value == "None":
             return f"--{name} is missing: {flag.help}"
         return f"--{name} is {value!r}; use {flag.parser.syntactic_help or 'true or false'}"
@@ -267,7 +294,18 @@ def _wrong_value(says: str, config: ConfigDict) -> str:
     return f"{name} is {value!r}; use {TYPES.get(kind, kind.__name__)}"
 
 
-def _config_flag(argv: list[str]) -> str:
+def config_words(argv: Sequence[str]) -> list[str]:
+    """Return the flags of a command line that make its config, each as one word, `--config.a.b=value`."""
+    words = []
+    for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, equals, _ = word.lstrip("-").partition("=")
+        if word.startswith("-") and re.fullmatch(r"(no)?config(\..*)?", name):
+            is_value = after and not re.match(r"--?[a-z]", after)
+            words.append(f"{word}={after}" if not equals and is_value else word)
+    return words
+
+
+def config_flag(argv: Sequence[str]) -> str:
     """Return the value of the last `--config`, with one dash or two, as absl does."""
     given = [word.partition("=")[2] for word in argv if word.startswith(("--config=", "-config="))]
     given += [after for word, after in itertools.pairwise(argv) if word in ("--config", "-config")]
@@ -282,6 +320,27 @@ def load_config(value: str) -> ConfigDict:
     Raises:
       UserError: there is no such file, or it makes no config: one sentence with the nearest name, or with the line.
     """
+    name = value.partition(":")[0]
+    make = _function(value, "get_config")
+    if make is None:
+        raise UserError(f"{name} defines no function get_config; define one that returns a ConfigDict")
+    config = make()
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"get_config of {name} returns {config!r}; return a ConfigDict, such as gspo_jax.config.base()")
+    return config
+
+
+def sweep_function(value: str) -> Callable[[], Any] | None:
+    """Return `get_sweep` of `FILE.py[:arg]`, to be called without the argument; None if the file does not define it.
+
+    Raises:
+      UserError: as `load_config`, and so does the function.
+    """
+    return _function(value, "get_sweep")
+
+
+def _function(value: str, function: str) -> Callable[[], Any] | None:
+    """Return a function of `FILE.py[:arg]`, to be called without the argument; None if the file does not define it."""
     name, colon, arg = value.partition(":")
     path = Path(name)
     if name and path.is_dir():
@@ -292,18 +351,25 @@ def load_config(value: str) -> ConfigDict:
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(str(path), beside, n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
+
+    def call() -> Any:
+        with _explained(path):
+            return found(arg) if colon else found()
+
+    with _explained(path):
+        found: Any = getattr(references.load_file(path, "gspo_jax_config"), function, None)
+    return call if callable(found) else None
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what a config file raises inside the block into a UserError: the line, and what is wrong there."""
     try:
-        module = references.load_file(path, "gspo_jax_config")
-        if not callable(getattr(module, "get_config", None)):
-            raise UserError(f"{name} defines no function get_config; define one that returns a ConfigDict")
-        config = module.get_config(arg) if colon else module.get_config()
+        yield
     except UserError:
         raise
     except Exception as error:  # anything may go wrong in a file of the user's
         raise UserError(_mistake_in(path, error)) from error
-    if not isinstance(config, ConfigDict):
-        raise UserError(f"get_config of {name} returns {config!r}; return a ConfigDict, such as gspo_jax.config.base()")
-    return config
 
 
 def _mistake_in(path: Path, error: Exception) -> str:

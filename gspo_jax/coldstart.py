@@ -8,6 +8,8 @@ start from. The model is the one in `model.folder`, or a small one that is made 
         --config.coldstart.conversations=conversations.jsonl --config.coldstart.steps=200
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,12 +39,36 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.setup import data, keys, learning, policy
 from gspo_jax.setup.checks import check
+from gspo_jax.setup.fields import at, names
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
 from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Packing, Responses, UserError, Weights
+
+MADE_BY = (
+    "seed",
+    "cpu_devices",
+    "mesh.",
+    "model.",
+    "coldstart.",
+    "functions.",
+    *(f"data.{name}" for name in ("task", "folder", "train", "sources.", "held_out", "answer")),
+    *(f"data.{name}" for name in ("system", "instruction", "few_shot", "shots", "enable_thinking")),
+    *(f"data.{name}" for name in ("data_dir", "options.", "limit", "max_prompt_length")),
+    "sampling.max_response_length",
+    "training.packing",
+    "training.row_tokens",
+    "training.logprob_chunk",
+)
+"""Config fields, by prefix, that a cold start depends on, be it in rounding only."""
+
+
+def digest(config: ConfigDict) -> str:
+    """Eight hexadecimal digits that runs have in common if they can share one cold start, bit by bit."""
+    made_by = {name: at(config, name) for name in names(config) if name.startswith(MADE_BY)}
+    return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def coldstart(

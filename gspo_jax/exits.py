@@ -13,3 +13,5 @@ DIVERGED = 5
 """The numbers went bad: non-finite gradients or parameters. Starting again would end the same way."""
 TAKEN = 6
 """Another run has taken over the run folder; starting again would only find it in use."""
+FINAL = (MISTAKE, DIVERGED, TAKEN)
+"""Codes after which starting again would end the same way."""

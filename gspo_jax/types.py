@@ -7,8 +7,8 @@ right-padded.
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flax import nnx, struct
@@ -204,6 +204,22 @@ class EpisodeBatch(NamedTuple):
     """Turns the policy took."""
     stale_tokens: Int[np.ndarray, " B"]
     """Tokens sampled by policies older than the current one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs of a sweep that one report compares, from `get_sweep` of a config file."""
+
+    runs: Sequence[Mapping[str, Any]]
+    """Fields that each run changes in the config, by dotted name."""
+    seeds: int = 1
+    """Seeds of each run, counted from the config's."""
+    panels: str = "training"
+    """Page of the report: "training" or "routing"."""
+    name: str = ""
+    """Folder of the runs, and of their report, below the sweep's; needed if a sweep has several comparisons."""
+    title: str = ""
+    """Heading of the table; empty: the name."""
 
 
 @dataclasses.dataclass(frozen=True)

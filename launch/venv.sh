@@ -85,13 +85,9 @@ make_venv() {
   "$python" -m venv --clear .venv
 }
 
-# ensure_venv EXTRA: makes sure that .venv has the project with that extra, as an editable install; with --dry-run, that it is there.
+# ensure_venv EXTRA: makes sure that .venv has the project with that extra, as an editable install.
 ensure_venv() {
   if installed "$1"; then return; fi
-  if [ -n "${dry:-}" ]; then
-    echo "error: --dry-run installs nothing, and needs .venv with gspo_jax[$1]; run the same command without it, or local.sh" >&2
-    exit 2
-  fi
   mkdir -p .venv
   if command -v flock >/dev/null; then # of two concurrent scripts, the second waits and finds the work done
     exec 9<.venv

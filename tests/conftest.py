@@ -36,6 +36,7 @@ LONGEST_FIRST = (
     "test_plan",
     "test_pod",
     "test_faults",
+    "test_sweep",
     "test_cpu_pod",
     "test_family",
     "test_resume",

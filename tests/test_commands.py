@@ -17,6 +17,7 @@ GSM8K = "train --config=configs/gsm8k.py --workdir=TMP/run"
 PLAN = "plan --config=configs/qwen3_30b_a3b.py"
 CUBE = f"{PLAN} --topology=v5p:4x4x4"
 ADDER = "tests/golden/adder"
+SWEEP = f"sweep {TINY} --runs=TMP/sweep"
 
 MISTAKES = {
     # A flag, or a field of the config, that does not exist.
@@ -36,6 +37,8 @@ MISTAKES = {
     "atlas --ot=x": "did you mean --out?",
     "atlas x": "unrecognized arguments: x",
     "scaling docs --programm=x": "did you mean --program?",
+    f"{SWEEP} --seed=3": "unknown flag --seed; did you mean --seeds?",
+    f"{SWEEP} --sweep objective.nme=gspo,grpo": "no field 'objective.nme'; did you mean 'objective.name'?",
     # A flag that is missing.
     "train --workdir=TMP/run": "--config is missing; for example --config=configs/tiny.py",
     f"train {TINY}": "--workdir is missing: Run folder, or gs://BUCKET/RUN",
@@ -47,6 +50,8 @@ MISTAKES = {
     "bench": "--model is missing; give the model's Hugging Face folder",
     "report": "the following arguments are required: RUN",
     "scaling": "the following arguments are required: PLAN",
+    SWEEP: "configs/tiny.py has no get_sweep(), so nothing to compare; give --sweep FIELD=VALUE,VALUE, or --seeds=N\n",
+    "sweep --seeds=2": "--config is missing; for example --config=configs/tiny.py",
     # A config that is no config.
     "train --config=configs/tinny.py --workdir=TMP/run": "not found; did you mean configs/tiny.py?",
     "train --config=configs --workdir=TMP/run": "config 'configs' is a folder; give a .py file in it",
@@ -111,6 +116,13 @@ MISTAKES = {
     "report no": "folder no does not exist",
     "atlas --out=pyproject.toml": "the atlas cannot be written to pyproject.toml",
     "scaling no.json": "no.json is not a plan",
+    f"{SWEEP} --sweep objective.name=gspo": "has a single value; give several, or set it by --config.objective.",
+    f"{SWEEP} --sweep objective.name=gspo,gsop": "no objective 'gsop'; did you mean 'gspo'?",
+    f"{SWEEP} --sweep iterations=3,many": "iterations is 'many'; use a whole number\n",
+    f"{SWEEP} --seeds=two": "--seeds is 'two'; use how many, such as 3, or which, such as 0,2,5\n",
+    f"{SWEEP} --seeds=2 --jobs=0": "--jobs is '0'; use a positive integer\n",
+    f"sweep {TINY} --seeds=2 --runs=gs://bucket/sweep": "--runs is 'gs://bucket/sweep', but the runs of a sweep are on",
+    f"sweep {TINY} --seeds=2 --runs=pyproject.toml": "--runs=pyproject.toml is a file; give a folder\n",
 }
 """What each command says; a sentence that ends with a line feed is the whole of what it says."""
 

@@ -5,7 +5,6 @@ import inspect
 import math
 import re
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from gspo_jax import atlas, cli, objectives, report
 from gspo_jax.config import base
@@ -95,16 +93,11 @@ def train_config(monkeypatch):
 
     def parse(arguments: list[str]) -> ConfigDict:
         monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(sys, "argv", ["train", *arguments])  # ml_collections looks for overrides in sys.argv
-        values = flags.FlagValues()
-        config_flags.DEFINE_config_file("config", None, flag_values=values)
-        flags.DEFINE_string("workdir", None, "", required=True, flag_values=values)
-        cli.check_overrides(arguments, cli.load_config(cli._config_flag(arguments)))
-        values(sys.argv)
-        if values.config.model.folder:  # a model that a reader has
-            values.config.model.folder = str(ROOT / "tests/golden/qwen3_moe")
-        check(values.config)
-        return values.config
+        config = cli.read_config(cli.config_words(arguments))
+        if config.model.folder:  # a model that a reader has
+            config.model.folder = str(ROOT / "tests/golden/qwen3_moe")
+        check(config)
+        return config
 
     return parse
 
@@ -112,7 +105,7 @@ def train_config(monkeypatch):
 @pytest.mark.parametrize("command", _commands(), ids=" ".join)
 def test_a_command_of_the_doc_is_accepted(command, train_config):
     program, *arguments = command
-    if program == "gspo_jax.train":
+    if program in ("gspo_jax.train", "gspo_jax.sweep"):
         train_config(arguments)
     elif program.startswith("launch/"):
         script = (ROOT / program).read_text(encoding="utf-8")
@@ -208,9 +201,7 @@ def test_the_thirteenth_by_hand(thirteenth):
     np.testing.assert_allclose(info.ratio, [[1, math.exp(0.5)], [math.exp(-0.25), 1]], rtol=1e-6)
 
 
-def test_the_sweep_asks_the_catalogue_for_its_names(capsys):
-    script = (ROOT / "launch" / "objectives.sh").read_text(encoding="utf-8")
-    (code,) = re.findall(r'names=\$\("\$python" -c \'(.*?)\'\)', script)
-    exec(code, {})
-    assert capsys.readouterr().out.split() == catalogue.__all__
-    assert sys.modules["gspo_jax.objectives.catalogue"] is catalogue
+def test_the_sweep_asks_the_catalogue_for_its_names():
+    get_sweep = cli.sweep_function(str(ROOT / "configs" / "objectives.py"))
+    assert get_sweep is not None
+    assert [run["objective.name"] for run in get_sweep().runs] == catalogue.__all__

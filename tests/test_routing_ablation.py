@@ -9,6 +9,7 @@ from gspo_jax import cli
 from gspo_jax.parallel.mesh import batch_shards
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.learning import make_objective
+from gspo_jax.sweeping.plan import comparisons, make_plan
 from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -74,14 +75,27 @@ def test_regimes_differ_in_updates_only():
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("", r"has no variant ''; begin with one of gspo, .*gmpo"),
-        ("offpolicy", "has no variant 'offpolicy'"),
+        ("gsop", r"has no variant 'gsop'; begin with one of gspo, .*gmpo"),
+        ("offpolicy,gspo", "no argument 'gspo' after the variant; use offpolicy, runlocal"),
         ("grpo,r2", "no argument 'r2' after the variant; use offpolicy, runlocal"),
     ],
 )
 def test_a_wrong_argument_is_told_what_there_is(arguments, says):
     with pytest.raises(UserError, match=says):
         _config(arguments)
+
+
+@pytest.mark.parametrize("arg", ["", "runlocal"])
+def test_the_sweep_has_every_variant_in_both_regimes(arg, tmp_path):
+    words = [f"--config={ROOT / 'configs/routing_ablation.py'}:{arg}"]
+    on_policy, off_policy = make_plan(words, comparisons(words, [], "1"), tmp_path)
+    for page, regime in ((on_policy, ""), (off_policy, ",offpolicy")):
+        wanted = [_config(f"{variant}{regime}{arg and ','}{arg}") for variant in VARIANTS]
+        assert [run.config.to_dict() for run in page.runs] == [config.to_dict() for config in wanted]
+        assert page.panels == "routing"
+    assert len({run.cold.folder for run in (*on_policy.runs, *off_policy.runs) if run.cold}) == 1
+    with pytest.raises(UserError, match="the sweep has every variant and regime; leave 'grpo' out"):
+        comparisons([f"{words[0].partition(':')[0]}:grpo"], [], None)
 
 
 def test_the_config_is_found_from_any_directory(monkeypatch, tmp_path):

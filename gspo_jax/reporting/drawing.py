@@ -50,7 +50,7 @@ def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Ite
     Raises:
       UserError: matplotlib is not installed.
     """
-    _check_matplotlib()
+    check_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -60,7 +60,7 @@ def picture(path: str | os.PathLike[str], *, width: float, height: float) -> Ite
         figure.savefig(path, dpi=150)
 
 
-def _check_matplotlib() -> None:
+def check_matplotlib() -> None:
     """Raise UserError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
@@ -77,7 +77,7 @@ def mix(color: str, other: str, share: float) -> str:
 @functools.cache
 def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Return the width of a text in inches, without drawing it; raises UserError like `picture`."""
-    _check_matplotlib()
+    check_matplotlib()
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 

@@ -138,10 +138,13 @@ def check_folder(config: ConfigDict, files: RunFolder) -> None:
         check_same_run(config.to_dict(), {k: v for k, v in saved.items() if k != "command"}, files.name)
 
 
-def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path) -> None:
+def check_same_run(
+    here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path, *, flag: str = "--workdir"
+) -> None:
     """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
 
     A field missing on one side counts as its default, because it may have been added after the checkpoint was saved.
+    `flag` is the one with which the user chooses the folder.
     """
     defaults = _flat(base().to_dict())
     ours, theirs = defaults | _flat(here), defaults | _flat(saved)
@@ -149,7 +152,7 @@ def check_same_run(here: Mapping[str, Any], saved: Mapping[str, Any], workdir: s
         if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
             raise UserError(
                 f"{name} is {ours.get(name)!r} here and {theirs.get(name)!r} in the run in {workdir}; "
-                "set it back, or start another run with another --workdir"
+                f"set it back, or start another run with another {flag}"
             )
 
 

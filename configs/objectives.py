@@ -1,0 +1,31 @@
+"""Every objective of the catalogue on the task of configs/tiny.py, from the same cold starts.
+
+    python -m gspo_jax.sweep --config=configs/objectives.py
+
+trains twelve objectives with three seeds, 50 iterations each, and compares them in one page (docs/sweeps.md). A run
+takes about two minutes on two cores. Arguments are those of configs/tiny.py.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from gspo_jax.objectives import catalogue
+from gspo_jax.types import Comparison
+
+TINY = runpy.run_path(str(Path(__file__).with_name("tiny.py")))
+"""The module configs/tiny.py, loaded by path: `configs/` is not importable from other directories."""
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Return the config of configs/tiny.py, with half its iterations."""
+    config = TINY["get_config"](arg)
+    config.iterations = min(50, config.iterations)
+    return config
+
+
+def get_sweep(arg: str = "") -> Comparison:
+    """Return a run for each objective, with three seeds; they are the same for any `arg`."""
+    del arg
+    return Comparison(runs=[{"objective.name": name} for name in catalogue.__all__], seeds=3)

@@ -1,0 +1,134 @@
+"""Several runs of one config, and one page that compares them.
+
+    python -m gspo_jax.sweep --config=configs/tiny.py --sweep objective.name=gspo,grpo --seeds=3
+
+Trains every combination of the values of `--sweep` or, without it, what `get_sweep` of the config file lists, for every
+seed. Each run is a process, `python -m gspo_jax.train`, with a folder in `--runs`. Runs that may share a cold start
+do. The same command again skips runs that are finished and resumes the others. The report is in RUNS/report.
+"""
+
+import fcntl
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from gspo_jax import cli, report
+from gspo_jax.parallel import processes
+from gspo_jax.reporting.drawing import check_matplotlib
+from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
+from gspo_jax.sweeping.processes import Children, commands, describe, exit_code
+from gspo_jax.types import UserError
+
+TABLE = "results.md"
+"""File of a report with the table."""
+
+
+def sweep(pages: Sequence[Page], folder: Path, *, jobs: int) -> int:
+    """Train the runs that are not finished, at most `jobs` at a time, write the report, and return the exit code."""
+    runs, logs, code = [run for page in pages for run in page.runs], folder / "logs", 0
+    with locked(folder):
+        print(summary(runs, folder), flush=True)
+        children = Children([run for run in runs if not run.is_done()], jobs=jobs, logs=logs)
+        children.train()
+        if children.told is not None and not all(run.is_done() for run in runs):
+            print(f"stopped: {_count(runs)}; the same command goes on", file=sys.stderr)
+            code = 128 + signal.SIGINT if children.told == signal.SIGINT else 0
+        elif any(run.is_done() for run in runs):
+            code = write_report(pages, folder)
+    if children.failed:
+        named = ", ".join(f"{name} ({describe(code)})" for name, code in children.failed.items())
+        where = "the output above" if jobs == 1 else str(logs)
+        print(f"error: failed: {named}; {_count(runs)}; see {where}, then use the same command again", file=sys.stderr)
+        code = exit_code(list(children.failed.values()))
+    return code
+
+
+def write_report(pages: Sequence[Page], folder: Path) -> int:
+    """Write a report of the finished runs of each page, and return the exit code.
+
+    The tables of several pages are also written together, to RUNS/report/results.md.
+    """
+    tables = []
+    for page in pages:
+        done = [run for run in page.runs if run.is_done()]
+        if done:
+            if code := report.main(report_flags(page, done)):
+                return code
+            tables.append(f"## {page.title}\n\n{(page.folder / TABLE).read_text(encoding='utf-8')}")
+    if len(pages) > 1:
+        target = folder / "report" / TABLE
+        target.write_text("\n".join([f"# {folder.name}\n", *tables]), encoding="utf-8")
+        print(target)
+    return 0
+
+
+def report_flags(page: Page, runs: Sequence[Run]) -> list[str]:
+    """Return the flags of `gspo_jax.report` for runs of a page."""
+    panels = [] if page.panels == "training" else [f"--panels={page.panels}"]
+    return [*(str(run.folder) for run in runs), *panels, f"--out={page.folder}", f"--table={page.folder / TABLE}"]
+
+
+def summary(runs: Sequence[Run], folder: Path) -> str:
+    """Return the plan in one line: how many runs there are, and how many of them are finished."""
+    left = [run for run in runs if not run.is_done()]
+    cold = {run.cold.folder for run in left if run.cold is not None and run.needs_cold_start()}
+    missing = sum(not place.exists() for place in cold)
+    return f"{folder}: {_count(runs)}, {len(left)} to train; cold starts to train: {missing}"
+
+
+def _count(runs: Sequence[Run]) -> str:
+    return f"{sum(run.is_done() for run in runs)} of {len(runs)} runs are finished"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other sweeps out of a folder, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another sweep uses {folder}; wait for its end, or give another --runs") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def main(config: ConfigDict) -> int:
+    """Run the command and return its exit code."""
+    del config  # each run has its own
+    given, words = flags.FLAGS, cli.config_words(sys.argv[1:])
+    name = Path(cli.config_flag(words).partition(":")[0]).stem
+    folder = find_folder(f"runs/{name}-sweep" if given.runs is None else given.runs)
+    if any(name in os.environ for name in processes.VARIABLES):
+        raise UserError(f"a sweep runs on one machine, with a process for each run; unset {processes.VARIABLES[0]}")
+    pages = make_plan(words, comparisons(words, given.sweep, given.seeds), folder)
+    if not given["dry-run"].value:
+        check_matplotlib()
+        processes.end_with_parent()
+        return sweep(pages, folder, jobs=given.jobs)
+    runs = [run for page in pages for run in page.runs]
+    print(f"# {summary(runs, folder)}")
+    print(*commands([run for run in runs if not run.is_done()]), sep="\n")
+    for page in pages:
+        print(shlex.join([sys.executable, "-m", "gspo_jax.report", *report_flags(page, page.runs)]))
+    return 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_multi_string(
+        "sweep", [], "FIELD=VALUE,VALUE…: train with each value; several --sweep: with each combination."
+    )
+    flags.DEFINE_string("seeds", None, "How many seeds, counted from the config's, or which: 0,2,5.")
+    flags.DEFINE_string("runs", None, "Folder of the runs and their report; runs/NAME-sweep by default.")
+    flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1)
+    flags.DEFINE_bool("dry-run", False, "Only print the commands.")
+    cli.run_alone(main)

@@ -1,0 +1,189 @@
+"""The processes of a sweep: cold starts and runs as children, some at a time, that end with it or save when told to.
+
+Children are started by the main thread, since Linux kills a child whose parent asked for it when the *thread* that
+started it ends.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from gspo_jax import exits, storage
+from gspo_jax.parallel.processes import PARENT
+from gspo_jax.reporting.writers import STOPPED_FILE
+from gspo_jax.sweeping.plan import ColdStart, Run
+
+FORCED_S = 30.0
+"""Seconds, after those in which a run told to stop must have ended (`processes.grace_s`), until it is killed."""
+_LOOK_S = 0.2
+_Task = ColdStart | Run
+
+
+@dataclass
+class _Child:
+    task: _Task
+    process: subprocess.Popen
+    told: bool = False
+    """Whether SIGTERM has been handed on to it."""
+
+
+class Children:
+    """Trains runs in processes of their own, a cold start before the first run that needs it."""
+
+    def __init__(self, runs: Sequence[Run], *, jobs: int, logs: Path):
+        """Train at most `jobs` of these runs at a time.
+
+        The output of one at a time goes where that of the sweep goes, the output of several to files in `logs`.
+        """
+        self._waiting, self._count = list(runs), len(runs)
+        self._jobs, self._logs = jobs, logs
+        self._grace_s = FORCED_S + max((run.config.processes.grace_s for run in runs), default=0)
+        self._active: list[_Child] = []
+        self._told_at = 0.0
+        self._done = 0
+        self.told: int | None = None
+        """Signal that told the sweep to stop."""
+        self.failed: dict[str, int] = {}
+        """Exit codes of the cold starts and runs that failed, negative for death by a signal."""
+
+    def train(self) -> None:
+        """Train all runs that have not failed; return earlier, once the children have ended, if told to stop."""
+        with self._listening():
+            while self._active or (self._waiting and self.told is None):
+                while self.told is None and len(self._active) < self._jobs and (task := self._next()) is not None:
+                    self._start(task)
+                if self.told is not None:
+                    self._stop()
+                time.sleep(_LOOK_S)
+                for child in [child for child in self._active if child.process.poll() is not None]:
+                    self._active.remove(child)
+                    self._ended(child)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Notice SIGTERM and Ctrl-C inside the block instead of ending."""
+
+        def notice(number: int, _: FrameType | None) -> None:
+            if self.told is None:
+                self.told, self._told_at = number, time.monotonic()
+
+        earlier = {number: signal.signal(number, notice) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+    def _next(self) -> _Task | None:
+        """Take the first task that can start: a run, or the cold start that it waits for; None if none can."""
+        under_way = [child.task.name for child in self._active]
+        for run in list(self._waiting):
+            cold = run.cold
+            if cold is None or cold.folder.exists() or not run.needs_cold_start():
+                self._waiting.remove(run)
+                return run
+            if cold.name in self.failed:
+                self._waiting.remove(run)
+            elif cold.name not in under_way:
+                return cold
+        return None
+
+    def _start(self, task: _Task) -> None:
+        if isinstance(task, Run) and task.cold is not None and task.needs_cold_start():
+            give(task.cold.folder, task.folder)
+        log = None if self._jobs == 1 else self._logs / f"{task.name}.log"
+        _say(f"{task.name}: starts" + (f", its output goes to {log}" if log is not None else ""))
+        with _output(log) as output:
+            process = subprocess.Popen(
+                task.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {PARENT: str(os.getpid())},
+                process_group=0,  # a Ctrl-C reaches the sweep alone, which hands it on as a SIGTERM
+            )
+        self._active.append(_Child(task, process))
+
+    def _stop(self) -> None:
+        """Hand SIGTERM on to each child, once, and kill those that have not ended in their time."""
+        late = time.monotonic() - self._told_at > self._grace_s
+        for child in self._active:
+            if late:
+                child.process.kill()
+            elif not child.told:
+                child.process.terminate()
+                child.told = True
+
+    def _ended(self, child: _Child) -> None:
+        task, code = child.task, child.process.returncode
+        if code == 0 and isinstance(task, Run) and (task.folder / STOPPED_FILE).exists():
+            _say(f"{task.name}: stopped, and saved")
+            self._waiting.append(task)
+        elif code == 0:
+            self._done += isinstance(task, Run)
+            _say(f"{task.name}: finished" + (f", {self._done} of {self._count}" if isinstance(task, Run) else ""))
+        elif child.told and code == -signal.SIGTERM:  # before it had anything to save
+            _say(f"{task.name}: stopped")
+        else:
+            self.failed[task.name] = code
+            _say(f"{task.name}: failed, {describe(code)}")
+
+
+def give(cold: Path, folder: Path) -> None:
+    """Copy a cold start into a run folder, in place of one that is there; it is there as a whole or not at all."""
+    unfinished, place = folder / "coldstart.partial", folder / "coldstart"
+    for old in (unfinished, place):
+        if old.exists():
+            shutil.rmtree(old)
+    shutil.copytree(cold, unfinished)
+    storage.sync_tree(unfinished)
+    os.replace(unfinished, place)
+
+
+def commands(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what `Children` would do for these runs, one at a time, as lines of a shell."""
+    made = set()
+    for run in runs:
+        cold = run.cold
+        if cold is not None and run.needs_cold_start():
+            if cold.folder not in made and not cold.folder.exists():
+                yield shlex.join(cold.command)
+            made.add(cold.folder)
+            yield f"{shlex.join(['mkdir', '-p', f'{run.folder}'])} && " + shlex.join(
+                ["cp", "-R", f"{cold.folder}", f"{run.folder / 'coldstart'}"]
+            )
+        yield shlex.join(run.command)
+
+
+def describe(code: int) -> str:
+    """Describe the exit code of a child that failed."""
+    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def exit_code(failed: Sequence[int]) -> int:
+    """Return the exit code of a sweep with these failures: 1 if starting it again may help, and else the first one."""
+    return failed[0] if all(code in exits.FINAL for code in failed) else 1
+
+
+@contextmanager
+def _output(log: Path | None) -> Iterator[TextIO | None]:
+    """Yield a file to append to, or None."""
+    if log is None:
+        yield None
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a", encoding="utf-8") as file:
+        yield file
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
