@@ -167,6 +167,7 @@ def test_rows_are_taken_from_any_shard(sizes):
         "a": rng.integers(0, 99, (16, 3)),
         "b": rng.normal(size=(16, 2, 2)).astype(np.float32),
         "c": rng.random(16) > 0.5,
+        "of a dense model": np.zeros((16, 3, 0), np.int32),
     }
     rows = rng.integers(0, 16, 24).astype(np.int32)
     if sizes is None:

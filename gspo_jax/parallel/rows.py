@@ -41,15 +41,17 @@ def take_rows(tree: Tree, rows: Int[Array, " Q"]) -> Tree:
     axes = BATCH_AXES
 
     def shard(rows: Array, tree: Any) -> Any:
-        rows = jax.lax.all_gather(rows, axes, tiled=True)
+        here, rows = rows.shape[0], jax.lax.all_gather(rows, axes, tiled=True)
 
         def take(x: Array) -> Array:
+            if not x.size:  # such as the routes of a dense model
+                return jnp.zeros((here, *x.shape[1:]), x.dtype)
             own = x.reshape(x.shape[0], -1) if x.ndim < 2 else x
             columns = own.shape[1]
             own = jnp.pad(own, [(0, 0), (0, -columns % count), *((0, 0),) * (own.ndim - 2)])
             slices = jax.lax.all_to_all(own, axes, split_axis=1, concat_axis=0, tiled=True)
             found = jax.lax.all_to_all(slices[rows], axes, split_axis=0, concat_axis=1, tiled=True)
-            return found[:, :columns].reshape(-1, *x.shape[1:])
+            return found[:, :columns].reshape(here, *x.shape[1:])
 
         return jax.tree.map(take, tree)
 
