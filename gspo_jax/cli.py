@@ -268,9 +268,11 @@ def _add(added: dict[str, str], config: ConfigDict) -> None:
 
 def _unknown_flag(name: str, config: ConfigDict, values: flags.FlagValues) -> str:
     """Return one sentence that names the nearest flag, or the field of the config that the flag was meant to set."""
-    fields = [f"config.{field}" for field in names(config) if field == name or field.endswith(f".{name}")]
+    last = name.rpartition(".")[2]
+    fields = [field for field in names(config) if field.rpartition(".")[2] == last]
+    fields.sort(key=lambda field: (not f".{field}".endswith(f".{name}"), field.count(".")))
     own = [flag for flag in values if not flag.startswith("config.")]
-    near = difflib.get_close_matches(name, own, n=1) or sorted(fields, key=lambda field: field.count("."))
+    near = difflib.get_close_matches(name, own, n=1) or [f"config.{field}" for field in fields]
     return f"unknown flag --{name}; " + (f"did you mean --{near[0]}?" if near else "--help lists the flags")
 
 

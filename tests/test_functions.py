@@ -111,7 +111,7 @@ def test_a_wrong_signature_is_one_sentence(written, section, kind):
         config.environment.name = "mine"
     else:
         config[section].mine = 1.0
-    says = rf"functions.mine: .*mine.py:f is mine\(completion\), but a {kind} is called with \(prompt, completion, rec"
+    says = rf"functions.mine: .*mine.py:f is mine\(completion\), but {kind}s are called with \(prompt, completion, rec"
     with pytest.raises(UserError, match=says):
         check(config)
 
@@ -210,9 +210,3 @@ def test_a_command_keeps_the_flags_that_add_names():
     flags += ["--config.rewards.brief=0.1", "--config.seed=3"]
     said = subprocess.run([sys.executable, "-c", script, *flags], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert said.split() == ["0.1", *flags]
-
-
-@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_examples_are_short_and_say_how_to_run_them(example):
-    text = (EXAMPLES / example).read_text()
-    assert len(text.splitlines()) < 40 and "    python -m gspo_jax." in text

@@ -73,6 +73,6 @@ def check_calls(config: ConfigDict, kind: str, name: str, *arguments: str) -> No
         signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
-            f"functions.{name}: {config.functions[name]} is {name}{signature}, but a {kind} is called with "
+            f"functions.{name}: {config.functions[name]} is {name}{signature}, but {kind}s are called with "
             f"({', '.join(arguments)}): {error}"
         ) from None

@@ -6,7 +6,7 @@ from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards import environments
-from gspo_jax.rollout.episodes import Buffer, Episodes, Player
+from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
 from gspo_jax.setup import functions
@@ -65,20 +65,28 @@ def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
 
 def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> Player:
     """The player of episodes, against the config's environment if it names one."""
-    environment = config.environment
     begins = opening(config, tokenizer)
-    if not environment.name:
+    if not config.environment.name:
         return Player(sampler, opening=begins)
-    answer = environments.find(environment.name, functions.own(config))
+    reply = make_reply(config, tokenizer)
+    return Player(sampler, reply=reply, max_turns=config.environment.turns, opening=begins)
+
+
+def make_reply(config: ConfigDict, tokenizer: Tokenizer) -> Reply:
+    """The config's environment on tokens; its replies raise UserError if they are neither a text nor None."""
+    name = config.environment.name
+    answer = environments.find(name, functions.own(config))
 
     def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
         said = answer(prompt, tokenizer.decode(response), record)
         if said is None:
             return None
+        if not isinstance(said, str):
+            raise UserError(f"environment {name} replied {said!r}; return a text, or None to end the episode")
         # After one of sampling.stop_ids, such as the end of a tool call, the reply is inserted verbatim.
         return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
 
-    return Player(sampler, reply=reply, max_turns=environment.turns, opening=begins)
+    return reply
 
 
 def make_buffer(config: ConfigDict, player: Player, unfinished: Episodes | None = None) -> Buffer | None:

@@ -1,0 +1,197 @@
+"""docs/own.md and docs/own/ match examples/: code, commands, each of which is run, tried calls and sentences."""
+
+import doctest
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from gspo_jax import cli, references
+from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.reporting.writers import read_config, read_metrics, read_samples
+from gspo_jax.setup import data, sampling
+from gspo_jax.setup.checks import check
+from gspo_jax.setup.fields import at
+from gspo_jax.types import UserError
+from tests.trainings import parse
+
+ROOT = Path(__file__).parents[1]
+OVERVIEW = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "own").glob("*.md"))}
+ADDER = ROOT / "tests" / "golden" / "adder"
+SHORT = (
+    *("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),
+    *("sampling.slots=8", "training.packing=False"),  # fewer programs, and the same ones for any lengths
+)
+"""Fields of the config that shorten a run."""
+
+
+def _block(language: str, page: str) -> str:
+    """Return the one code block of a page in a language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+    return found
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of a command that trains, without those that start the trainer."""
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[1:3] == ["-m", "gspo_jax.train"]
+    return words[3:]
+
+
+def test_every_example_has_a_page():
+    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_the_whole_example(page):
+    _, docstring, code = (ROOT / "examples" / f"{page}.py").read_text(encoding="utf-8").split('"""', 2)
+    assert _block("python", page).strip() == code.strip()
+    assert len(docstring.splitlines() + code.splitlines()) < 40
+    (command,) = re.findall(r"^    (python (?:.*\\\n)*.*)$", docstring, re.MULTILINE)
+    assert _words(command) == _words(_block("bash", page))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_tries_in_python_comes_out(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tried = doctest.DocTestParser().get_doctest(_block("pycon", page), {}, page, None, None)
+    said: list[str] = []
+    assert not doctest.DocTestRunner().run(tried, out=said.append).failed, "".join(said)
+    assert tried.examples[-1].want
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Return the folder of the runs of every page's command, of one iteration on one device, without a cold start."""
+    folder = tmp_path_factory.mktemp("own")
+    generated = [f"--config.data.data_dir={folder}/data", "--config.data.options.difficulty=easy"]
+    words = []
+    for page in PAGES:
+        short = [*_words(_block("bash", page)), f"--workdir={folder}/{page}", f"--config.model.folder={ADDER}"]
+        short += [f"--config.{field}" for field in SHORT]
+        words.append(short if page == "dataset" else short + generated)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainings"],
+        cwd=ROOT,
+        input=json.dumps(words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def test_the_command_of_a_page_trains_with_its_function(runs):
+    measured = {page: read_metrics(runs / page)[-1] for page in PAGES}
+    samples = {page: read_samples(runs / page)[1] for page in PAGES}
+    assert 0 < measured["reward"]["reward/brief"] < 1 and 0 < measured["reward"]["reward/balanced"] <= 1
+    assert -1 <= measured["step_reward"]["reward/equations"] <= 1
+    assert measured["environment"]["response/turns"] > 1
+    assert any(word in sample["completion"] for word in ("digits", "wrong") for sample in samples["environment"])
+    assert read_config(runs / "objective")["objective"]["name"] == "soft_gspo"
+    assert all("*" in sample["prompt"] for sample in samples["dataset"])
+
+
+def _set(name: str, value: object, *, then: Callable[[ConfigDict], Any] = check) -> Callable[[ConfigDict], Any]:
+    """Return a mistake in a config: a field that is set."""
+
+    def make(config: ConfigDict) -> None:
+        section, _, key = name.rpartition(".")
+        at(config, section)[key] = value
+        then(config)
+
+    return make
+
+
+def _written(name: str, text: str, *, then: Callable[[ConfigDict], Any] = check) -> Callable[[ConfigDict], Any]:
+    """Return a mistake in a file: mine.py, in which the config's function `name` is."""
+
+    def make(config: ConfigDict) -> None:
+        Path("mine.py").write_text(text, encoding="utf-8")
+        config.functions[name] = f"mine.py:{name}"
+        then(config)
+
+    return make
+
+
+def _reply(config: ConfigDict) -> None:
+    """Have the config's environment reply to the end of a turn."""
+    tokenizer = Tokenizer.load(ADDER)
+    sampling.make_reply(config, tokenizer)("1+1=?", [tokenizer.eos_ids[0]], {"answer": "2"})
+
+
+def _read(config: ConfigDict) -> None:
+    """Read the config's data set."""
+    data.load_records(config, "train")
+
+
+MISTAKES: dict[str, dict[str, Callable[[ConfigDict], Any]]] = {
+    "own": {
+        "another file": _set("functions.brief", "rewards.py:brief"),
+        "another function": _set("functions.brief", "examples/reward.py:breif"),
+        "no function": _set("functions.brief", "examples/reward.py"),
+        "a name of the catalogue": _set("functions.countdown", "examples/reward.py:brief"),
+        "a name that no function has": _set("rewards.breif", 0.1),
+    },
+    "reward": {
+        "`def brief(completion)`": _written("brief", "def brief(completion): return 1.0"),
+        "a weight that is no number": lambda config: cli._add({"rewards.brief": "much"}, config),
+        "`eval.correct` is no reward of the run": _set("eval.correct", "right"),
+    },
+    "step_reward": {
+        "an objective with one advantage per response": _set("objective.name", "gspo"),
+        "`def equations(completion)`": _written("equations", "def equations(completion): return []"),
+    },
+    "environment": {
+        "another name": _set("environment.name", "hnit"),
+        "`def hint(completion)`": _written("hint", "def hint(completion): return None"),
+        "a reply that is no text": _written("hint", "def hint(prompt, completion, record): return 3", then=_reply),
+    },
+    "objective": {
+        "another name": _set("objective.name", "soft_gpso"),
+        "a hyper-parameter that it does not have": _set("objective.soft_gspo", {"tau_pos": 3.0}),
+        "a hyper-parameter that has no value": _written("soft_gspo", "def soft_gspo(*, tau): return tau"),
+        "no `Objective` returned": _written("soft_gspo", "def soft_gspo(): return 3"),
+        "step rewards, with `token_advantages=False`": _set("step_rewards.countdown_steps", 1.0),
+    },
+    "dataset": {
+        "another name": _set("data.task", "product", then=_read),
+        "an option that the function does not take": _set("data.options.smallest", 3, then=_read),
+        "a row with a number": _written(
+            "products",
+            "def products(split, largest): return [{'question': '2*3', 'answer': 6}]",
+            then=_read,
+        ),
+        "`data.data_dir` left as it was": _set("data.data_dir", "runs/data", then=_read),
+    },
+}
+"""How to make the mistakes that a page lists."""
+
+
+@pytest.mark.parametrize("page", MISTAKES)
+def test_mistakes_end_with_the_sentences_of_the_page(page, tmp_path, monkeypatch):
+    text = PAGES.get(page, OVERVIEW)
+    shown = dict(re.findall(r"^\| ([^|]*) \| `([^|]*)` \|$", text, re.MULTILINE))
+    assert shown.keys() == MISTAKES[page].keys()
+    for folder in ("configs", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    command = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
+    for mistake, make in MISTAKES[page].items():
+        config, _ = parse(_words(command))
+        references.module.cache_clear()  # mine.py is another file each time
+        references.function.cache_clear()
+        with pytest.raises(UserError) as raised, config.unlocked():
+            make(config)
+        says = re.escape(shown[mistake]).replace("…", ".*")
+        assert re.fullmatch(says, str(raised.value)), raised.value
