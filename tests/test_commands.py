@@ -76,7 +76,7 @@ MISTAKES = {
     f"{TRAIN} --config.mesh.data=3": "needs 12 devices but there are 8",
     f"{TRAIN} --config.cpu_devices=4": "needs 8 devices but there are 4",
     f"{TRAIN} --config.model.dispatch=ragged_all_to_all": "does not compile on cpu, only on tpu; use 'gather'",
-    f"coldstart {TINY} --workdir=TMP/run --config.coldstart.steps=0": "coldstart.steps is 0, so there is no cold start",
+    f"coldstart {TINY} --workdir=TMP/run --config.coldstart.steps=0": "is 0, so there is nothing to train",
     f"{PLAN} --topology=v5p-8": "Cloud TPU's name for 4 chips",
     f"{PLAN} --topology=v9:2x2": "unknown TPU generation 'v9'; there are v4, v5e, v5p, v6e",
     f"plan {TINY} --topology=v5p:2x2x1": "needs 8 devices but there are 4",

@@ -1,5 +1,6 @@
-"""docs/own.md and docs/own/ match examples/: code, commands, each of which is run, tried calls and sentences."""
+"""docs/own.md, docs/own/ and docs/data.md match examples/: code, commands, each of which is run, and sentences."""
 
+import dataclasses
 import doctest
 import json
 import re
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, references
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.models import huggingface, transformer
 from gspo_jax.reporting.writers import read_config, read_metrics, read_samples
 from gspo_jax.setup import data, sampling
 from gspo_jax.setup.checks import check
@@ -24,11 +27,12 @@ from tests.trainings import parse
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
+DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "own").glob("*.md"))}
 ADDER = ROOT / "tests" / "golden" / "adder"
 SHORT = (
     *("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),
-    *("sampling.slots=8", "training.packing=False"),  # fewer programs, and the same ones for any lengths
+    "training.packing=False",  # the same programs for any lengths
 )
 """Fields of the config that shorten a run."""
 
@@ -39,15 +43,17 @@ def _block(language: str, page: str) -> str:
     return found
 
 
-def _words(command: str) -> list[str]:
+def _words(command: str, module: str = "train") -> list[str]:
     """Return the words of a command that trains, without those that start the trainer."""
     words = shlex.split(command.replace("\\\n", " "))
-    assert words[1:3] == ["-m", "gspo_jax.train"]
+    assert words[1:3] == ["-m", f"gspo_jax.{module}"]
     return words[3:]
 
 
 def test_every_example_has_a_page():
-    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert PAGES.keys() == {path.stem for path in (ROOT / "examples").glob("*.py")} - {"mixture"}
+    for example in (ROOT / "examples").glob("*.jsonl"):
+        assert len(example.read_bytes().splitlines()) < 40
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -68,38 +74,76 @@ def test_what_a_page_tries_in_python_comes_out(page, monkeypatch):
     assert tried.examples[-1].want
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """Return the folder of the runs of every page's command, of one iteration on one device, without a cold start."""
-    folder = tmp_path_factory.mktemp("own")
-    generated = [f"--config.data.data_dir={folder}/data", "--config.data.options.difficulty=easy"]
-    words = []
-    for page in PAGES:
-        short = [*_words(_block("bash", page)), f"--workdir={folder}/{page}", f"--config.model.folder={ADDER}"]
-        short += [f"--config.{field}" for field in SHORT]
-        words.append(short if page == "dataset" else short + generated)
+def _train(commands: dict[str, list[str]], folder: Path, model: Path) -> None:
+    """Train by commands, each of one iteration on one device, in one process, in folders of their names."""
+    short = [f"--config.model.folder={model}", *(f"--config.{field}" for field in SHORT)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.trainings"],
         cwd=ROOT,
-        input=json.dumps(words),
+        input=json.dumps([[*words, f"--workdir={folder}/{name}", *short] for name, words in commands.items()]),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout
-    return folder
 
 
-def test_the_command_of_a_page_trains_with_its_function(runs):
-    measured = {page: read_metrics(runs / page)[-1] for page in PAGES}
-    samples = {page: read_samples(runs / page)[1] for page in PAGES}
+def _of_data() -> list[str]:
+    """The commands of docs/data.md: rows, mixture, supervised training."""
+    return re.findall(r"^```bash\n(.*?)^```", DATA, re.MULTILINE | re.DOTALL)
+
+
+def test_all_examples_train_together(tmp_path):
+    """One run with the reward, step reward, environment, objective and data set; one on a mixture with few shots."""
+    tokenizer = Tokenizer.load(ADDER)
+    shape = dataclasses.replace(
+        huggingface.read_config(ADDER), num_layers=1, num_experts=0, experts_per_token=0, moe_intermediate_size=0
+    )
+    huggingface.save(transformer.init_params(shape, jax.random.key(0)), shape, tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    together = [word for page in PAGES for word in _words(_block("bash", page)) if not word.startswith("--workdir")]
+    together = ["--config=examples/dataset.py", *(word for word in together if not word.startswith("--config="))]
+    rows, mixture = (_words(command) for command in _of_data()[:2])
+    style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
+    _train({"own": together, "mixture": [*mixture, *style]}, tmp_path, tmp_path / "model")
+
+    (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
+    assert 0 <= measured["reward/brief"] <= 1 and 0 <= measured["reward/balanced"] <= 1
+    assert -1 <= measured["reward/equations"] <= 1 and measured["response/turns"] >= 1
+    assert read_config(tmp_path / "own")["objective"]["name"] == "soft_gspo"
+    assert all("*" in sample["prompt"] for sample in samples)
+
+    (measured, *_), samples = reversed(read_metrics(tmp_path / "mixture")), read_samples(tmp_path / "mixture")[1]
+    assert all(sample["prompt"].startswith("Add. 1+1=#### 2\n2+5=#### 7\n") for sample in samples)
+    assert {"*" in sample["prompt"] for sample in samples} == {True, False}
+    assert 0 <= measured["reward/exact_answer"] <= 1 and 0 <= measured["reward/answer_format"] <= 1
+
+
+def test_the_command_of_sft_trains_on_conversations(tmp_path):
+    words = [*_words(_of_data()[2], "coldstart"), f"--workdir={tmp_path}/sft", "--config.coldstart.terse_steps=0"]
+    words += [f"--config.{field}" for field in SHORT]
+    command = [sys.executable, "-m", "gspo_jax.coldstart", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "sft" / "model.safetensors").is_file() and (tmp_path / "sft" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_command_of_each_page_trains_with_its_function(tmp_path):
+    """On a policy that solves some of the problems."""
+    generated = [f"--config.data.data_dir={tmp_path}/data", "--config.data.options.difficulty=easy"]
+    commands = {page: _words(_block("bash", page)) + (generated if page != "dataset" else []) for page in PAGES}
+    _train(commands | {"rows": _words(_of_data()[0])}, tmp_path, ADDER)
+    measured = {page: read_metrics(tmp_path / page)[-1] for page in PAGES}
+    samples = {page: read_samples(tmp_path / page)[1] for page in [*PAGES, "rows"]}
     assert 0 < measured["reward"]["reward/brief"] < 1 and 0 < measured["reward"]["reward/balanced"] <= 1
     assert -1 <= measured["step_reward"]["reward/equations"] <= 1
     assert measured["environment"]["response/turns"] > 1
     assert any(word in sample["completion"] for word in ("digits", "wrong") for sample in samples["environment"])
-    assert read_config(runs / "objective")["objective"]["name"] == "soft_gspo"
+    assert read_config(tmp_path / "objective")["objective"]["name"] == "soft_gspo"
     assert all("*" in sample["prompt"] for sample in samples["dataset"])
+    assert all(sample["prompt"].startswith("Add. 1+1=#### 2\n2+5=#### 7\n") for sample in samples["rows"])
 
 
 def _set(name: str, value: object, *, then: Callable[[ConfigDict], Any] = check) -> Callable[[ConfigDict], Any]:

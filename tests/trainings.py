@@ -7,7 +7,6 @@ Reads a JSON list of commands, each the arguments of gspo_jax.train.
 
 import json
 import sys
-from unittest import mock
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -21,8 +20,7 @@ def parse(words: list[str]) -> tuple[ConfigDict, str]:
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values)
     flags.DEFINE_string("workdir", None, "", flag_values=values)
-    with mock.patch.object(flags, "FLAGS", values):
-        cli._parse(["train", *words], needs_config=True)
+    cli._parse(["train", *words], values, needs_config=True)
     return values.config, values.workdir
 
 
