@@ -42,6 +42,7 @@ LONGEST_FIRST = (
     "test_resume",
     "test_update",
     "test_train",
+    "test_docs_own",
     "test_tpu_compile",
     "test_tpu_kernels",
     "test_decoder",

@@ -25,8 +25,9 @@ for number, cell in enumerate(json.load(open(sys.argv[1], encoding="utf-8"))["ce
 def run(name: str, top: Path) -> str:
     """Run the code cells of a notebook in order, below `top` instead of the repository; return what they print."""
     (top / "examples").mkdir(exist_ok=True)
-    if not (top / "configs").exists():
-        (top / "configs").symlink_to(ROOT / "configs")
+    for folder in ("configs", "tests"):
+        if not (top / folder).exists():
+            (top / folder).symlink_to(ROOT / folder)
     done = subprocess.run(
         [sys.executable, "-c", RUN, ROOT / "examples" / f"{name}.ipynb"],
         cwd=top / "examples",

@@ -61,7 +61,14 @@ class Progress:
         self._started = self._iteration_started = time.monotonic()
         terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         width = None if terminal else 120
-        self._console = _Console(file=self._stream, force_terminal=terminal, width=width, highlight=False, emoji=False)
+        self._console = _Console(
+            file=self._stream,
+            force_terminal=terminal,
+            force_jupyter=False,  # a notebook gets plain lines, too
+            width=width,
+            highlight=False,
+            emoji=False,
+        )
         self._spinner = Spinner("dots")
         self._live = (
             Live(console=self._console, get_renderable=self._render, refresh_per_second=8) if terminal else None

@@ -257,7 +257,7 @@ def _is_sample(row: Any) -> bool:
 
 
 def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:
-    """Write `config.json`: the config's sections, and under `command` the command that started the run."""
+    """Write `config.json`: the config's sections, and under `command` the command that started the run, if any."""
     if "command" in config:
         raise ValueError("a config must not have a field named command: config.json stores the run's command there")
     Path(workdir).mkdir(parents=True, exist_ok=True)

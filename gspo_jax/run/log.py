@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
@@ -159,7 +160,8 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
             copy = connect(workdir, project, config.to_dict(), resumed=after_step is not None)
             processes.check_first(lambda: mirrors.append(stack.enter_context(copy)))
         if processes.is_first():
-            command = shlex.join(["python", "-m", "gspo_jax.train", *sys.argv[1:]])
+            words = ["python", "-m", "gspo_jax.train", *sys.argv[1:]]
+            command = shlex.join(words) if flags.FLAGS.is_parsed() else ""  # "" for a run from a notebook
             clear_stopped(workdir)
             write_config(workdir, config.to_dict(), command=command)
             writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step, mirrors=mirrors))
