@@ -246,6 +246,10 @@ ITERATIONS = 6
 """Iterations of the runs below."""
 
 
+ONE_DEVICE = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1}
+"""Fields for runs whose programs are soon compiled."""
+
+
 def _fields(data: Path, **more: object) -> list[str]:
     """Return flags for short runs, which learn something: their entropy has a weight."""
     fields = {"data.data_dir": data, "iterations": ITERATIONS, "coldstart.steps": 10, "training.entropy_weight": 0.01}
@@ -289,53 +293,51 @@ def _trainers(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.faults
 def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed_one(data, tmp_path):
-    folder, words = tmp_path / "sweep", ["--sweep", "objective.name=gspo,grpo", "--seeds=2", *_fields(data)]
+    folder, words = tmp_path / "sweep", ["--sweep", "objective.name=gspo,grpo", *_fields(data, **ONE_DEVICE)]
 
-    with _sweep(folder, *words) as running:  # Ctrl-C in the first run
-        wait_for((folder / "gspo-0" / "metrics.jsonl").exists, running, 900)
+    with _sweep(folder, *words, "--jobs=2") as running:  # SIGTERM in both runs
+        begun = [folder / name / "metrics.jsonl" for name in ("gspo-0", "grpo-0")]
+        wait_for(lambda: all(file.exists() for file in begun), running, 900)
+        running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=300)
+    assert running.returncode == 0 and "stopped: 0 of 2 runs are finished; the same command goes on\n" in said, said
+    assert (folder / "logs" / "grpo-0.log").exists() and not _trainers(folder) and not (folder / "report").exists()
+
+    with _sweep(folder, *words) as running:  # Ctrl-C in the first
+        wait_for((folder / "gspo-0" / "saved.json").exists, running, 900)
         running.send_signal(signal.SIGINT)
         said, _ = running.communicate(timeout=300)
-    assert running.returncode == 130 and "gspo-0: stopped, and saved\n" in said, said
-    assert "stopped: 0 of 4 runs are finished; the same command goes on\n" in said and not _trainers(folder)
+    assert running.returncode == 130 and "the same command goes on\n" in said and not _trainers(folder), said
 
     with _sweep(folder, *words) as running:  # kill -9 in the second
-        wait_for((folder / "grpo-0" / "saved.json").exists, running, 900)
+        wait_for(
+            lambda: any("objective.name=grpo" in word for p in _trainers(folder) for word in p.cmdline()), running, 900
+        )
         running.kill()
-        said, _ = running.communicate()
-    assert "resuming from iteration" in said
     psutil.wait_procs(_trainers(folder), timeout=10)
     assert not _trainers(folder)
     done = (folder / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns
 
-    with _sweep(folder, *words, "--jobs=2") as running:  # SIGTERM in the third and fourth
-        wait_for(lambda: all((folder / name / "metrics.jsonl").exists() for name in ("gspo-1", "grpo-1")), running, 900)
-        running.send_signal(signal.SIGTERM)
-        said, _ = running.communicate(timeout=300)
-    assert running.returncode == 0 and "the same command goes on" in said and "gspo-0: starts" not in said, said
-    assert (folder / "logs" / "grpo-1.log").exists() and not _trainers(folder) and not (folder / "report").exists()
-
     code, said = _finish(folder, *words)
-    assert code == 0, said
+    assert code == 0 and "gspo-0: starts" not in said, said
     code, said = _finish(folder, *words)
-    assert code == 0 and f"{folder}: 4 of 4 runs are finished, 0 to train; cold starts to train: 0\n" in said, said
+    assert code == 0 and f"{folder}: 2 of 2 runs are finished, 0 to train; cold starts to train: 0\n" in said, said
     assert (folder / "gspo-0" / "metrics.jsonl").stat().st_mtime_ns == done and ": starts" not in said
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("report*"))
     assert files == ["report", *(f"report/report{x}" for x in ("-narrow.png", ".html", ".png"))]
     table = [line for line in (folder / "report" / "results.md").read_text().splitlines() if line.startswith("| g")]
-    assert len(table) == 2 and "2 runs per row" in (folder / "report" / "results.md").read_text()
+    assert len(table) == 2
 
-    for name in ("gspo-0", "grpo-1"):  # the same as a run by itself, with a cold start of its own
-        objective, _, seed = name.partition("-")
-        flags = [f"--config.objective.name={objective}", f"--config.seed={seed}", f"--workdir={tmp_path / name}"]
-        run_processes(1, "-m", "gspo_jax.train", TINY, *_fields(data), *flags, seconds=900)
-        assert_same_bits(tmp_path / name, folder / name, step=ITERATIONS)
-    assert max(row.get("actor/grad_norm", 0) for row in rows_of(tmp_path / "gspo-0")) > 0
+    flags = ["--config.objective.name=grpo", f"--workdir={tmp_path / 'alone'}"]  # with a cold start of its own
+    run_processes(1, "-m", "gspo_jax.train", TINY, *_fields(data, **ONE_DEVICE), *flags, seconds=900)
+    assert_same_bits(tmp_path / "alone", folder / "grpo-0", step=ITERATIONS)
+    assert max(row.get("actor/grad_norm", 0) for row in rows_of(tmp_path / "alone")) > 0
 
 
 @pytest.mark.faults
 def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
     """A run diverges, and a cold start asks for more devices than there are."""
-    fields = {"model.folder": ROOT / "tests" / "golden" / "adder", "training.max_skipped": 1}
+    fields = {"model.folder": ROOT / "tests" / "golden" / "adder", "training.max_skipped": 1} | ONE_DEVICE
     code, said = _finish(tmp_path, "--sweep", "optimizer.learning_rate=1e38,1e-4", *_fields(data, **fields))
     assert code == exits.DIVERGED, said
     assert "error: failed: learning_rate=1e38-0 (exit code 5); 1 of 2 runs are finished; see the output above" in said
