@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_jax.reporting.writers import read_config
 from tests.test_report import _fake
 
 ROOT = Path(__file__).parents[1]
@@ -68,4 +69,5 @@ def test_a_run_is_read(tmp_path):
 def test_a_first_run_trains_and_is_read(tmp_path):
     said = run("first_run", tmp_path)
     assert "eval/accuracy: " in said and "update 6: reward " in said
+    assert read_config(tmp_path / "runs" / "notebook")["command"] == ""
     assert "6 updates" in run("reading_a_run", tmp_path)
