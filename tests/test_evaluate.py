@@ -93,7 +93,7 @@ def held_out(judges, correct, responses):
     batches = [batch, dataclasses.replace(batch, valid=np.array([True, False]))]
     mesh = mesh_lib.make_mesh({"data": 1}, devices=jax.devices()[:1])
     player, scorer = Said(tokenizer, responses), Scorer({"judge": 1.0, "mute": 0.0}, module=judges)
-    return evaluate(player, batches, tokenizer, scorer, jax.random.key(0), mesh, correct=correct)
+    return evaluate(player, batches, tokenizer, scorer, jax.random.key(0), mesh, correct=lambda record: correct)
 
 
 @pytest.mark.faults
