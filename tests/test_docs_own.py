@@ -107,7 +107,8 @@ def test_all_examples_train_together(tmp_path):
     together = ["--config=examples/dataset.py", *(word for page in words.values() for word in page)]
     rows, mixture = (_words(command) for command in _of_data()[:2])
     style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
-    _train({"own": together, "mixture": [*mixture, *style, *objective]}, tmp_path, tmp_path / "model")
+    mixed = [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]
+    _train({"own": together, "mixture": mixed}, tmp_path, tmp_path / "model")
 
     (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
     assert 0 <= measured["reward/brief"] <= 1 and 0 <= measured["reward/balanced"] <= 1
