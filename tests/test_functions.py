@@ -181,11 +181,17 @@ def test_rows_of_an_own_task_are_records(written):
     config.data.options.smallest = 3
     with pytest.raises(UserError, match=r"task products cannot be called with split 'test' and .*'smallest'"):
         data.load_records(config, "test")
-    config = config_with(mine=f"{written('def f(split, **options): return [dict(question=split, answer=3)]')}:f")
+    config = config_with(
+        mine=f"{written('def f(split, none=False): return [] if none else [dict(question=split, answer=3)]')}:f"
+    )
     config.data.task = "mine"
     with pytest.raises(UserError, match=r"task mine is a function, .*; leave data.folder and data.data_dir empty"):
         data.load_records(config, "train")
     config.data.data_dir = ""
+    config.data.options = {"none": True}
+    with pytest.raises(UserError, match=r"mine/train, .* has no records; have the function return at least one row"):
+        data.load_records(config, "train")
+    config.data.options = {}
     with pytest.raises(UserError, match=r"task mine, train row 0 is .*; return dicts with a question and an answer"):
         data.load_records(config, "train")
 

@@ -89,10 +89,10 @@ def load(
         assert folder is not None  # by `check`
         records = _gsm8k(split, folder=folder, limit=limit, instruction=instruction)
     if not len(records):
-        raise UserError(
-            f"{records.name}, the {split} split of {task}, has no records; download it again, or set data.folder to a "
-            "folder that has them"
-        )
+        remedy = "download it again, or set data.folder to a folder that has them"
+        if task in own:
+            remedy = "have the function return at least one row"
+        raise UserError(f"{records.name}, the {split} split of {task}, has no records; {remedy}")
     return records
 
 
