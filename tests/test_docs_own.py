@@ -131,20 +131,17 @@ def test_the_command_of_sft_trains_on_conversations(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_of_each_page_trains_with_its_function(tmp_path):
-    """On a policy that solves some of the problems."""
+def test_the_command_of_a_page_trains_with_its_function(tmp_path):
+    """As it is printed, on a policy that solves some of the problems."""
     generated = [f"--config.data.data_dir={tmp_path}/data", "--config.data.options.difficulty=easy"]
-    commands = {page: _words(_block("bash", page)) + (generated if page != "dataset" else []) for page in PAGES}
-    _train(commands | {"rows": _words(_of_data()[0])}, tmp_path, ADDER)
-    measured = {page: read_metrics(tmp_path / page)[-1] for page in PAGES}
-    samples = {page: read_samples(tmp_path / page)[1] for page in [*PAGES, "rows"]}
+    commands = {page: _words(_block("bash", page)) + generated for page in ("reward", "environment", "objective")}
+    _train(commands, tmp_path, ADDER)
+    measured = {page: read_metrics(tmp_path / page)[-1] for page in commands}
     assert 0 < measured["reward"]["reward/brief"] < 1 and 0 < measured["reward"]["reward/balanced"] <= 1
-    assert -1 <= measured["step_reward"]["reward/equations"] <= 1
     assert measured["environment"]["response/turns"] > 1
-    assert any(word in sample["completion"] for word in ("digits", "wrong") for sample in samples["environment"])
+    replies = [sample["completion"] for sample in read_samples(tmp_path / "environment")[1]]
+    assert any(word in reply for word in ("digits", "wrong") for reply in replies)
     assert read_config(tmp_path / "objective")["objective"]["name"] == "soft_gspo"
-    assert all("*" in sample["prompt"] for sample in samples["dataset"])
-    assert all(sample["prompt"].startswith("Add. 1+1=#### 2\n2+5=#### 7\n") for sample in samples["rows"])
 
 
 def _set(name: str, value: object, *, then: Callable[[ConfigDict], Any] = check) -> Callable[[ConfigDict], Any]:
