@@ -105,7 +105,7 @@ def gated_spans(found: Gate) -> list[tuple[float, float]]:
 
 
 class Drawn(NamedTuple):
-    """What is drawn of an objective."""
+    """An objective and its curves, ready to draw."""
 
     objective: Objective
     window: tuple[float, float]

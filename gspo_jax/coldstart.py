@@ -139,7 +139,7 @@ def load(config: ConfigDict) -> Sequence[Record]:
 
 
 def _text(record: Record) -> str:
-    """What a tokenizer that is trained on a record learns to spell."""
+    """Return all text of a record, for a tokenizer to be trained on."""
     if "worked" in record:
         return record["question"] + record["worked"]
     return "".join(message["content"] for message in record["messages"])

@@ -62,6 +62,7 @@ def test_prompts_and_completions_are_conversations_too(tmp_path, tokenizer):
     lines = [
         json.dumps({"prompt": "1+1=", "completion": "2"}).encode(),
         json.dumps({"prompt": [USER], "completion": [ASSISTANT]}).encode(),
+        json.dumps({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}).encode(),
         json.dumps({"question": "1+1=", "answer": "2"}).encode(),
     ]
     place = write(tmp_path / "said.jsonl", *lines)

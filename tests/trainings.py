@@ -8,8 +8,7 @@ Reads a JSON list of commands, each the arguments of gspo_jax.train.
 import json
 import sys
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.train import train
@@ -17,11 +16,8 @@ from gspo_jax.train import train
 
 def parse(words: list[str]) -> tuple[ConfigDict, str]:
     """Return the config and the workdir that a command's arguments mean to gspo_jax.train."""
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values)
-    flags.DEFINE_string("workdir", None, "", flag_values=values)
-    cli._parse(["train", *words], values, needs_config=True)
-    return values.config, values.workdir
+    workdir = [word.partition("=")[2] for word in words if word.startswith("--workdir=")]
+    return cli.read_config(cli.config_words(words)), workdir[-1]
 
 
 if __name__ == "__main__":

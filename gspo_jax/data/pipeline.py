@@ -57,7 +57,7 @@ _Batch = TypeVar("_Batch", PromptBatch, WorkedBatch)
 
 @dataclasses.dataclass(frozen=True)
 class PromptStyle:
-    """What every prompt begins with."""
+    """The beginning that all prompts share."""
 
     system: str = ""
     """System prompt of conversations without one; "": none."""
@@ -229,19 +229,19 @@ def worked_batches(
             "worked response", len(worked), max_response_length, "sampling.max_response_length"
         )
 
-    def encode(records: list[Record]) -> tuple[list[list[int]], list[list[int]]]:
-        prompts = tokenizer.encode_batch([prompt_text(r, tokenizer, style) for r in records])
+    def encode_worked(records: list[Record]) -> list[list[int]]:
         worked = tokenizer.encode_batch([record["worked"] for record in records])
-        return prompts, [[*ids, tokenizer.eos_ids[0]] for ids in worked]
+        return [[*ids, tokenizer.eos_ids[0]] for ids in worked]
 
     def check(records: list[Record]) -> list[_Problem | None]:
-        return _unless_rejected(
-            records, tokenizer, style, lambda r: [problem(p, w) for p, w in zip(*encode(r), strict=True)]
-        )
+        prompts = _encode_prompts(records, tokenizer, style)
+        pairs = zip(prompts, encode_worked(records), strict=True)
+        return [prompt if isinstance(prompt, _Problem) else problem(prompt, worked) for prompt, worked in pairs]
 
     def make(indices: list[int]) -> WorkedBatch:
-        prompts, worked = encode([source[i] for i in indices])
-        tokens, lengths = _pad(worked, max_response_length, tokenizer.pad_id)
+        records = [source[i] for i in indices]
+        prompts = tokenizer.encode_batch([prompt_text(record, tokenizer, style) for record in records])
+        tokens, lengths = _pad(encode_worked(records), max_response_length, tokenizer.pad_id)
         mask = np.arange(max_response_length)[None, :] < lengths[:, None]
         return WorkedBatch(*_pad(prompts, max_prompt_length, tokenizer.pad_id), tokens, mask)
 
@@ -321,12 +321,9 @@ def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Proble
 def _scan_prompts(
     source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int, style: PromptStyle
 ) -> _UsableRecords:
-    def problems(records: list[Record]) -> list[_Problem | None]:
-        prompts = tokenizer.encode_batch([prompt_text(r, tokenizer, style) for r in records])
-        return [_prompt_problem(ids, tokenizer, limit) for ids in prompts]
-
     def check(records: list[Record]) -> list[_Problem | None]:
-        return _unless_rejected(records, tokenizer, style, problems)
+        prompts = _encode_prompts(records, tokenizer, style)
+        return [ids if isinstance(ids, _Problem) else _prompt_problem(ids, tokenizer, limit) for ids in prompts]
 
     return _scan(source, check, max_corrupt)
 
@@ -334,21 +331,16 @@ def _scan_prompts(
 _Check = Callable[[list[Record]], list[_Problem | None]]
 
 
-def _unless_rejected(
-    records: list[Record], tokenizer: Tokenizer, style: PromptStyle, check: _Check
-) -> list[_Problem | None]:
-    """Return the problem of each record; `check` sees those whose conversations the chat template takes."""
-    found: list[_Problem | None] = []
+def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptStyle) -> list[list[int] | _Problem]:
+    """Return the token ids of each record's prompt, or the problem of one that the chat template rejects."""
+    texts: list[str | _Problem] = []
     for record in records:
         try:
-            prompt_text(record, tokenizer, style)
-            found.append(None)
+            texts.append(prompt_text(record, tokenizer, style))
         except UserError as error:
-            found.append(_Problem("rejected by the chat template", str(error)))
-    taken = [i for i, problem in enumerate(found) if problem is None]
-    for i, problem in zip(taken, check([records[i] for i in taken]), strict=True):
-        found[i] = problem
-    return found
+            texts.append(_Problem("rejected by the chat template", str(error)))
+    ids = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
+    return [next(ids) if isinstance(text, str) else text for text in texts]
 
 
 def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:

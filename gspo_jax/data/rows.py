@@ -242,8 +242,8 @@ def _conversation(row: dict[str, Any]) -> Record:
         if said is None:
             raise Defect("no assistant's turn" if "messages" in row else "no completion")
         value = row[said]
-        more = parse_messages([turns[0], *value])[1:] if isinstance(value, list) else None
-        turns = [*turns, *(more or [{"role": "assistant", "content": _text(value, said)}])]
+        more = value if isinstance(value, list) else [{"role": "assistant", "content": _text(value, said)}]
+        turns = parse_messages([*turns, *more])
         if turns[-1]["role"] != "assistant":
             raise Defect(f"{said} does not end with the assistant's turn")
     return {"question": prompt["question"], "messages": turns, "instruction": ""}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
+from gspo_jax.data.chat import Message
 from gspo_jax.data.pipeline import PromptStyle, conversation, prompt_text
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.rows import Defect
@@ -34,7 +35,7 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
                 continue
             before = record | {"messages": record["messages"][:at]}
             try:
-                turns.append(before | {"worked": _written(before, message["content"], record, at, tokenizer, style)})
+                turns.append(before | {"worked": _written(before, message, tokenizer, style)})
             except Defect as defect:
                 left_out[str(defect)] += 1
     if left_out:
@@ -45,16 +46,16 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
     return Records(repr(source), turns, convert=lambda _, turn: turn, where=lambda index: turns[index]["id"])
 
 
-def _written(before: Record, content: str, record: Record, at: int, tokenizer: Tokenizer, style: PromptStyle) -> str:
-    """What the assistant writes in turn `at` of a record, behind the prompt of `before`."""
+def _written(before: Record, message: Message, tokenizer: Tokenizer, style: PromptStyle) -> str:
+    """Return the text that the assistant writes in its turn `message`, behind the prompt of `before`."""
     if not before["messages"] or before["messages"][-1]["role"] == "assistant":
         raise Defect("assistant's turn without a user's before it")
     ends = [tokenizer.decode([end], skip_special=False) for end in tokenizer.eos_ids]
-    if any(end and end in content for end in ends):
+    if any(end and end in text for end in ends for text in message.values()):
         raise Defect("token that ends a turn inside one")
     try:
         prompt = prompt_text(before, tokenizer, style)
-        whole = tokenizer.chat([*conversation(before, style), record["messages"][at]], add_generation_prompt=False)
+        whole = tokenizer.chat([*conversation(before, style), message], add_generation_prompt=False)
     except UserError as error:
         raise Defect("rejected by the chat template") from error
     if not whole.startswith(prompt):

@@ -207,7 +207,7 @@ def own_cores() -> int:
 
 
 def _boot() -> str:
-    """What tells this host from others with its name; "" where the system does not say."""
+    """Return an id that tells this host from others with its name; "" where the system gives none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

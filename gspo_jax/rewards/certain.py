@@ -53,7 +53,7 @@ DECIDERS: dict[str, Callable[[str, str, Record], float | None]] = {"gspo_jax.rew
 
 
 def _only_box(completion: str) -> str | None:
-    r"""What math-verify reads in the completion's only box; None if there are several, or it may read something else.
+    r"""Return the text that math-verify reads in the completion's only box; None if that is not certain.
 
     A box comes before all but an answer announced by "final answer … is". Whatever dollar signs or brackets are around
     the box, its content alone is read; a percent sign after them would count.

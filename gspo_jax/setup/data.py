@@ -81,7 +81,7 @@ def sources(config: ConfigDict) -> dict[str, Source]:
 
 
 def prompt_style(config: ConfigDict) -> PromptStyle:
-    """What every prompt begins with: the system prompt, and the examples of `data.few_shot` as turns.
+    """Return the beginning that all prompts share: the system prompt, and the examples of `data.few_shot` as turns.
 
     Raises:
       UserError: the file of examples is missing or has none, or one has a system prompt.
@@ -121,24 +121,22 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
 def make_scorer(config: ConfigDict) -> Scorer:
     """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
     own, scoring = functions.own(config), config.scoring
+    of_source = {name: tuple(source.rewards or config.rewards) for name, source in config.data.sources.items()}
     workers = processes.own_cores() if scoring.workers is None else scoring.workers
     return Scorer(
         config.rewards.to_dict(),
         own=own,
         timeout_s=scoring.timeout_s,
         workers=workers,
-        scores=lambda name, record: name in (_source(config, record).get("rewards") or config.rewards),
+        scores=lambda name, record: not of_source or name in of_source[record[rows.SOURCE]],
     )
 
 
 def correct_for(config: ConfigDict) -> Callable[[Record], str]:
-    """record -> name of the reward function that decides whether a response is correct in an evaluation."""
-    return lambda record: _source(config, record).get("correct") or config.eval.correct
-
-
-def _source(config: ConfigDict, record: Record) -> ConfigDict:
-    """The section of a record's source; empty if the config has none."""
-    return config.data.sources[record[rows.SOURCE]] if len(config.data.sources) else ConfigDict()
+    """Return record -> name of the reward function that decides whether a response is correct in an evaluation."""
+    usual = config.eval.correct
+    of_source = {name: source.correct or usual for name, source in config.data.sources.items()}
+    return lambda record: of_source[record[rows.SOURCE]] if of_source else usual
 
 
 def make_step_scorer(config: ConfigDict) -> StepScorer | None:
