@@ -133,7 +133,8 @@ def test_mistakes_are_one_sentence_and_leave_a_run_as_it_is(whole, data, tmp_pat
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for setting, says in (
         ({"iteratons": 3}, "did you mean 'iterations'"),
-        ({"mesh.data": 3}, "prompts_per_batch 8 is not divisible by what data×fsdp×expert = 12.* use 12"),
+        ({"mesh.data": 3}, "mesh data=3, .* needs 12 devices but there are 8; choose sizes whose product is 8"),
+        ({"data.prompts_per_batch": 6}, "prompts_per_batch 6 is not divisible by what"),
         ({"model.folder": ROOT / "tests" / "golden" / "counter"}, "counter' here and .*adder' in the run .*--workdir"),
     ):
         codes, said = run_faulty("TERM:none:1", command(folder, data, **setting))

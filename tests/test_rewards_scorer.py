@@ -68,10 +68,14 @@ def fakes(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
+UNCERTAIN = r"\boxed{\frac{9}{3}}"
+"""An answer that math-verify itself has to compare."""
+
+
 @pytest.fixture(scope="module")
 def verifier():
     with Scorer({"math_verify": 1.0}, timeout_s=TIMEOUT_S, workers=2) as scorer:
-        run(scorer, ["#### 1"])  # starts the workers
+        run(scorer, [UNCERTAIN] * 8)  # until both workers have started
         yield scorer
 
 
@@ -221,7 +225,7 @@ HANGS = {
 @pytest.mark.faults
 def test_hanging_answers_are_killed_and_the_others_scored(verifier):
     """An answer that hangs scores NaN in time and costs no worker; all other answers keep their scores."""
-    fine = [r"\boxed{3}", r"\boxed{4}", "#### 3"] * 3
+    fine = [r"\boxed{3}", r"\boxed{4}", UNCERTAIN] * 3
     expected = run(verifier, fine).total.tolist()
     before = pids(verifier)
     for name, hang in HANGS.items():

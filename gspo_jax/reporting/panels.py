@@ -417,7 +417,7 @@ def _log_scale(axes: "Axes", points: np.ndarray) -> None:
 
 def last_step(groups: Sequence[Group]) -> int:
     """Return the last update of any run."""
-    return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs), 1)
+    return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs))
 
 
 def _percent(value: float, _: float) -> str:
