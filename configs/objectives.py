@@ -3,7 +3,8 @@
     python -m gspo_jax.sweep --config=configs/objectives.py
 
 trains twelve objectives with three seeds, 50 iterations each, and compares them in one page (docs/sweeps.md). A run
-takes about two minutes on two cores. Arguments are those of configs/tiny.py.
+takes about a minute on one core: it has one device, where configs/tiny.py simulates eight. Arguments are those of
+configs/tiny.py.
 """
 
 import runpy
@@ -19,8 +20,8 @@ TINY = runpy.run_path(str(Path(__file__).with_name("tiny.py")))
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """Return the config of configs/tiny.py, with half its iterations."""
-    config = TINY["get_config"](arg)
+    """Return the config of configs/tiny.py on one device, with half its iterations."""
+    config = TINY["get_config"](f"single,{arg}")
     config.iterations = min(50, config.iterations)
     return config
 

@@ -2,8 +2,8 @@
 
     python -m gspo_jax.train --config=configs/routing_ablation.py:grpo_r2,offpolicy --workdir=runs/grpo_r2
 
-A run takes about two minutes on two cores. All of them, in both regimes and with three seeds, are trained and compared
-(docs/routing.md) by
+A run takes about a minute on one core: it has one device, where configs/tiny.py simulates eight. All of them, in both
+regimes and with three seeds, are trained and compared (docs/routing.md) by
 
     python -m gspo_jax.sweep --config=configs/routing_ablation.py
 
@@ -63,7 +63,7 @@ def get_config(arg: str = "") -> ConfigDict:
             f"configs/routing_ablation.py takes no argument {min(unknown)!r} after the variant; use offpolicy, "
             "runlocal or both"
         )
-    config = TINY["get_config"]("runlocal" if "runlocal" in more else "")
+    config = TINY["get_config"]("single,runlocal" if "runlocal" in more else "single")
     config.iterations = min(50, config.iterations)
     config.objective.name, config.routing.replay = VARIANTS[variant]
     config.training.old_logprobs = "recompute"

@@ -12,6 +12,7 @@ the work pays off. Arguments, joined by commas, change the run:
 - `calculator`: multi-turn; the value after each `=` is computed for the policy, which learns to use it (gspo_token).
 - `partial`: partial rollouts; no sampling call waits for the longest responses.
 - `dapo`: full DAPO, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is only its loss.
+- `single`: on one device; without the simulated exchange a run takes about a third of the processor time.
 - `runlocal`: the same programs for two short iterations.
 """
 
@@ -109,6 +110,12 @@ def dapo(config: ConfigDict) -> None:
     config.overlong = ConfigDict({"penalty": 1.0, "cache": 6, "filter": True})
 
 
+def single(config: ConfigDict) -> None:
+    """Train on one simulated device, or on all that an accelerator has, without expert parallelism."""
+    config.cpu_devices = 1
+    config.mesh.update({"data": 1, "fsdp": -1, "expert": 1})
+
+
 def runlocal(config: ConfigDict) -> None:
     """Shrink the run to about a minute on a laptop."""
     config.iterations = 2
@@ -129,5 +136,6 @@ ARGUMENTS = {
     "calculator": calculator,
     "partial": partial,
     "dapo": dapo,
+    "single": single,
     "runlocal": runlocal,
 }
