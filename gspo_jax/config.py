@@ -103,8 +103,9 @@ def base() -> ConfigDict:
     config.functions = ConfigDict()
 
     config.rewards = ConfigDict()  # reward function: weight; 0: logged, not added
-    config.scoring = ConfigDict()  # reward functions that run in worker processes, such as math_verify
-    config.scoring.timeout_s = 2.0  # seconds per response; after that the call is killed and it has no score
+    config.scoring = ConfigDict()  # rewards that run in other processes: math_verify in workers, code in a sandbox
+    config.scoring.timeout_s = 2.0  # seconds per response; after that a worker's call has no score, a program scores 0
+    config.scoring.unsafe = False  # run programs of the model without a sandbox, with this account's rights
     # Worker processes for each process of the run; None: the cores of its host, shared by the processes that run there.
     config.scoring.workers = placeholder(int)
 

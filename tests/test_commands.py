@@ -41,6 +41,7 @@ MISTAKES = {
     "atlas --ot=x": "did you mean --out?",
     "atlas x": "unrecognized arguments: x",
     "scaling docs --programm=x": "did you mean --program?",
+    "score --reward=x --in=x --ot=x": "unrecognized arguments: --ot=x; did you mean --out?",
     f"{SWEEP} --seed=3": "unknown flag --seed; did you mean --seeds?",
     f"{SWEEP} --sweep objective.nme=gspo,grpo": "no field 'objective.nme'; did you mean 'objective.name'?",
     # A flag that is missing.
@@ -54,6 +55,7 @@ MISTAKES = {
     "bench": "--model is missing; give the model's Hugging Face folder",
     "report": "the following arguments are required: RUN",
     "scaling": "the following arguments are required: PLAN",
+    "score": "the following arguments are required: --reward, --in, --out\n",
     SWEEP: "configs/tiny.py has no get_sweep(), so nothing to compare; give --sweep FIELD=VALUE,VALUE, or --seeds=N\n",
     "sweep --seeds=2": "--config is missing; for example --config=configs/tiny.py",
     # A config that is no config.

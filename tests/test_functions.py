@@ -158,7 +158,7 @@ def test_unknown_names_list_the_users_own_too():
     config = config_with(brief=f"{EXAMPLES}/reward.py:brief")
     config.rewards.breif = 0.1
     with pytest.raises(
-        UserError, match=r"no reward 'breif'; did you mean 'brief'\? there are .*exact_answer.*math_verify, brief"
+        UserError, match=r"no reward 'breif'; did you mean 'brief'\? there are .*exact_answer.*math_verify.*, brief"
     ):
         check(config)
 

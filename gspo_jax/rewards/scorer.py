@@ -1,7 +1,8 @@
 """Score batches of completions with weighted reward functions, tolerating functions that fail on single rows.
 
 Cheap functions (functions.py) run in this process, in the thread that scores. Functions that may hang (isolated.py) run
-in killable workers, unless their verdict is certain without a call (certain.py).
+in killable workers, unless their verdict is certain without a call (certain.py). Those that score programs (code.py)
+ask a sandbox.
 """
 
 import importlib
@@ -21,8 +22,10 @@ from jaxtyping import Bool, Float
 
 from gspo_jax import references
 from gspo_jax.parallel import hosts
+from gspo_jax.rewards import code
 from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
+from gspo_jax.sandbox import Request, Sandbox, Verdict
 from gspo_jax.types import StopRequested, UserError, choices
 
 Row = tuple[str, str, dict[str, Any]]
@@ -50,16 +53,17 @@ class Scores:
     seconds: float
     """Wall-clock seconds that the scoring took."""
     queued_s: list[float]
-    """Seconds that each call of an isolated function waited for a worker."""
+    """Seconds that each call of an isolated function waited for a worker, and each program for a sandbox."""
     without_worker: Bool[np.ndarray, " B"] | None
-    """True for rows that no isolated function was called for; None if no function is isolated."""
+    """True for rows that no worker or sandbox was asked about; None if no function needs one."""
 
 
 class Scorer:
     """Scores completions with reward functions, given by name and weight.
 
     A row's score is NaN if the function raises or returns None, NaN or an infinity, and for isolated functions also if
-    the call is killed after `timeout_s`, or ends its process twice. No row ever gets a made-up score.
+    the call is killed after `timeout_s`, or ends its process twice. A program that hangs scores 0; if its tests are at
+    fault, or the sandbox is, the score is NaN. No row ever gets a made-up score.
     """
 
     def __init__(
@@ -69,25 +73,27 @@ class Scorer:
         own: Mapping[str, str] | None = None,
         timeout_s: float = 2.0,
         workers: int = 1,
+        unsafe: bool = False,
         scores: Callable[[str, dict[str, Any]], bool] = lambda name, record: True,
         module: str = "gspo_jax.rewards.functions",
         isolated_module: str = "gspo_jax.rewards.isolated",
     ) -> None:
-        """Look up the functions, and start workers if one of them needs to be isolated.
+        """Look up the functions, and start workers or sandboxes if one of them needs these.
 
         Args:
           functions: name -> weight; with weight 0 a score is recorded but not added.
           own: functions beside the catalogue's, name -> reference (see references.py); those decorated with
             `rewards.own_process` are isolated.
-          timeout_s: seconds that one call of an isolated function may take.
-          workers: number of processes for isolated functions.
+          timeout_s: seconds that one call of an isolated function, or the tests of a program, may take.
+          workers: number of processes for isolated functions, and of sandboxes.
+          unsafe: whether programs run without a sandbox, with this account's rights.
           scores: (name, record) -> whether this function scores completions for the record. One that does not counts 0
             in the sum, and its own score is NaN.
           module: module of the in-process functions, which its `__all__` lists.
           isolated_module: module of the isolated functions, which its `__all__` lists; it must not import jax.
 
         Raises:
-          UserError: no function is given, one is unknown, or a number is out of range.
+          UserError: no function is given, one is unknown, a number is out of range, or there is no sandbox.
           BadReference: a reference of `own` leads to no function.
         """
         check_weights("reward", functions)
@@ -96,8 +102,11 @@ class Scorer:
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
             )
         self._weights, self._scores = dict(functions), scores
-        self._functions, self._isolated = find(functions, own or {}, module=module, isolated_module=isolated_module)
+        found = find(functions, own or {}, module=module, isolated_module=isolated_module)
+        self._functions, self._isolated, self._programs = found.here, found.isolated, found.programs
+        self._timeout_s = timeout_s
         self._pool: Pool | None = None
+        self._sandbox = Sandbox(workers=workers, unsafe=unsafe) if self._programs else None
         if self._isolated:
             modules = dict.fromkeys(reference.rpartition(":")[0] for reference in self._isolated.values())
             self._pool = Pool(*modules, workers=workers, timeout_s=timeout_s)
@@ -129,7 +138,7 @@ class Scorer:
         begun = time.monotonic()
         rows = zip_rows(prompts, completions, records)
         asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
-        outcomes = self._run(rows, asked)
+        outcomes = self.outcomes(rows, asked)
         for name, results in outcomes.items():
             report_failures("reward", name, list(itertools.compress(results, asked[name])))
         by_name = {
@@ -140,7 +149,7 @@ class Scorer:
         for name, weight in self._weights.items():
             if weight:  # 0 * NaN would make rows NaN over a score that is only recorded
                 total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
-        called = [[o.queued_s is not None for o in outcomes[name]] for name in self._isolated]
+        called = [[o.queued_s is not None for o in outcomes[name]] for name in (*self._isolated, *self._programs)]
         return Scores(
             total,
             by_name,
@@ -151,10 +160,11 @@ class Scorer:
         )
 
     def close(self) -> None:
-        """End a scoring in another thread, and kill the workers; a second call does nothing."""
+        """End a scoring in another thread, and kill workers and sandboxes; a second call does nothing."""
         self._closed = True
-        if self._pool is not None:
-            self._pool.close()
+        for started in (self._pool, self._sandbox):
+            if started is not None:
+                started.close()
 
     def __enter__(self) -> "Scorer":
         return self
@@ -162,9 +172,20 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, rows: list[Row], asked: Mapping[str, list[bool]]) -> dict[str, list[Outcome[float]]]:
-        """The outcomes of every function, none where it is not asked; raises StopRequested if interrupted."""
-        pending: dict[str, list[Future[Outcome[float]]]] = {name: [] for name in self._isolated}
+    def outcomes(
+        self, rows: Sequence[Row], asked: Mapping[str, Sequence[bool]] | None = None
+    ) -> dict[str, list[Outcome[float]]]:
+        """Return the outcomes of every function on every row, with the reason where there is no score.
+
+        Args:
+          rows: what to score.
+          asked: by function, whether a row is scored by it; by default all are.
+
+        Raises:
+          StopRequested: the scoring was interrupted.
+        """
+        asked = asked or {name: [True] * len(rows) for name in self._weights}
+        pending: dict[str, list[Future[Outcome[float]]]] = {name: [] for name in (*self._isolated, *self._programs)}
         try:
             for name, futures in pending.items():
                 for row, wanted in zip(rows, asked[name], strict=True):
@@ -190,11 +211,29 @@ class Scorer:
             raise StopRequested
 
     def _begin(self, name: str, row: Row) -> Future[Outcome[float]]:
-        """The outcome of an isolated function: there at once if it is certain, else after a call in a worker."""
+        """The outcome of a function that does not run here: there at once if no worker or sandbox has to be asked."""
+        if name in self._programs:
+            return self._ask(name, row)
         decider, pool = self._deciders[name], self._pool
         assert pool is not None
         score = None if decider is None else decider(*row)
         return pool.submit(self._isolated[name], *row) if score is None else _done(Outcome(score))
+
+    def _ask(self, name: str, row: Row) -> Future[Outcome[float]]:
+        """The outcome of judging a program."""
+        try:
+            request = self._programs[name](*row, timeout_s=self._timeout_s)
+        except Exception:  # the record lacks what the reward reads
+            return _done(Outcome(None, traceback.format_exc(), raised=True))
+        assert self._sandbox is not None
+        return self._sandbox.submit(request, lambda verdict: _judged(name, verdict))
+
+
+def _judged(name: str, verdict: Verdict) -> Outcome[float]:
+    """The outcome that a verdict of the sandbox gives to a function."""
+    if verdict.broken:
+        return Outcome(None, verdict.broken, queued_s=verdict.queued_s)
+    return Outcome(code.score(name, verdict), queued_s=verdict.queued_s)
 
 
 def _done(outcome: Outcome[float]) -> Future[Outcome[float]]:
@@ -213,23 +252,33 @@ def unless_stopped(score: Callable[[], Value]) -> Value:
     return found[0]
 
 
+@dataclass(frozen=True)
+class Found:
+    """Reward functions, by name."""
+
+    here: dict[str, Callable[[str, str, dict[str, Any]], float | None]]
+    """Those that run in this process."""
+    isolated: dict[str, str]
+    """References of those that need a process of their own."""
+    programs: dict[str, Callable[..., Request]]
+    """Those that ask the sandbox about programs."""
+
+
 def find(
     names: Iterable[str],
     own: Mapping[str, str],
     *,
     module: str = "gspo_jax.rewards.functions",
     isolated_module: str = "gspo_jax.rewards.isolated",
-) -> tuple[dict[str, Callable[[str, str, dict[str, Any]], float | None]], dict[str, str]]:
-    """Look up reward functions; see `Scorer` for the arguments and for what is raised.
-
-    Returns:
-      Those that run in this process, and the references of those that need a process of their own, by name.
-    """
+) -> Found:
+    """Look up reward functions; see `Scorer` for the arguments and for what is raised."""
     here, isolated = importlib.import_module(module), dict[str, str]()
+    programs: dict[str, Callable[..., Request]] = {n: getattr(code, n) for n in names if n in code.__all__}
+    names = [name for name in names if name not in programs]
     others = [name for name in names if name not in here.__all__ and name not in own]
     if others:  # their module takes a second to import
         there = importlib.import_module(isolated_module)
-        check_names("reward", others, [*here.__all__, *there.__all__, *own])
+        check_names("reward", others, [*here.__all__, *there.__all__, *code.__all__, *own])
     functions = {}
     for name in names:
         reference = own.get(name, f"{isolated_module if name in others else module}:{name}")
@@ -238,7 +287,7 @@ def find(
             isolated[name] = reference
         else:
             functions[name] = function
-    return functions, isolated
+    return Found(functions, isolated, programs)
 
 
 def check_weights(kind: str, functions: Mapping[str, float]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
+from gspo_jax import sandbox
 from gspo_jax.data import tasks
 from gspo_jax.models import published, transformer
 from gspo_jax.models.config import ModelConfig
@@ -132,7 +133,8 @@ def _check_rewards(config: ConfigDict) -> None:
                 f"{', '.join(own_rewards)}"
             )
     own = functions.own(config)
-    scorer.find(config.rewards, own)
+    if scorer.find(config.rewards, own).programs and not config.scoring.unsafe:
+        sandbox.check_bubblewrap()
     scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
         for name in names:

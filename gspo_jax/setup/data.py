@@ -128,6 +128,7 @@ def make_scorer(config: ConfigDict) -> Scorer:
         own=own,
         timeout_s=scoring.timeout_s,
         workers=workers,
+        unsafe=scoring.unsafe,
         scores=lambda name, record: not of_source or name in of_source[record[rows.SOURCE]],
     )
 

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from gspo_jax import objectives, references
 from gspo_jax.data import tasks
 from gspo_jax.objectives import mismatch
-from gspo_jax.rewards import environments, functions, steps
+from gspo_jax.rewards import code, environments, functions, steps
 from gspo_jax.types import UserError
 
 Function = Callable[..., Any]
@@ -31,7 +31,7 @@ def load(config: ConfigDict) -> dict[str, Function]:
     from gspo_jax.rewards import isolated  # here, as it takes a second
 
     catalogues = {
-        "reward": (*functions.__all__, *isolated.__all__),
+        "reward": (*functions.__all__, *isolated.__all__, *code.__all__),
         "step reward": steps.__all__,
         "environment": environments.__all__,
         "objective": objectives.catalogue.__all__,

@@ -1,0 +1,84 @@
+"""Rewards for programs: what the sandbox is asked about a completion, and the score that its verdict gives.
+
+A function here takes (prompt, completion, record), returns a request to the sandbox, and does not run the program. The
+program is the last fenced block of the completion. Without one it is the completion, or the prompt and the completion
+if the record has a `test` and the completion does not define its `entry_point`. To add a reward, write a function here
+and list its name in `__all__`.
+"""
+
+import re
+from typing import Any
+
+from gspo_jax.sandbox import Request, Verdict
+
+__all__ = ["code_stdin", "code_stdin_share", "code_tests", "code_tests_share"]
+
+Record = dict[str, Any]
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_COMPARISON = "token"
+
+
+def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
+    """Score 1 if the program passes all tests of its functions, else 0.
+
+    Tests are record["test"], which defines `check(candidate)`, for the function record["entry_point"], as in HumanEval;
+    or the asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
+    """
+    tests = [record["test"]] if "test" in record else list(record["test_list"])
+    entry_point = record["entry_point"] if "test" in record else None
+    asked = {
+        "tests": tests,
+        "given": prompt if entry_point is not None and defines(prompt, entry_point) else "",
+        "setup": record.get("test_setup_code") or "",
+        "entry_point": entry_point,
+    }
+    return Request(program_of(prompt, completion, entry_point), asked, timeout_s)
+
+
+def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
+    """Score the share of the tests of `code_tests` that the program passes."""
+    return code_tests(prompt, completion, record, timeout_s=timeout_s)
+
+
+def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float, stop: bool = True) -> Request:
+    """Score 1 if the program prints record["outputs"] for record["inputs"], read from standard input, else 0.
+
+    record["compare"] is how: "token" by words, the default, "exact" by lines, "number" by words with numbers up to
+    1e-6; or record["checker"] is the source of a function `check(input, expected, output)`, which runs in the sandbox
+    too. Each input has `timeout_s`.
+    """
+    asked = {
+        "inputs": list(record["inputs"]),
+        "expected": list(record["outputs"]),
+        "compare": record.get("compare") or _COMPARISON,
+        "checker": record.get("checker") or "",
+        "stop": stop,
+    }
+    return Request(program_of(prompt, completion, None), asked, timeout_s)
+
+
+def code_stdin_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
+    """Score the share of the inputs of `code_stdin` for which the program prints what is expected."""
+    return code_stdin(prompt, completion, record, timeout_s=timeout_s, stop=False)
+
+
+def score(name: str, verdict: Verdict) -> float:
+    """Return the score that a verdict gives to the reward `name`."""
+    share = sum(verdict.passed) / max(1, len(verdict.passed))
+    return share if name.endswith("_share") else float(share == 1)
+
+
+def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
+    """Return the program in a completion; see the module docstring."""
+    blocks = _FENCED.findall(completion)
+    if blocks:
+        return str(blocks[-1])
+    if entry_point is None or defines(completion, entry_point):
+        return completion
+    return prompt + completion
+
+
+def defines(source: str, name: str) -> bool:
+    """Return whether a source defines a name at its top level, by the look of its lines: it is not parsed here."""
+    name = re.escape(name)
+    return re.search(rf"^(?:(?:async )?def|class) {name}\b|^{name} *=", source, re.MULTILINE) is not None

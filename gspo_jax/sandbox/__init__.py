@@ -1,0 +1,142 @@
+"""A sandbox for code that a model wrote: judged by tests, in processes that can reach nothing else.
+
+`Sandbox` keeps boxes (box.py) warm and judges on all of them at a time. What runs inside is in inside/.
+"""
+
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gspo_jax.sandbox.box import Box, BoxFailed, check_bubblewrap
+from gspo_jax.types import UserError
+
+__all__ = ["Request", "Sandbox", "Verdict", "check_bubblewrap"]
+
+_MAX_TRIES = 2
+_PROBE_S = 30.0
+"""Seconds that the first program may take: a judge may still be starting."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program and what to judge it by; inside/judge.py says what the fields hold."""
+
+    program: str
+    asked: Mapping[str, Any]
+    """Tests of functions, or inputs of the whole program."""
+    wall_s: float
+    """Seconds that the tests of functions may take together, or the program for each of its inputs."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Other limits than the usual ones, by their names in inside/jail.py."""
+
+    @property
+    def within_s(self) -> float:
+        """Seconds that all of it may take."""
+        runs = len(self.asked.get("inputs", [""]))
+        return self.wall_s * runs * (2 if self.asked.get("checker") else 1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge says of a program."""
+
+    passed: tuple[bool, ...] = ()
+    """Of each test."""
+    why: str = ""
+    """Why the first failed test failed, or how the program ended."""
+    output: str = ""
+    """What the program printed, if it was only run."""
+    broken: str = ""
+    """Why there is no verdict; the program is not at fault."""
+    queued_s: float = 0.0
+    """Seconds that the request waited for a sandbox."""
+
+
+class Sandbox:
+    """Boxes that are kept warm, each used by one thread at a time."""
+
+    def __init__(self, *, workers: int, unsafe: bool = False) -> None:
+        """Start them.
+
+        Raises:
+          UserError: programs cannot be isolated on this machine, and running them all the same is not allowed.
+        """
+        if not unsafe:
+            check_bubblewrap()
+        self._unsafe, self._closed = unsafe, False
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._all: set[Box] = set()
+        self._idle: queue.SimpleQueue[Box] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(self._start())
+        probe = self.judge(Request("print(1)", {"inputs": [""]}, _PROBE_S))
+        if probe.output != "1\n":
+            self.close()
+            raise UserError(
+                f"the sandbox for code does not work on this machine: {probe.broken or probe.why}; allow user "
+                "namespaces, or set scoring.unsafe=True to run what the model writes with this account's rights"
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the boxes."""
+        return sorted(box.pid for box in self._all)
+
+    def submit(self, request: Request, read: Callable[[Verdict], Value]) -> "Future[Value]":
+        """Queue a request; the future holds what `read` makes of the verdict."""
+        submitted = time.monotonic()
+        return self._threads.submit(lambda: read(self._judge(request, time.monotonic() - submitted)))
+
+    def judge(self, request: Request) -> Verdict:
+        """Return the verdict about a program."""
+        return self.submit(request, lambda verdict: verdict).result()
+
+    def close(self) -> None:
+        """End all boxes, with all processes in them, and drop what has not begun; repeating is harmless."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for box in list(self._all):
+            self._stop(box)
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _judge(self, request: Request, queued_s: float) -> Verdict:
+        box = self._idle.get()  # never blocks: one box per thread
+        message = {"program": request.program, **request.asked, "limits": {"wall_s": request.wall_s, **request.limits}}
+        why = ""
+        try:
+            for _ in range(_MAX_TRIES):
+                try:
+                    reply = box.judge(message, within_s=request.within_s)
+                except BoxFailed as failure:
+                    box, why = self._replace(box), f"{failure}, {_MAX_TRIES} times"
+                else:
+                    return Verdict(**reply | {"passed": tuple(reply.get("passed", ())), "queued_s": queued_s})
+            return Verdict(broken=why, queued_s=queued_s)
+        finally:
+            self._idle.put(box)
+
+    def _start(self) -> Box:
+        box = Box(unsafe=self._unsafe)
+        self._all.add(box)
+        return box
+
+    def _stop(self, box: Box) -> None:
+        self._all.discard(box)
+        box.close()
+
+    def _replace(self, box: Box) -> Box:
+        self._stop(box)
+        new = self._start()
+        if self._closed:  # asked only now, so that `close` or this thread stops the new one
+            self._stop(new)
+            raise RuntimeError("the sandbox was closed while it was judging")
+        return new

@@ -1,0 +1,137 @@
+"""A sandbox: bubblewrap around a judge (inside/judge.py), which runs programs in processes of their own.
+
+The judge sees a read-only system without home folders, its own processes, and no network; the programs it runs see even
+less (inside/jail.py).
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_jax.types import UserError
+
+_INSIDE = Path(__file__).parent / "inside"
+_START = "import sys; sys.path.insert(0, {folder!r}); from inside.judge import main; main()"
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+"""What of the system a judge sees."""
+_MARGIN_S = 5.0
+"""Seconds beyond its limits after which a judge that has not answered is ended."""
+
+
+class BoxFailed(RuntimeError):
+    """The judge ended, or did not answer in time; the box is of no more use."""
+
+
+def check_bubblewrap() -> None:
+    """Raise UserError if programs cannot be isolated on this machine."""
+    if sys.platform != "linux":
+        raise UserError("the sandbox for code needs Linux; set scoring.unsafe=True to run code without one")
+    if shutil.which("bwrap") is None:
+        raise UserError(
+            "code rewards need bubblewrap, and there is no program bwrap; run apt-get install bubblewrap, or set "
+            "scoring.unsafe=True to run what the model writes with this account's rights"
+        )
+
+
+class Box:
+    """A judge in a sandbox, for one thread at a time."""
+
+    def __init__(self, *, unsafe: bool = False) -> None:
+        """Start it. With `unsafe` there is no sandbox: programs run with this account's rights, within limits."""
+        self._process = subprocess.Popen(
+            _command(unsafe=unsafe),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
+            cwd="/",
+            start_new_session=True,
+        )
+        self._closing = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the sandbox."""
+        return self._process.pid
+
+    def judge(self, request: Mapping[str, Any], *, within_s: float) -> dict[str, Any]:
+        """Return the judge's reply to a request, see inside/judge.py.
+
+        Args:
+          request: what to judge.
+          within_s: seconds that the request may take by its own limits.
+
+        Raises:
+          BoxFailed: there is no reply.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with self._deadline(within_s + _MARGIN_S):
+            try:
+                stdin.write(json.dumps(request).encode() + b"\n")
+                stdin.flush()
+                reply = json.loads(stdout.readline())
+            except (OSError, ValueError):
+                raise BoxFailed("the sandbox has ended, or did not answer in time") from None
+        return reply
+
+    def close(self) -> None:
+        """End it, with all processes in it; repeating is harmless."""
+        with self._closing:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError, ValueError):
+                pipe.close()
+
+    @contextlib.contextmanager
+    def _deadline(self, seconds: float) -> Iterator[None]:
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _command(*, unsafe: bool) -> list[str]:
+    """Return the words that start a judge."""
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    judge = [python, "-I", "-S", "-c"]
+    if unsafe:
+        return [*judge, _START.format(folder=str(_INSIDE.parent)), "--unsafe"]
+    words = ["bwrap", "--die-with-parent", "--new-session", "--clearenv", "--setenv", "LANG", "C.UTF-8"]
+    words += ["--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
+    words += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--hostname", "sandbox"]
+    if os.geteuid() == 0:
+        # What the spawner needs to become nobody, and the judge to end nobody's processes.
+        words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
+    else:
+        words += ["--unshare-user"]
+    for place in _SYSTEM:
+        if os.path.islink(place):
+            words += ["--symlink", os.readlink(place), place]
+        elif os.path.exists(place):
+            words += ["--ro-bind", place, place]
+    if not Path(sys.base_prefix).is_relative_to("/usr"):
+        words += _bind(sys.base_prefix, sys.base_prefix)
+    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *_bind(str(_INSIDE), "/judge/inside")]
+    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+    return [*words, "--", *judge, _START.format(folder="/judge")]
+
+
+def _bind(place: str, inside: str) -> list[str]:
+    """Return the words that show a folder inside, below folders that anybody may pass through."""
+    above = (["--perms", "0755", "--dir", str(folder)] for folder in reversed(Path(inside).parents[:-1]))
+    return [*itertools.chain(*above), "--ro-bind", place, inside]

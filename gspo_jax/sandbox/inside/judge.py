@@ -1,0 +1,315 @@
+"""Judges programs: `python -I -S -c "from inside.judge import main; main()"`, as the first process of a sandbox.
+
+Reads one JSON request per line and answers each with one line; `Judge.answer` says what they hold. It runs no code of
+programs or tests itself; the processes that do are forked by the spawner and see neither this one nor each other. Only
+the standard library is imported, and the usual modules of it before the spawner is forked, so that a program finds them
+loaded. Linux only.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .channel import Channel
+from .compare import same
+from .jail import Limits
+from .roles import ROLES
+from .spawner import Spawner, SpawnError
+
+_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h."""
+_LOOK_S = 0.02
+"""Seconds between two looks at the memory of running programs."""
+_WHY_CHARACTERS = 200
+"""Characters of the reason why a program failed."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_USUAL = (
+    *("bisect", "cmath", "copy", "fractions", "functools", "heapq", "io", "itertools", "math", "operator"),
+    *("queue", "random", "re", "statistics", "string", "typing"),
+)
+"""Modules that are imported before programs are forked."""
+
+
+class Broken(RuntimeError):
+    """The test, the checker or the sandbox is at fault, and not the program."""
+
+
+class _Stopped(RuntimeError):
+    """A program was killed; the message says for what."""
+
+
+def main() -> None:
+    """Answer requests until standard input closes."""
+    for name in _USUAL:
+        __import__(name)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    judge = Judge(isolated="--unsafe" not in sys.argv)
+    for line in requests:
+        try:
+            reply = judge.answer(json.loads(line))
+        except (Broken, SpawnError, OSError) as error:
+            reply = {"broken": str(error)}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+
+class Judge:
+    """Runs programs in processes of their own and says what of their tests they pass."""
+
+    def __init__(self, *, isolated: bool) -> None:
+        self._isolated = isolated
+        self._spawner = Spawner(ROLES, isolated=isolated)
+        self._nothing = os.open(os.devnull, os.O_RDWR)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, or `{"broken": text}`.
+
+        Args:
+          request: `program`, its source, and `limits`, fields of Limits; and
+            for functions: `tests`, sources that each raise if the program fails; `given` and `setup`, sources that are
+            run before them; `entry_point`, None or the function that `check` of every test is called with;
+            for whole programs: `inputs` and `expected`, a text each for every test, `compare`, a name of compare.py,
+            or `checker`, the source of `check(input, expected, output)`; `stop`, True to stop at the first failure;
+            to see what a program prints: `inputs` with one text, and no `expected`. The reply is then `{"output",
+            "why"}`.
+
+        Raises:
+          Broken: no verdict about the program is possible.
+        """
+        limits = Limits(**request["limits"])
+        if "tests" in request:
+            return self._test_functions(request, limits)
+        if "expected" not in request:
+            output, why = self._run_program(request["program"], request["inputs"][0], limits)
+            return {"output": output, "why": why}
+        passed, first = [], ""
+        for text, expected in zip(request["inputs"], request["expected"], strict=True):
+            output, why = self._run_program(request["program"], text, limits)
+            right = not why and self._is_right(request, text, expected, output, limits)
+            passed.append(right)
+            first = first or ("" if right else why or "wrong output")
+            if request["stop"] and not right:
+                break
+        return {"passed": passed + [False] * (len(request["inputs"]) - len(passed)), "why": first}
+
+    def _is_right(self, request: Mapping[str, Any], text: str, expected: str, output: str, limits: Limits) -> bool:
+        if not request.get("checker"):
+            return same(expected, output, request["compare"])
+        job = {"checker": request["checker"], "input": text, "expected": expected, "output": output}
+        with self._processes(limits) as running:
+            channel = running.start("check_output")
+            try:
+                channel.send(job)
+                verdict = running.receive(channel)
+            except (_Stopped, EOFError, OSError, ValueError, RecursionError) as error:
+                raise Broken(f"the checker gave no verdict: {str(error) or 'it ended'}") from None
+        if "broken" in verdict:
+            raise Broken(verdict["broken"])
+        return bool(verdict["passed"])
+
+    def _test_functions(self, request: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+        passed: list[bool] = []
+        with self._processes(limits) as running:
+            program, tests = socket.socketpair()
+            with program, tests:
+                running.spawn("answer_calls", program.fileno())
+                channel = running.start("run_tests", tests.fileno())
+            try:
+                channel.send({name: request[name] for name in ("program", "tests", "given", "setup", "entry_point")})
+                while "why" not in (verdict := running.receive(channel)):
+                    if "broken" in verdict:
+                        raise Broken(verdict["broken"])
+                    passed = verdict["passed"]
+                passed, why = verdict["passed"], verdict["why"]
+            except _Stopped as stop:
+                why = str(stop)
+            except (EOFError, OSError, ValueError):
+                why = "the process of the tests ended"
+        return {"passed": passed + [False] * (len(request["tests"]) - len(passed)), "why": why}
+
+    def _run_program(self, program: str, text: str, limits: Limits) -> tuple[str, str]:
+        """Return what a program prints, and why it did not end well, if so."""
+        with self._processes(limits) as running, contextlib.ExitStack() as stack:
+            ends = [stack.enter_context(end) for _ in range(3) for end in socket.socketpair()]
+            (stdin, write), (read, stdout), (errors, stderr) = zip(ends[::2], ends[1::2], strict=True)
+            channel = running.start("run_program", inherited=[end.fileno() for end in (stdin, stdout, stderr)])
+            for end in (stdin, stdout, stderr):
+                end.close()
+            try:
+                channel.send(program)
+                output, said = running.talk(write, text.encode("utf-8", "surrogateescape"), read, errors)
+            except _Stopped as stop:
+                return "", str(stop)
+            except OSError:
+                return "", "the program could not be handed over"
+            why = running.ended_badly()
+            last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            return output.decode("utf-8", "surrogateescape"), f"{why}: {last}"[:_WHY_CHARACTERS] if why else ""
+
+    @contextlib.contextmanager
+    def _processes(self, limits: Limits) -> Iterator["_Processes"]:
+        running = _Processes(self._spawner, limits, isolated=self._isolated, nothing=self._nothing)
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+class _Processes:
+    """The processes of one test, and what they may still use."""
+
+    def __init__(self, spawner: Spawner, limits: Limits, *, isolated: bool, nothing: int) -> None:
+        self._spawner, self._limits, self._isolated, self._nothing = spawner, limits, isolated, nothing
+        self._deadline = time.monotonic() + limits.wall_s
+        self._pids: list[int] = []
+        self._channels: list[Channel] = []
+
+    def spawn(self, role: str, *descriptors: int, inherited: Sequence[int] = ()) -> int:
+        """Start a process with `inherited`, or nothing, as 0, 1 and 2, and `descriptors` as 3 …; return its pid."""
+        pid = self._spawner.spawn(role, self._limits, [*(inherited or [self._nothing] * 3), *descriptors])
+        self._pids.append(pid)
+        return pid
+
+    def start(self, role: str, *descriptors: int, inherited: Sequence[int] = ()) -> Channel:
+        """Start a process like `spawn`, with a channel as 3 and `descriptors` as 4 …; return our end of it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.spawn(role, theirs.fileno(), *descriptors, inherited=inherited)
+        ours.settimeout(self._left())
+        self._channels.append(Channel(ours))
+        return self._channels[-1]
+
+    def receive(self, channel: Channel) -> Any:
+        """Return the next message of a process; raises like Channel.receive, and _Stopped if limits are exceeded."""
+        while not select.select([channel.socket], [], [], min(_LOOK_S, self._left()))[0]:
+            self._check()
+        return channel.receive()
+
+    def talk(
+        self, stdin: socket.socket, text: bytes, stdout: socket.socket, stderr: socket.socket
+    ) -> tuple[bytes, bytes]:
+        """Write a text to a process and read what it prints until it ends; raises _Stopped if limits are exceeded."""
+        end = os.pidfd_open(self._pids[0])
+        found = {stdout: bytearray(), stderr: bytearray()}
+        for side in (stdin, stdout, stderr):
+            side.setblocking(False)
+        try:
+            left, reading, ended = memoryview(text), [stdout, stderr], False
+            while reading and not ended:
+                writing = [stdin] if left or stdin.fileno() >= 0 else []
+                ready, writable, _ = select.select([*reading, end], writing, [], min(_LOOK_S, self._left()))
+                self._check()
+                ended = end in ready
+                if writable:
+                    try:
+                        left = left[stdin.send(left[: 1 << 16]) :] if left else left
+                    except OSError:
+                        left = left[:0]  # it does not read on
+                    if not left:
+                        stdin.close()
+                if ended:  # what it has started ends with it, and what was printed is there
+                    self._kill()
+                    ready = reading
+                for side in [side for side in reading if side in ready]:
+                    if not self._read(side, found[side], to_the_end=ended):
+                        reading.remove(side)
+        finally:
+            os.close(end)
+        return bytes(found[stdout]), bytes(found[stderr])
+
+    def _read(self, side: socket.socket, found: bytearray, *, to_the_end: bool) -> bool:
+        """Append what there is to read; False at its end."""
+        while True:
+            try:
+                part = side.recv(1 << 16)
+            except OSError:
+                return not to_the_end
+            if not part:
+                return False
+            found += part
+            if len(found) > self._limits.output_bytes:
+                raise _Stopped(f"more than {self._limits.output_bytes} bytes of output")
+            if not to_the_end:
+                return True
+
+    def ended_badly(self) -> str:
+        """Wait for the first process and return how it ended: "" for exit code 0."""
+        while True:
+            pid, status = os.waitpid(self._pids[0], os.WNOHANG)
+            if pid:
+                break
+            self._check()
+            time.sleep(0.001)
+        del self._pids[0]
+        code = os.waitstatus_to_exitcode(status)
+        return "" if code == 0 else f"exit code {code}" if code > 0 else f"signal {-code}"
+
+    def end(self) -> None:
+        """Kill all processes of the test, wait for them, and close the channels."""
+        self._kill()
+        for pid in self._pids:
+            os.waitpid(pid, 0)
+        if not self._isolated:
+            self._kill_orphans()
+        for channel in self._channels:
+            channel.socket.close()
+
+    def _kill(self) -> None:
+        for pid in self._pids:  # not reaped yet, so that no other process can have its number
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            if not self._isolated:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _kill_orphans(self) -> None:
+        """Without namespaces: kill what has left its process group, and become this process's child."""
+        while orphans := [pid for pid in _children() if pid != self._spawner.pid]:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _check(self) -> None:
+        """Raise _Stopped if time or memory is used up."""
+        if not self._left():
+            raise _Stopped(f"no end within {self._limits.wall_s:g} s")
+        used = sum(map(_resident_bytes, self._all()))
+        if used > self._limits.memory_bytes:
+            raise _Stopped(f"more than {self._limits.memory_bytes >> 20} MiB of memory")
+
+    def _all(self) -> list[int]:
+        """All processes of the test; without namespaces, those that were started for it."""
+        if not self._isolated:
+            return self._pids
+        ours = (1, os.getpid(), self._spawner.pid)
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the memory of a process that it shares with no file; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = file.read().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * _PAGE

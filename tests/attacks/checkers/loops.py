@@ -1,0 +1,3 @@
+def check(a, b, c):
+    while True:
+        pass

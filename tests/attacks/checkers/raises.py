@@ -1,0 +1,2 @@
+def check(a, b, c):
+    raise ValueError

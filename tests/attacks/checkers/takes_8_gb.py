@@ -1,0 +1,2 @@
+def check(a, b, c):
+    data = [bytearray(1 << 20) for _ in range(8192)]

@@ -1,0 +1,3 @@
+import itertools
+def f(x):
+    return itertools.count()

@@ -1,0 +1,1 @@
+data = [bytearray(1 << 20) for _ in range(8192)]

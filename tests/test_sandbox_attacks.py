@@ -1,0 +1,178 @@
+"""Programs that attack the sandbox: each is contained and passes no test, and the same sandbox judges the next one."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gspo_jax.sandbox import Request, Sandbox
+from gspo_jax.types import UserError
+
+pytestmark = pytest.mark.faults
+
+WALL_S = 1.0
+TESTS = ["assert f(1) == 2", "assert all(x in (2,) for x in [f(1)]) and len(str(f(1))) == 1"]
+RIGHT = "def f(x):\n    return x + 1"
+SECRET = "the expected output is 7319"
+
+ATTACKS = Path(__file__).parent / "attacks"
+"""Programs that try to pass the tests without the function, or use up what there is (forgeries); that print what they
+got hold of, and an empty list if that is nothing (escapes); and hostile checkers."""
+
+
+def attacks(group):
+    """Mark a test that is run with the source of each attack of a group."""
+    files = sorted((ATTACKS / group).iterdir())
+    return pytest.mark.parametrize("attack", [file.read_text() for file in files], ids=[file.stem for file in files])
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        started = Sandbox(workers=1)
+    except UserError as error:
+        pytest.skip(str(error))
+    with started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def the_next_one_is_judged(sandbox):
+    (box,) = sandbox.pids
+    yield
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and len(inside(box)) > 3:
+        time.sleep(0.05)
+    assert len(inside(box)) <= 3, "bubblewrap's first process, the judge and the spawner"
+    assert functions(sandbox, RIGHT).passed == (True, True)
+    assert sandbox.pids == [box], "the same sandbox"
+
+
+def inside(box):
+    """Return all processes in a box."""
+    return psutil.Process(box).children(recursive=True)
+
+
+def functions(sandbox, program, wall_s=WALL_S):
+    asked = {"tests": TESTS, "given": "", "setup": "", "entry_point": None}
+    return sandbox.judge(Request(program, asked, wall_s))
+
+
+def run(sandbox, program, text="", wall_s=WALL_S):
+    return sandbox.judge(Request(program, {"inputs": [text]}, wall_s))
+
+
+@attacks("forgeries")
+def test_no_test_is_passed(sandbox, attack):
+    begun = time.monotonic()
+    verdict = functions(sandbox, attack)
+    assert verdict.passed == (False, False) and not verdict.broken, verdict
+    assert time.monotonic() - begun < WALL_S + 1
+
+
+@attacks("escapes")
+def test_nothing_is_found(sandbox, attack):
+    verdict = run(sandbox, attack, wall_s=5)
+    assert verdict.output.strip().replace(" 0", "") == "[]", verdict
+
+
+def test_a_flood_of_output_is_cut(sandbox):
+    assert "bytes of output" in run(sandbox, "while True:\n    print('x' * 10000)").why
+
+
+def test_a_flood_of_errors_is_cut(sandbox):
+    verdict = run(sandbox, "import sys\nwhile True:\n    sys.stderr.write('x' * 10000)")
+    assert "bytes of output" in verdict.why
+
+
+@pytest.mark.parametrize("kind", ["TCP", "UDP", "abstract"])
+def test_no_socket_reaches_out(sandbox, kind):
+    """A listener of the test's own on this machine hears nothing."""
+    family = socket.AF_UNIX if kind == "abstract" else socket.AF_INET
+    heard = []
+    with socket.socket(family, socket.SOCK_DGRAM if kind == "UDP" else socket.SOCK_STREAM) as listener:
+        listener.bind("\0gspo_jax-test" if kind == "abstract" else ("127.0.0.1", 0))
+        listener.settimeout(1)
+        if kind != "UDP":
+            listener.listen()
+
+        def listen():
+            with contextlib.suppress(OSError):
+                heard.append(listener.recv(10) if kind == "UDP" else listener.accept())
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        where = "'\\0gspo_jax-test'" if kind == "abstract" else f"('127.0.0.1', {listener.getsockname()[1]})"
+        sort = "SOCK_DGRAM" if kind == "UDP" else "SOCK_STREAM"
+        program = (
+            f"import socket\ns = socket.socket(socket.{family.name}, socket.{sort})\ntry:\n    s.connect({where})\n"
+            "    s.send(b'hello')\n    print('sent')\nexcept OSError as error:\n    print(error)"
+        )
+        verdict = run(sandbox, program)
+        assert kind == "UDP" or "sent" not in verdict.output, verdict
+        thread.join()
+    assert not heard
+
+
+def test_nothing_is_left_for_the_next_program(sandbox):
+    names = ["a\nb", "-rf", "$(reboot)", "\u202e", "x" * 200]
+    leave = f"for name in {names!r}:\n    open('/tmp/' + name, 'w').close()\nprint('left')"
+    assert run(sandbox, leave).output == "left\n"
+    assert run(sandbox, "import os\nprint(os.listdir('/tmp'), os.listdir('/dev/shm'))").output == "[] []\n"
+
+
+def test_expected_outputs_are_not_in_reach(sandbox):
+    """Not of this test, nor of one before it: a program looks at all text and bytes that its process holds."""
+    find = "import gc\nprint(any('output is ' + str(7300 + len('x' * 19)) in repr(o) for o in gc.get_objects()))"
+    asked = {"inputs": ["1"], "expected": [SECRET], "compare": "token", "checker": "", "stop": False}
+    assert sandbox.judge(Request(find, asked, WALL_S)).passed == (False,)
+    asked["expected"] = ["False"]
+    assert sandbox.judge(Request(find, asked, WALL_S)).passed == (True,)
+
+
+def test_input_that_is_not_read_does_no_harm(sandbox):
+    assert run(sandbox, "print(1)", text="x" * (1 << 22)).output == "1\n"
+    assert run(sandbox, "import os\nos.close(0)\nos.close(1)\nos.close(2)", text="x" * (1 << 22)).output == ""
+
+
+@attacks("checkers")
+def test_a_hostile_checker_gives_no_score(sandbox, attack):
+    asked = {"inputs": ["1"], "expected": ["2"], "compare": "token", "checker": attack, "stop": False}
+    verdict = sandbox.judge(Request("print(2)", asked, WALL_S))
+    assert verdict.broken and not verdict.passed
+
+
+def test_a_judge_that_is_killed_is_replaced(sandbox):
+    """Killed from outside, as the kernel does when memory is short; the program is judged all the same."""
+    with Sandbox(workers=1) as own:
+        (box,) = own.pids
+        threading.Timer(0.3, lambda: os.kill(box, 9)).start()
+        asked = {"inputs": ["1"], "expected": ["2"], "compare": "token", "checker": "", "stop": False}
+        verdict = own.judge(Request("import time\ntime.sleep(0.6)\nprint(2)", asked, 5.0))
+        assert verdict.passed == (True,) and own.pids != [box]
+        assert not psutil.pid_exists(box)
+
+
+def test_boxes_end_with_the_process_that_started_them(tmp_path):
+    """Also if that is killed while a program runs."""
+    program = (
+        "from gspo_jax.sandbox import Request, Sandbox\ns = Sandbox(workers=2)\nprint(*s.pids, flush=True)\n"
+        "s.judge(Request('while True: pass', {'inputs': ['']}, 100.0))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    boxes = [int(pid) for pid in process.stdout.readline().split()]
+    time.sleep(0.5)
+    everything = [child for box in boxes for child in inside(box)]
+    assert len(everything) > 6
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    _, alive = psutil.wait_procs(everything, timeout=2)
+    assert not alive
