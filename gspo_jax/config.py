@@ -187,7 +187,7 @@ def on_gsm8k(published: str = "") -> ConfigDict:
     config = base()
     config.model.published = published
     config.data.task = "gsm8k"
-    config.rewards = ConfigDict({"math_verify": 1.0, "answer_format": 0.1})
+    config.rewards = ConfigDict({"math_verify": 1.0, "math_verify_flexible": 0.0, "answer_format": 0.1})
     config.eval.correct = "math_verify"
     return config
 

@@ -13,7 +13,7 @@ WORKED = (
 
 
 def verdict(completion: str, answer: str) -> float | None:
-    return certain.math_verify("", completion, {"answer": answer})
+    return certain.math_verify_flexible("", completion, {"answer": answer})
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,9 @@ def verdict(completion: str, answer: str) -> float | None:
     ],
 )
 def test_the_usual_forms_need_no_worker(completion, answer, expected):
-    assert verdict(completion, answer) == expected == isolated.math_verify("", completion, {"answer": answer})
+    for name in ("math_verify", "math_verify_flexible"):
+        for module in (certain, isolated):
+            assert getattr(module, name)("", completion, {"answer": answer}) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,29 @@ def test_what_is_not_certain_is_left_to_the_worker(completion, answer):
 
 
 def test_a_record_without_a_reference_is_left_to_the_worker():
-    assert certain.math_verify("", "#### 1", {}) is None
+    assert certain.math_verify("", "#### 1", {}) is certain.math_verify_flexible("", "#### 1", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "flexible"),
+    [
+        ("First 3*6=18. Then we", 0, 1),
+        ("So it is 18", 0, 1),
+        ("The answer is 18.", 1, 1),
+        ("Answer: $18$", 1, 1),
+        ("The answer is 17.\n#### 18", 1, 0),  # math-verify prefers what it reads before
+        (r"The answer is 17. No, \boxed{18}", 1, 1),
+        ("#### 18\nThe answer is 17", 0, 0),
+        ("#### ", 0, 0),
+        ("18 ####", 0, 1),
+    ],
+)
+def test_a_strict_answer_is_announced(completion, strict, flexible):
+    """What is announced last counts, and nothing before it; flexibly, whatever math-verify finds in the whole text."""
+    record = {"answer": "18"}
+    assert isolated.math_verify("", completion, record) == strict
+    assert isolated.math_verify_flexible("", completion, record) == flexible
+    assert certain.math_verify("", completion, record) in (strict, None)
 
 
 REFERENCES = [
@@ -162,8 +186,8 @@ PIECES = [
 ]
 
 
-def disagreements(seed: int, count: int) -> tuple[list[tuple], int]:
-    """Compare verdicts on random completions; return those that differ, and how many were certain."""
+def disagreements(name: str, seed: int, count: int) -> tuple[list[tuple], int]:
+    """Compare a function's verdicts on random completions; return those that differ, and how many were certain."""
     rng, found, decided = random.Random(seed), [], 0
     for _ in range(count):
         answer, got = rng.choice(REFERENCES), rng.choice(REFERENCES)
@@ -172,17 +196,18 @@ def disagreements(seed: int, count: int) -> tuple[list[tuple], int]:
         noise = "".join(rng.choices(PIECES, k=rng.randrange(12))) if rng.random() < 0.3 else ""
         completion = rng.choice([WORKED, WORKED, WORKED + "\n", "", noise]) + rng.choice([*BEFORE, *[""] * 20])
         completion += mark % got + rng.choice(AFTER)
-        score = verdict(completion, answer)
+        score = getattr(certain, name)("", completion, {"answer": answer})
         if score is not None:
             decided += 1
-            if score != (right := isolated.math_verify("", completion, {"answer": answer})):
+            if score != (right := getattr(isolated, name)("", completion, {"answer": answer})):
                 found.append((answer, completion, score, right))
     return found, decided
 
 
-@pytest.mark.parametrize("count", [4000, pytest.param(200_000, marks=pytest.mark.slow)])
-def test_certain_verdicts_are_math_verifys_own(count):
-    found, decided = disagreements(count, count)
+@pytest.mark.parametrize("name", ["math_verify", "math_verify_flexible"])
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_certain_verdicts_are_math_verifys_own(name, count):
+    found, decided = disagreements(name, count, count)
     assert not found and decided > 0.05 * count
 
 

@@ -23,12 +23,27 @@ _PLAIN_TEXT = re.compile(
 """References that math-verify reads between dollar signs as it does in a box, and soon: they have no powers."""
 _NOT_PLAIN = re.compile(r"[0-9]{10}|(?i:answer)")
 _ANSWER = re.compile(r"(?i:answer)")  # of math-verify's patterns; `re` and `str.lower` differ in what they call equal
+_ANNOUNCED = re.compile(r"(?i:answer)(?: is|:)")
 _FINAL_ANSWER_IS = re.compile(r"(?is:final answer.{0,100}?\s+is)")
 _PERCENT = re.compile(r"%|[Pp]ercent|[Pp]ct")
 _NUMBER_OR_MATH = re.compile(r"[\d$\[(]|\\boxed")
 
 
+def announced(completion: str) -> str | None:
+    r"""Return a completion from the last `####`, `\boxed{`, "answer is" or "answer:" on; None if it has none."""
+    start = max(completion.rfind("####"), completion.rfind(BOX_START))
+    for found in _ANNOUNCED.finditer(completion, max(start, 0)):
+        start = found.start()
+    return None if start < 0 else completion[start:]
+
+
 def math_verify(prompt: str, completion: str, record: Record) -> float | None:
+    """Score as `math_verify_flexible` does if an answer is announced, and 0 if none is."""
+    answer = announced(completion)
+    return 0.0 if answer is None else math_verify_flexible(prompt, answer, record)
+
+
+def math_verify_flexible(prompt: str, completion: str, record: Record) -> float | None:
     r"""Score 1 if the final answer surely equals record["answer"] to math-verify, 0 if it surely does not, else None.
 
     Certain are a number or a text in the only `\boxed{}`; a number after the last `####` with nothing but its unit
@@ -48,7 +63,9 @@ def math_verify(prompt: str, completion: str, record: Record) -> float | None:
     return float(_value(got) == _value(wanted))
 
 
-DECIDERS: dict[str, Callable[[str, str, Record], float | None]] = {"gspo_jax.rewards.isolated:math_verify": math_verify}
+DECIDERS: dict[str, Callable[[str, str, Record], float | None]] = {
+    f"gspo_jax.rewards.isolated:{decide.__name__}": decide for decide in (math_verify, math_verify_flexible)
+}
 """By the reference of a reward function: what decides before it is called."""
 
 

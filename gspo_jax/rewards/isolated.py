@@ -11,7 +11,9 @@ from typing import Any
 
 from math_verify import parse, verify
 
-__all__ = ["math_verify"]
+from gspo_jax.rewards.certain import announced
+
+__all__ = ["math_verify", "math_verify_flexible"]
 
 # Silences the warning that its own timeouts are off. They rely on signals, which work only in the main thread; killing
 # the process is more reliable.
@@ -21,7 +23,17 @@ parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its table
 
 
 def math_verify(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    """Score 1 if math-verify finds the final answer mathematically equal to record["answer"] (1/2 is 0.5), else 0.
+    r"""Score 1 if math-verify finds the final answer mathematically equal to record["answer"] (1/2 is 0.5), else 0.
+
+    The final answer has to be announced, by `####`, `\boxed{}`, "answer is" or "answer:"; nothing before the last of
+    these is read. Raises ValueError if record["answer"] itself cannot be parsed.
+    """
+    answer = announced(completion)
+    return 0.0 if answer is None else math_verify_flexible(prompt, answer, record)
+
+
+def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """Score like `math_verify`, but the last number or formula of any text: "3*6=18. Then we" answers 18.
 
     Raises ValueError if record["answer"] itself cannot be parsed.
     """
