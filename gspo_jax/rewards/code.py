@@ -2,7 +2,8 @@
 
 A function here takes (prompt, completion, record), returns a request to the sandbox, and does not run the program. The
 program is the last fenced block of the completion. Without one it is the completion, or the prompt and the completion
-if the record has a `test` and the completion does not define its `entry_point`. To add a reward, write a function here
+if the record has a `test` and the completion does not define its `entry_point`. record["prelude"], if there is one,
+stands before it. To add a reward, write a function here
 and list its name in `__all__`.
 """
 
@@ -32,7 +33,7 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
         "setup": record.get("test_setup_code") or "",
         "entry_point": entry_point,
     }
-    return Request(program_of(prompt, completion, entry_point), asked, timeout_s)
+    return Request(record.get("prelude", "") + program_of(prompt, completion, entry_point), asked, timeout_s)
 
 
 def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
@@ -54,7 +55,7 @@ def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float
         "checker": record.get("checker") or "",
         "stop": stop,
     }
-    return Request(program_of(prompt, completion, None), asked, timeout_s)
+    return Request(record.get("prelude", "") + program_of(prompt, completion, None), asked, timeout_s)
 
 
 def code_stdin_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:

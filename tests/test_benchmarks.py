@@ -1,0 +1,125 @@
+"""Benchmarks as they were published: read whole, judged by their own solutions, and nothing in them is executed."""
+
+import base64
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+
+from gspo_jax.data import benchmarks
+from gspo_jax.rewards import code
+from gspo_jax.types import UserError
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def packed(content):
+    return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
+
+
+def problem(number, tests, hidden, **fields):
+    """Return a row of LiveCodeBench's schema."""
+    return {
+        "question_title": "T",
+        "question_content": f"Problem {number}",
+        "platform": "atcoder",
+        "question_id": f"abc{number}",
+        "contest_id": "abc",
+        "contest_date": "2024-01-01T00:00:00",
+        "starter_code": "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(tests),
+        "private_test_cases": hidden,
+        "metadata": "{}",
+        **fields,
+    }
+
+
+STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+CALLS = [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}]
+SOLUTION = "class Solution:\n    def add(self, values: List[int], more: int) -> List[int]:\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [
+        problem(1, STDIN, packed(json.dumps([{"input": "5 6", "output": "11", "testtype": "stdin"}]))),
+        problem(2, STDIN, json.dumps(STDIN)),
+        problem(3, CALLS, packed(json.dumps(CALLS)), starter_code=SOLUTION, metadata='{"func_name": "add"}'),
+    ]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_livecodebench_is_read_with_its_hidden_tests(folder):
+    one, two, three = benchmarks.read("livecodebench", str(folder))
+    assert (one["id"], one["inputs"], one["outputs"]) == ("abc1", ["1 2\n", "5 6"], ["3\n", "11"])
+    assert two["inputs"] == ["1 2\n"] * 2 and "test_list" not in two
+    assert three["test_list"] == ["assert _listed(Solution().add([1, 2], 3)) == [4, 5]"] * 2 and "inputs" not in three
+    assert three["question"].endswith("List[int]:") and "_listed" in three["test_setup_code"]
+
+
+def test_its_programs_find_what_they_expect_imported(folder):
+    *_, three = benchmarks.read("livecodebench", str(folder))
+    request = code.code_tests("", f"```python\n{SOLUTION}        pass\n```", three, timeout_s=1.0)
+    assert request.program.startswith("from typing import *") and request.program.endswith("pass\n")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.system, ("touch /tmp/gspo_jax-unpickled",))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "says"),
+    [
+        (packed(Bomb()), "it names .*system, and may hold only text"),
+        (packed({"a": 1}), "cannot be unpacked"),
+        (base64.b64encode(zlib.compress(b"no pickle")).decode(), "cannot be unpacked"),
+        (base64.b64encode(b"no zlib").decode(), "cannot be unpacked"),
+        ("no base64", "cannot be unpacked"),
+    ],
+)
+def test_hidden_tests_hold_only_text(hidden, says, tmp_path):
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(problem(1, STDIN, hidden)))
+    with pytest.raises(UserError, match=says):
+        benchmarks.read("livecodebench", str(file))
+    assert not os.path.exists("/tmp/gspo_jax-unpickled")
+
+
+def test_a_bomb_of_hidden_tests_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmarks, "MOST_BYTES", 1 << 20)
+    bomb = base64.b64encode(zlib.compress(bytes(1 << 24))).decode()
+    (tmp_path / "test.jsonl").write_text(json.dumps(problem(1, STDIN, bomb)))
+    with pytest.raises(UserError, match="hidden tests are more than 1048576 bytes"):
+        benchmarks.read("livecodebench", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("gsm9k", "{}", "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?"),
+        ("gsm8k", "{}", "is not gsm8k as it was published"),
+        ("gsm8k", "[1]", "is not gsm8k as it was published"),
+        ("gsm8k", "{", "test.jsonl:1 is not JSON"),
+        ("gsm8k", "", "has no problems of gsm8k"),
+        ("aime24", None, "has no test.jsonl; give the folder of the benchmark's files"),
+    ],
+)
+def test_other_files_are_refused(name, content, says, tmp_path):
+    if content is not None:
+        (tmp_path / "test.jsonl").write_text(content)
+    with pytest.raises(UserError, match=says):
+        benchmarks.read(name, str(tmp_path))
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
+@pytest.mark.parametrize(("name", "count"), [("aime24", 30), ("gsm8k", 1319), ("humaneval", 164), ("mbpp", 474)])
+def test_published_files_are_read_whole(name, count):
+    records = benchmarks.read(name, str(DATA / name))
+    assert len(records) == count == len({record["id"] for record in records})
+    assert all(record["question"] and record["answer"] for record in records)
