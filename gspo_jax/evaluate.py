@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, engine
+from gspo_jax import benchmark, cli, engine
+from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
@@ -164,11 +165,20 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
 
 def main(config: ConfigDict) -> None:
     """Run the command."""
-    result = evaluate_folder(config, flags.FLAGS.workdir)
-    cli.write_facts(flags.FLAGS.json, dataclasses.asdict(result))
+    name, place = flags.FLAGS.benchmark, flags.FLAGS.data
+    if name is None:
+        cli.write_facts(flags.FLAGS.json, dataclasses.asdict(evaluate_folder(config, flags.FLAGS.workdir)))
+        return
+    facts = benchmark.run(config, flags.FLAGS.workdir, name=name, place=place or "", samples=flags.FLAGS.samples)
+    if facts:
+        print(benchmark.described(facts))
+        cli.write_facts(flags.FLAGS.json, facts)
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("benchmark", None, f"{', '.join(BENCHMARKS)}, or a file of rows; the held-out prompts without.")
+    flags.DEFINE_string("data", None, "Folder or file of the benchmark.")
+    flags.DEFINE_integer("samples", 8, "Responses to every problem of the benchmark.", lower_bound=1)
     flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN.", required=True)
     flags.DEFINE_string("json", None, "Also write the result to this file.")
     cli.run(main)

@@ -42,6 +42,7 @@ MISTAKES = {
     "atlas x": "unrecognized arguments: x",
     "scaling docs --programm=x": "did you mean --program?",
     "score --reward=x --in=x --ot=x": "unrecognized arguments: --ot=x; did you mean --out?",
+    f"evaluate {TINY} --workdir=TMP --benchmark=gsm9k": "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?",
     f"{SWEEP} --seed=3": "unknown flag --seed; did you mean --seeds?",
     f"{SWEEP} --sweep objective.nme=gspo,grpo": "no field 'objective.nme'; did you mean 'objective.name'?",
     # A flag that is missing.

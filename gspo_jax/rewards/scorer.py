@@ -159,6 +159,10 @@ class Scorer:
             without_worker=np.asarray([not any(uses) for uses in zip(*called, strict=True)], bool) if called else None,
         )
 
+    def asks(self, name: str, record: dict[str, Any]) -> bool:
+        """Return whether a function scores completions for a record."""
+        return self._scores(name, record)
+
     def close(self) -> None:
         """End a scoring in another thread, and kill workers and sandboxes; a second call does nothing."""
         self._closed = True
