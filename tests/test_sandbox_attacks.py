@@ -139,6 +139,7 @@ def test_expected_outputs_are_not_in_reach(sandbox):
 
 def test_input_that_is_not_read_does_no_harm(sandbox):
     assert run(sandbox, "print(1)", text="x" * (1 << 22)).output == "1\n"
+    assert "no end" in run(sandbox, "import os\nos.close(1)\nos.close(2)\nwhile True:\n    pass").why
     assert run(sandbox, "import os\nos.close(0)\nos.close(1)\nos.close(2)", text="x" * (1 << 22)).output == ""
 
 

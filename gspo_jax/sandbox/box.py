@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,11 +47,12 @@ class Box:
 
     def __init__(self, *, unsafe: bool = False) -> None:
         """Start it. With `unsafe` there is no sandbox: programs run with this account's rights, within limits."""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the box
         self._process = subprocess.Popen(
             _command(unsafe=unsafe),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
             cwd="/",
             start_new_session=True,
@@ -80,7 +82,7 @@ class Box:
                 stdin.flush()
                 reply = json.loads(stdout.readline())
             except (OSError, ValueError):
-                raise BoxFailed("the sandbox has ended, or did not answer in time") from None
+                raise BoxFailed(f"the sandbox has ended, or did not answer in time{self._said()}") from None
         return reply
 
     def close(self) -> None:
@@ -92,6 +94,13 @@ class Box:
             assert pipe is not None
             with contextlib.suppress(OSError, ValueError):
                 pipe.close()
+        self._errors.close()
+
+    def _said(self) -> str:
+        """The last line on its standard error, if there is one."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return f" ({lines[-1]})" if lines else ""
 
     @contextlib.contextmanager
     def _deadline(self, seconds: float) -> Iterator[None]:

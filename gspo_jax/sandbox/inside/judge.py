@@ -150,11 +150,11 @@ class Judge:
             try:
                 channel.send(program)
                 output, said = running.talk(write, text.encode("utf-8", "surrogateescape"), read, errors)
+                why = running.ended_badly()
             except _Stopped as stop:
                 return "", str(stop)
             except OSError:
                 return "", "the program could not be handed over"
-            why = running.ended_badly()
             last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
             return output.decode("utf-8", "surrogateescape"), f"{why}: {last}"[:_WHY_CHARACTERS] if why else ""
 
