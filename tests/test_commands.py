@@ -41,7 +41,7 @@ MISTAKES = {
     "atlas --ot=x": "did you mean --out?",
     "atlas x": "unrecognized arguments: x",
     "scaling docs --programm=x": "did you mean --program?",
-    "score --reward=x --in=x --ot=x": "unrecognized arguments: --ot=x; did you mean --out?",
+    "score --reward=x --in=x --out=x --workes=2": "unrecognized arguments: --workes=2; did you mean --workers?",
     f"evaluate {TINY} --workdir=TMP --benchmark=gsm9k": "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?",
     f"{SWEEP} --seed=3": "unknown flag --seed; did you mean --seeds?",
     f"{SWEEP} --sweep objective.nme=gspo,grpo": "no field 'objective.nme'; did you mean 'objective.name'?",

@@ -124,7 +124,7 @@ def test_what_is_at_fault_has_no_score(scored):
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
-@pytest.mark.parametrize("benchmark", ["humaneval", "mbpp"])
+@pytest.mark.parametrize("benchmark", ["humaneval", pytest.param("mbpp", marks=pytest.mark.slow)])
 def test_published_solutions_pass_their_tests(scored, benchmark):
     if benchmark == "humaneval":
         with gzip.open(DATA / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:

@@ -153,7 +153,7 @@ class Judge:
                 why = running.ended_badly()
             except _Stopped as stop:
                 return "", str(stop)
-            except OSError:
+            except (OSError, ValueError):  # it is too long, or its process has ended
                 return "", "the program could not be handed over"
             last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
             return output.decode("utf-8", "surrogateescape"), f"{why}: {last}"[:_WHY_CHARACTERS] if why else ""
