@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,19 @@ def scored():
 )
 def test_which_program_is_judged(completion, entry_point, program):
     assert code.program_of(PROMPT, completion, entry_point) == program
+
+
+def test_in_a_conversation_the_question_is_what_the_completion_goes_on_from():
+    record, chat = {**TRIPLE, "question": PROMPT}, f"<user>\n{PROMPT}<assistant>\n"
+    request = code.code_tests(chat, "    return 3 * x", record, timeout_s=1.0)
+    assert request.program == PROMPT + "    return 3 * x" and request.asked["given"] == PROMPT
+
+
+@pytest.mark.parametrize("piece", ["```a\n", "```\n", "`", "\n", "def f(x):\n", " "])
+def test_hostile_completions_cost_little(piece):
+    begun = time.monotonic()
+    code.code_tests(PROMPT, piece * (2_000_000 // len(piece)), TRIPLE, timeout_s=1.0)
+    assert time.monotonic() - begun < 2.0
 
 
 def test_functions_are_tested_with_what_the_prompt_gives(scored):

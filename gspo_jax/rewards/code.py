@@ -3,8 +3,8 @@
 A function here takes (prompt, completion, record), returns a request to the sandbox, and does not run the program. The
 program is the last fenced block of the completion. Without one it is the completion, or the prompt and the completion
 if the record has a `test` and the completion does not define its `entry_point`. record["prelude"], if there is one,
-stands before it. To add a reward, write a function here
-and list its name in `__all__`.
+stands before it. Functions run in the trainer's process, so they must be linear in the completion's length. To add a
+reward, write a function here and list its name in `__all__`.
 """
 
 import re
@@ -15,7 +15,7 @@ from gspo_jax.sandbox import Request, Verdict
 __all__ = ["code_stdin", "code_stdin_share", "code_tests", "code_tests_share"]
 
 Record = dict[str, Any]
-_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = "```"
 _COMPARISON = "token"
 
 
@@ -26,10 +26,15 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
     or the asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
     """
     tests = [record["test"]] if "test" in record else list(record["test_list"])
-    entry_point = record["entry_point"] if "test" in record else None
+    entry_point, given = record["entry_point"] if "test" in record else None, ""
+    if entry_point is not None:
+        # The prompt itself may be a conversation, of which the question is a part.
+        texts = (record.get("prompt"), record.get("question"), prompt)
+        given = next((text for text in texts if isinstance(text, str) and defines(text, entry_point)), "")
+        prompt = given or prompt
     asked = {
         "tests": tests,
-        "given": prompt if entry_point is not None and defines(prompt, entry_point) else "",
+        "given": given,
         "setup": record.get("test_setup_code") or "",
         "entry_point": entry_point,
     }
@@ -71,12 +76,25 @@ def score(name: str, verdict: Verdict) -> float:
 
 def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
     """Return the program in a completion; see the module docstring."""
-    blocks = _FENCED.findall(completion)
-    if blocks:
-        return str(blocks[-1])
+    block = last_block(completion)
+    if block is not None:
+        return block
     if entry_point is None or defines(completion, entry_point):
         return completion
     return prompt + completion
+
+
+def last_block(text: str) -> str | None:
+    """Return the content of the last block between lines of three backquotes that closes; None if there is none."""
+    found, begun = None, None
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if begun is None:
+            mark = line.lstrip(" \t")
+            begun = number if mark.startswith(_FENCE) and "`" not in mark[len(_FENCE) :] else None
+        elif line.strip(" \t\r\n") == _FENCE:
+            found, begun = (begun + 1, number), None
+    return None if found is None else "".join(lines[found[0] : found[1]])
 
 
 def defines(source: str, name: str) -> bool:
