@@ -25,22 +25,21 @@ from ml_collections import ConfigDict
 import gspo_jax
 from gspo_jax import engine, estimates, storage
 from gspo_jax.data import benchmarks
-from gspo_jax.data.pipeline import EvalBatches, eval_batches
+from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts, processes
-from gspo_jax.reporting.writers import existing_folder
 from gspo_jax.rewards import isolated
 from gspo_jax.rewards.certain import announced
 from gspo_jax.rewards.functions import final_answer, number
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
-from gspo_jax.setup import data, functions, keys, policy, sampling
+from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import open_folder
 from gspo_jax.training.digest import digests
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 
 FOLDER = "benchmarks"
 """Folder of the answers, in a run folder."""
@@ -71,15 +70,11 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
     check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
-        initial = policy.initial_folder(config, files.local)
-        if not config.model.folder:
-            existing_folder(files.local)
-            if not initial.exists():
-                raise UserError(f"{files.name} holds no run: it has no {initial.name}; give the --workdir of a run")
-        model, tokenizer = policy.read_folder(config, initial)
-        batches = _batches(config, tokenizer, records)
+        model, tokenizer = policy.read_run(config, files)
+        batches = data.held_out_prompts(config, tokenizer, records)
         meshes = make_meshes(config, model)
-        with jax.set_mesh(meshes.trainer), _scorer(config, name) as scorer:
+        scores = None if _is_file(name) else _applies
+        with jax.set_mesh(meshes.trainer), data.make_scorer(config, scores=scores) as scorer:
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             weights, of = policy.newest_weights(config, files, made.policy, meshes.trainer)
             made.sampler.load(weights)
@@ -237,28 +232,6 @@ def _decides(config: ConfigDict, name: str, row: dict[str, Any]) -> str:
     if _is_file(name):
         return str(config.eval.correct)
     return next(reward for reward in config.rewards if row["asked"][reward])
-
-
-def _scorer(config: ConfigDict, name: str) -> Scorer:
-    scoring = config.scoring
-    return Scorer(
-        config.rewards.to_dict(),
-        own=functions.own(config),
-        timeout_s=scoring.timeout_s,
-        workers=processes.own_cores() if scoring.workers is None else scoring.workers,
-        unsafe=scoring.unsafe,
-        scores=lambda reward, record: _is_file(name) or _applies(reward, record),
-    )
-
-
-def _batches(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> EvalBatches:
-    return eval_batches(
-        records,
-        tokenizer,
-        prompts_per_batch=config.data.prompts_per_batch,
-        max_prompt_length=config.data.max_prompt_length,
-        style=data.prompt_style(config),
-    )
 
 
 def _sampled(

@@ -20,14 +20,12 @@ from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts
-from gspo_jax.reporting.writers import existing_folder
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
 from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import open_folder
-from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +141,7 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
     check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
-        initial = policy.initial_folder(config, files.local)
-        if not config.model.folder:
-            existing_folder(files.local)
-            if not initial.exists():
-                raise UserError(f"{files.name} holds no run: it has no {initial.name}; give the --workdir of a run")
-        model, tokenizer = policy.read_folder(config, initial)
+        model, tokenizer = policy.read_run(config, files)
         batches = data.held_out_prompts(config, tokenizer, data.load_records(config, "test"))
         meshes = make_meshes(config, model)
         with jax.set_mesh(meshes.trainer), data.make_scorer(config) as scorer:

@@ -334,7 +334,7 @@ def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed
     assert max(row.get("actor/grad_norm", 0) for row in rows_of(tmp_path / "alone")) > 0
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_what_fails_is_named_and_the_others_go_on(data, tmp_path):
     """A run diverges, and a cold start asks for more devices than there are."""
     fields = {"model.folder": ROOT / "tests" / "golden" / "adder", "training.max_skipped": 1} | ONE_DEVICE

@@ -175,7 +175,7 @@ def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, microbatches
         np.testing.assert_allclose(metrics[metric], expected_metrics[metric], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_one_checkpoint_on_two_meshes_has_the_same_bits_and_next_loss(experience, tmp_path):
     """The state is the same to the last bit; the loss of the next update differs by at most 1e-5.
 

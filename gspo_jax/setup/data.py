@@ -118,8 +118,11 @@ def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
     )
 
 
-def make_scorer(config: ConfigDict) -> Scorer:
-    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
+def make_scorer(config: ConfigDict, *, scores: Callable[[str, Record], bool] | None = None) -> Scorer:
+    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it.
+
+    `scores` tells whether a function, by its name, scores completions for a record; by default its source does.
+    """
     own, scoring = functions.own(config), config.scoring
     of_source = {name: tuple(source.rewards or config.rewards) for name, source in config.data.sources.items()}
     workers = processes.own_cores() if scoring.workers is None else scoring.workers
@@ -129,7 +132,7 @@ def make_scorer(config: ConfigDict) -> Scorer:
         timeout_s=scoring.timeout_s,
         workers=workers,
         unsafe=scoring.unsafe,
-        scores=lambda name, record: not of_source or name in of_source[record[rows.SOURCE]],
+        scores=scores or (lambda name, record: not of_source or name in of_source[record[rows.SOURCE]]),
     )
 
 

@@ -16,6 +16,7 @@ from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.reporting.writers import existing_folder
 from gspo_jax.setup import sampling
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import load_newest
@@ -152,6 +153,20 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
     sampling.stop_ids(config, tokenizer)
     sampling.opening(config, tokenizer)
     return model, tokenizer
+
+
+def read_run(config: ConfigDict, files: RunFolder) -> tuple[ModelConfig, Tokenizer]:
+    """The model config and tokenizer of a run folder's policy, for a command that needs a run.
+
+    Raises:
+      UserError: the folder holds no run, and the config names no model of its own; or as `read_folder`.
+    """
+    initial = initial_folder(config, files.local)
+    if not config.model.folder:
+        existing_folder(files.local)
+        if not initial.exists():
+            raise UserError(f"{files.name} holds no run: it has no {initial.name}; give the --workdir of a run")
+    return read_folder(config, initial)
 
 
 def reference_weights(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> Weights | None:
