@@ -121,5 +121,5 @@ def test_other_files_are_refused(name, content, says, tmp_path):
 @pytest.mark.parametrize(("name", "count"), [("aime24", 30), ("gsm8k", 1319), ("humaneval", 164), ("mbpp", 474)])
 def test_published_files_are_read_whole(name, count):
     records = benchmarks.read(name, str(DATA / name))
-    assert len(records) == count == len({record["id"] for record in records})
+    assert len(records) == count == len({record["id"] for record in records}) and records.name == str(DATA / name)
     assert all(record["question"] and record["answer"] for record in records)

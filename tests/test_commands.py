@@ -43,6 +43,7 @@ MISTAKES = {
     "scaling docs --programm=x": "did you mean --program?",
     "score --reward=x --in=x --out=x --workes=2": "unrecognized arguments: --workes=2; did you mean --workers?",
     f"evaluate {TINY} --workdir=TMP --benchmark=gsm9k": "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?",
+    f"evaluate {TINY} --workdir=TMP --benchmark=gsm8k": "--data is missing: the folder or file of gsm8k",
     f"{SWEEP} --seed=3": "unknown flag --seed; did you mean --seeds?",
     f"{SWEEP} --sweep objective.nme=gspo,grpo": "no field 'objective.nme'; did you mean 'objective.name'?",
     # A flag that is missing.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.data.records import Record
+from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
 
 MOST_BYTES = 1 << 29
@@ -121,7 +121,7 @@ BENCHMARKS = {
 """By name."""
 
 
-def read(name: str, place: str) -> list[Record]:
+def read(name: str, place: str) -> Records:
     """Return the records of a benchmark.
 
     Raises:
@@ -131,13 +131,15 @@ def read(name: str, place: str) -> list[Record]:
         raise UserError(
             f"unknown benchmark {name!r}; {choices(name, list(BENCHMARKS))}, or a file of your own, FILE.jsonl"
         )
+    if not place:
+        raise UserError(f"--data is missing: the folder or file of {name}, as it was published")
     try:
         records = BENCHMARKS[name].read(Path(place))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place} is not {name} as it was published ({error!r}); download it again") from error
     if not records:
         raise UserError(f"{place} has no problems of {name}; download it again")
-    return records
+    return Records(place, records, convert=lambda _, record: record, where=lambda _: place)
 
 
 def _rows(place: Path, *names: str) -> Iterator[dict[str, Any]]:
