@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, coldstart, objectives
+from gspo_jax import cli, coldstart, objectives, references
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
@@ -204,7 +204,9 @@ def test_a_response_whose_steps_cannot_be_scored_is_counted_and_not_learned_from
 
     monkeypatch.setattr(steps, "countdown_steps", moody)
     config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
+    references.function.cache_clear()  # a run before this one has found the catalogue's
     rows = run(config, tmp_path / "run", written)
+    references.function.cache_clear()
     failed, batch = rows[-1]["reward/failed"], config.data.prompts_per_batch * config.sampling.group_size
     assert 0 < failed < batch
     assert np.mean([row["response/learned"] for row in rows]) == pytest.approx(1 - failed / batch)
