@@ -74,7 +74,7 @@ def test_no_test_is_passed(sandbox, attack):
     begun = time.monotonic()
     verdict = functions(sandbox, attack)
     assert verdict.passed == (False, False) and not verdict.broken, verdict
-    assert time.monotonic() - begun < WALL_S + 1
+    assert time.monotonic() - begun < WALL_S + 3  # on a busy machine, too
 
 
 @attacks("escapes")
