@@ -7,6 +7,7 @@ Answers are written batch by batch below `benchmarks/` of the run folder, in a f
 after a kill, the command goes on behind the last whole batch, with the same numbers as without.
 """
 
+import collections
 import functools
 import hashlib
 import importlib.metadata
@@ -43,6 +44,11 @@ from gspo_jax.types import Weights
 
 FOLDER = "benchmarks"
 """Folder of the answers, in a run folder."""
+EXTRACTION = {
+    "math_verify": r"strict: what follows the last ####, \boxed{}, 'answer is' or 'answer:'",
+    "math_verify_flexible": "flexible: the last number or formula of the text",
+}
+"""How rewards find the answer, for the protocol."""
 
 
 def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, samples: int) -> dict[str, Any]:
@@ -80,7 +86,9 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
             made.sampler.load(weights)
             player = sampling.make_player(config, tokenizer, made.sampler)
             protocol = _protocol(config, name, batches, model=of, weights=_digest(weights))
-            answers = _Answers(files.local / FOLDER, Path(name).stem, protocol, batches, samples)
+            starts = range(0, batches.usable, config.data.prompts_per_batch)
+            sizes = [samples * min(config.data.prompts_per_batch, batches.usable - start) for start in starts]
+            answers = _Answers(files.local / FOLDER, Path(name).stem, protocol, sizes)
             key = keys.eval_key(keys.run_key(config))
             for number_, batch in enumerate(batches):
                 if number_ >= answers.done:
@@ -158,7 +166,8 @@ def described(facts: dict[str, Any]) -> str:
         return "–" if value is None or between is None else f"{value:.3f} [{between[0]:.3f}, {between[1]:.3f}]"
 
     n, spans = facts["samples"], facts["intervals"]
-    lines = [f"{facts['benchmark']}: {facts['problems']} problems, {n} samples of each; in brackets 95% intervals"]
+    lines = [f"{facts['benchmark']}: {facts['problems']} problems, {n} samples of each"]
+    lines[0] += f"; in brackets {estimates.COVERAGE:.0%} intervals"
     lines.append(f"mean@{n} {share(facts['mean'], spans['mean'])}")
     for kind in ("pass", "majority"):
         lines += [f"{kind}@{k} {share(value, spans[kind][k])}" for k, value in facts[kind].items()]
@@ -270,20 +279,20 @@ def _sampled(
 class _Answers:
     """The file of answers of one protocol, of which whole batches are kept."""
 
-    def __init__(self, folder: Path, name: str, protocol: dict[str, Any], batches: EvalBatches, samples: int) -> None:
+    def __init__(self, folder: Path, name: str, protocol: dict[str, Any], sizes: Sequence[int]) -> None:
+        """Open the file, with the whole ones of its batches; `sizes` are the rows of each."""
         digest = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
         self.file = folder / f"{name}-{digest}.jsonl"
         done = ""
         if processes.is_first():
             folder.mkdir(parents=True, exist_ok=True)
             rows = list(self) if self.file.exists() else []
-            size = [int(batch.valid.sum()) * samples for batch in batches]
-            there = [sum(row["batch"] == number for row in rows) for number in range(len(size))]
-            whole = next((i for i, (n, all_) in enumerate(zip(there, size, strict=True)) if n < all_), len(size))
+            there = collections.Counter(row["batch"] for row in rows)
+            whole = next((number for number, size in enumerate(sizes) if there[number] < size), len(sizes))
             kept = [row for row in rows if row["batch"] < whole]
             self._write("w", kept)
             if whole:
-                print(f"{self.file} has the answers of {whole} of {len(size)} batches")
+                print(f"{self.file} has the answers of {whole} of {len(sizes)} batches")
             done = str(whole)
         self.done = int(hosts.first_nonempty(done))
         """Number of whole batches."""
@@ -318,9 +327,8 @@ def _digest(weights: Weights) -> str:
 
 def _protocol(config: ConfigDict, name: str, batches: EvalBatches, *, model: str, weights: str) -> dict[str, Any]:
     """Everything that the numbers depend on."""
-    chosen, packages = sampling.make_sampling(config), ("math-verify", "jax")
-    first = next(iter(batches))
-    verifiers = {p: importlib.metadata.version(p) for p in packages if p != "math-verify" or _uses_math_verify(config)}
+    first, math = next(iter(batches)), any(name in isolated.__all__ for name in config.rewards)
+    packages = ["jax", "math-verify"] if math else ["jax"]
     return {
         "benchmark": name,
         "model": model,
@@ -332,23 +340,17 @@ def _protocol(config: ConfigDict, name: str, batches: EvalBatches, *, model: str
         "few_shot": config.data.few_shot,
         "instruction": first.records[0].get("instruction", ""),
         "environment": config.environment.name,
-        "sampling": {k: str(v) for k, v in vars(chosen).items()},
+        "sampling": {k: str(v) for k, v in vars(sampling.make_sampling(config)).items()},
         "samples": config.sampling.group_size,
         "max_prompt_tokens": config.data.max_prompt_length,
         "max_response_tokens": config.sampling.max_response_length,
         "dtype": config.model.dtype,
         "rewards": list(config.rewards),
-        "extraction": (isolated.math_verify.__doc__ or "").split("\n\n")[1].strip()
-        if _uses_math_verify(config)
-        else "",
+        "extraction": {name: EXTRACTION[name] for name in config.rewards if name in EXTRACTION},
         "timeout_s": config.scoring.timeout_s,
-        "versions": verifiers,
+        "versions": {package: importlib.metadata.version(package) for package in packages},
         "seed": config.seed,
     }
-
-
-def _uses_math_verify(config: ConfigDict) -> bool:
-    return any(name in isolated.__all__ for name in config.rewards)
 
 
 def _commit() -> str:

@@ -16,6 +16,7 @@ RESAMPLES = 2000
 SUBSETS = 200
 """Draws of k samples of a problem for its majority."""
 COVERAGE = 0.95
+"""Probability with which an interval contains the truth."""
 
 
 def pass_at(k: int, right: Int[np.ndarray, " P"], samples: Int[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:

@@ -17,10 +17,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+
+from gspo_jax.sandbox.box import deadline
 
 _STARTUP_TIMEOUT_S = 60.0
 """Seconds a worker may take to import its functions."""
@@ -169,12 +171,12 @@ class _Worker:
         After the latter two, the worker is of no more use.
         """
         if not self._ready:
-            with self._deadline(_STARTUP_TIMEOUT_S):
+            with deadline(_STARTUP_TIMEOUT_S, self._expire):
                 if self._read_line() != b"ready":
                     raise RuntimeError(f"the reward worker for {', '.join(self._modules)} printed before it was ready")
             self._ready = True
         # The worker itself ends a call on time; this deadline is for a worker that cannot.
-        with self._deadline(self._timeout_s + _MARGIN_S):
+        with deadline(self._timeout_s + _MARGIN_S, self._expire):
             nonce = secrets.token_hex(16).encode()
             try:
                 assert self.process.stdin is not None
@@ -205,7 +207,7 @@ class _Worker:
         with self._reaping:
             if self.process.returncode is None:
                 os.kill(self.process.pid, signal.SIGTERM)  # it then ends even what has left its process group
-        with self._deadline(_MARGIN_S):
+        with deadline(_MARGIN_S, self._expire):
             self._reap()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -243,18 +245,8 @@ class _Worker:
             if self.process.returncode is None:  # until it is reaped, no other group can have its number
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    @contextlib.contextmanager
-    def _deadline(self, seconds: float) -> Iterator[None]:
-        """Kill the process group unless the block ends within `seconds`; a blocked read or write then returns."""
-        timer = threading.Timer(seconds, self._expire)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
     def _expire(self) -> None:
+        """Kill the process group; a blocked read or write then returns."""
         self._expired = True
         self._kill_group()
 

@@ -261,11 +261,11 @@ class Found:
     """Reward functions, by name."""
 
     here: dict[str, Callable[[str, str, dict[str, Any]], float | None]]
-    """Those that run in this process."""
+    """Functions that run in this process."""
     isolated: dict[str, str]
     """References of those that need a process of their own."""
     programs: dict[str, Callable[..., Request]]
-    """Those that ask the sandbox about programs."""
+    """Functions that ask the sandbox about programs."""
 
 
 def find(
@@ -277,6 +277,7 @@ def find(
 ) -> Found:
     """Look up reward functions; see `Scorer` for the arguments and for what is raised."""
     here, isolated = importlib.import_module(module), dict[str, str]()
+    names = list(names)
     programs: dict[str, Callable[..., Request]] = {n: getattr(code, n) for n in names if n in code.__all__}
     names = [name for name in names if name not in programs]
     others = [name for name in names if name not in here.__all__ and name not in own]

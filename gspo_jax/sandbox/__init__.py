@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gspo_jax.sandbox.box import Box, BoxFailed, check_bubblewrap
@@ -30,8 +30,6 @@ class Request:
     """Tests of functions, or inputs of the whole program."""
     wall_s: float
     """Seconds that the tests of functions may take together, or the program for each of its inputs."""
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """Other limits than the usual ones, by their names in inside/jail.py."""
 
     @property
     def within_s(self) -> float:
@@ -42,14 +40,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of a program."""
+    """Verdict of a judge about a program."""
 
     passed: tuple[bool, ...] = ()
-    """Of each test."""
+    """Whether the program passes each test."""
     why: str = ""
     """Why the first failed test failed, or how the program ended."""
     output: str = ""
-    """What the program printed, if it was only run."""
+    """Text that the program printed, if it was only run."""
     broken: str = ""
     """Why there is no verdict; the program is not at fault."""
     queued_s: float = 0.0
@@ -110,7 +108,7 @@ class Sandbox:
 
     def _judge(self, request: Request, queued_s: float) -> Verdict:
         box = self._idle.get()  # never blocks: one box per thread
-        message = {"program": request.program, **request.asked, "limits": {"wall_s": request.wall_s, **request.limits}}
+        message = {"program": request.program, **request.asked, "limits": {"wall_s": request.wall_s}}
         why = ""
         try:
             for _ in range(_MAX_TRIES):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,18 @@ _MARGIN_S = 5.0
 
 class BoxFailed(RuntimeError):
     """The judge ended, or did not answer in time; the box is of no more use."""
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, expire: Callable[[], object]) -> Iterator[None]:
+    """Call `expire`, in another thread, unless the block ends within `seconds`."""
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_bubblewrap() -> None:
@@ -76,7 +88,7 @@ class Box:
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        with self._deadline(within_s + _MARGIN_S):
+        with deadline(within_s + _MARGIN_S, self._process.kill):
             try:
                 stdin.write(json.dumps(request).encode() + b"\n")
                 stdin.flush()
@@ -101,16 +113,6 @@ class Box:
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
         return f" ({lines[-1]})" if lines else ""
-
-    @contextlib.contextmanager
-    def _deadline(self, seconds: float) -> Iterator[None]:
-        timer = threading.Timer(seconds, self._process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def _command(*, unsafe: bool) -> list[str]:

@@ -26,7 +26,7 @@ _CAPABILITIES_VERSION = 0x20080522
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     wall_s: float
     """Seconds until it is killed, with all that it started."""

@@ -126,15 +126,15 @@ class _Program:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.names = self._answer()
-        """Of what it defines."""
+        """Names that it defines."""
 
     def named(self, name: str) -> Any:
-        """What the program calls so."""
+        """Return the value of one of its names."""
         self._channel.send({"name": name})
         return self._answer()
 
     def do(self, operation: str, on: "Remote", *args: Any, **kwargs: Any) -> Any:
-        """The result of an operation on an object of the program."""
+        """Return the result of an operation on an object of the program."""
         try:
             parts = [encode(part, _number) for part in (on, args, kwargs)]
         except (Unsendable, RecursionError) as error:
