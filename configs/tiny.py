@@ -10,6 +10,8 @@ the work pays off. Arguments, joined by commas, change the run:
 - `countdown`: reach a target with three numbers, instead of arithmetic.
 - `steps`: countdown with a reward for every valid step, credited token by token with gspo_token.
 - `calculator`: multi-turn; the value after each `=` is computed for the policy, which learns to use it (gspo_token).
+- `python`: multi-turn; expressions too hard for the model alone, which learns to have a Python program compute them.
+- `code`: programs from examples; the reward is the share of asserts that they pass in the sandbox.
 - `partial`: partial rollouts; no sampling call waits for the longest responses.
 - `dapo`: full DAPO, with dynamic sampling and overlong shaping; `objective.name=dapo` alone is only its loss.
 - `single`: on one device; without the simulated exchange a run takes about a third of the processor time.
@@ -98,6 +100,33 @@ def calculator(config: ConfigDict) -> None:
     config.environment.turns = 6
 
 
+def python(config: ConfigDict) -> None:
+    """Train on expressions with a tool: a turn ends with a code block, and the next one begins after its output."""
+    config.iterations = 30
+    config.data.task = "expression"
+    config.data.options = ConfigDict({"difficulty": "medium"})
+    config.data.max_prompt_length = 16
+    config.sampling.max_response_length = 48
+    config.sampling.stop_ids = ("```\n",)  # what closes a block; the line that opens one goes on
+    config.environment.name = "python"
+
+
+def code(config: ConfigDict) -> None:
+    """Train on programs from examples, with what they do as the reward."""
+    config.iterations = 50
+    config.coldstart.steps = 1500
+    config.coldstart.terse_steps = 300
+    config.data.task = "induction"
+    config.data.options = ConfigDict({"difficulty": "easy"})
+    config.data.max_prompt_length = 24
+    config.data.prompts_per_batch = 16
+    config.sampling.max_response_length = 64
+    config.rewards = ConfigDict({"code_tests_share": 1.0, "code_tests": 0.0})
+    config.eval.prompts = 64
+    config.eval.every = 25
+    config.eval.correct = "code_tests"
+
+
 def partial(config: ConfigDict) -> None:
     """Keep 1.5 times as many groups in flight as make a batch."""
     config.sampling.partial.prompts = 48
@@ -134,6 +163,8 @@ ARGUMENTS = {
     "countdown": countdown,
     "steps": steps,
     "calculator": calculator,
+    "python": python,
+    "code": code,
     "partial": partial,
     "dapo": dapo,
     "single": single,

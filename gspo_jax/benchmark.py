@@ -80,11 +80,15 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
         batches = data.held_out_prompts(config, tokenizer, records)
         meshes = make_meshes(config, model)
         scores = None if _is_file(name) else _applies
-        with jax.set_mesh(meshes.trainer), data.make_scorer(config, scores=scores) as scorer:
+        with (
+            jax.set_mesh(meshes.trainer),
+            data.make_scorer(config, scores=scores) as scorer,
+            sampling.make_replies(config) as replies,
+        ):
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             weights, of = policy.newest_weights(config, files, made.policy, meshes.trainer)
             made.sampler.load(weights)
-            player = sampling.make_player(config, tokenizer, made.sampler)
+            player = sampling.make_player(config, tokenizer, made.sampler, replies)
             protocol = _protocol(config, name, batches, model=of, weights=_digest(weights))
             starts = range(0, batches.usable, config.data.prompts_per_batch)
             sizes = [samples * min(config.data.prompts_per_batch, batches.usable - start) for start in starts]

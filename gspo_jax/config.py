@@ -47,7 +47,7 @@ def base() -> ConfigDict:
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
     config.data = ConfigDict()
-    config.data.task = ""  # "arithmetic", "countdown", "gsm8k", "jsonl" or one of `functions`
+    config.data.task = ""  # "gsm8k", "jsonl", one of `functions`, or a generated one (data/generated.py)
     config.data.folder = ""  # gsm8k, jsonl: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
     # jsonl: instead of a folder, a file of training rows and one of held-out rows, .jsonl or .parquet.
     config.data.train = ""

@@ -144,12 +144,16 @@ def evaluate_folder(config: ConfigDict, workdir: str | Path) -> Evaluation:
         model, tokenizer = policy.read_run(config, files)
         batches = data.held_out_prompts(config, tokenizer, data.load_records(config, "test"))
         meshes = make_meshes(config, model)
-        with jax.set_mesh(meshes.trainer), data.make_scorer(config) as scorer:
+        with (
+            jax.set_mesh(meshes.trainer),
+            data.make_scorer(config) as scorer,
+            sampling.make_replies(config) as replies,
+        ):
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             weights, name = policy.newest_weights(config, files, made.policy, meshes.trainer)
             made.sampler.load(weights)
             key = keys.eval_key(keys.run_key(config))
-            player = sampling.make_player(config, tokenizer, made.sampler)
+            player = sampling.make_player(config, tokenizer, made.sampler, replies)
             correct = data.correct_for(config)
             result = evaluate(player, batches, tokenizer, scorer, key, meshes.trainer, correct=correct)
     print(f"{name}: {result}")

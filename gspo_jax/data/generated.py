@@ -1,4 +1,4 @@
-"""TFDS builders of two synthetic tasks, arithmetic and countdown: seeded, with disjoint train and test splits.
+"""TFDS builders of the generated tasks: seeded, with disjoint train and test splits.
 
 The tasks need no download and are easy enough for a model of a hundred thousand parameters. Problems that differ only
 in the order of their numbers count as the same problem, so that no variant of a test problem is in the train split.
@@ -27,7 +27,7 @@ _MAX_TRIES = 200
 
 @dataclasses.dataclass
 class TaskConfig(tfds.core.BuilderConfig):
-    """Options of both tasks. The data set's folder is named after the config's name."""
+    """Options of all tasks. The data set's folder is named after the config's name."""
 
     difficulty: str = ""
     train_size: int = 0
@@ -50,12 +50,30 @@ class CountdownConfig(TaskConfig):
     operators: str = ""
 
 
+@dataclasses.dataclass
+class ExpressionConfig(TaskConfig):
+    """Options of expression; `digits` has one entry per number, its maximum number of digits."""
+
+    digits: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class InductionConfig(TaskConfig):
+    """Options of induction: factors are 2..`largest_factor`, added numbers 1..`largest_term`."""
+
+    largest_factor: int = 0
+    largest_term: int = 0
+
+
 class _Generated(tfds.core.GeneratorBasedBuilder):
-    """Base of both builders: draws distinct problems and divides them into splits."""
+    """Base of the builders: draws distinct problems and divides them into splits."""
 
     VERSION = tfds.core.Version("1.0.0")
     SKIP_REGISTERING = True  # loaded through tasks.load, never by name through tfds.load
     FIELDS: tuple[str, ...] = ()
+    """Names of the texts in a record."""
+    LISTS: tuple[str, ...] = ()
+    """Names of the lists of texts in a record."""
 
     @property
     def options(self) -> Any:
@@ -66,7 +84,10 @@ class _Generated(tfds.core.GeneratorBasedBuilder):
         return tfds.core.DatasetInfo(
             builder=self,
             description=self.options.description,
-            features=tfds.features.FeaturesDict({field: tfds.features.Text() for field in self.FIELDS}),
+            features=tfds.features.FeaturesDict(
+                {field: tfds.features.Text() for field in self.FIELDS}
+                | {field: tfds.features.Sequence(tfds.features.Text()) for field in self.LISTS}
+            ),
             disable_shuffling=True,  # already in random order; keys stay the records' indices
         )
 
@@ -171,7 +192,73 @@ class Countdown(_Generated):
         }
 
 
-BUILDERS: dict[str, type[_Generated]] = {"arithmetic": Arithmetic, "countdown": Countdown}
+class Expression(_Generated):
+    """Values of expressions such as `(317-48)*26=?`, beyond mental arithmetic; worked by a Python program.
+
+    The worked answer is the program in a code block, then what the environment `python` replies to it.
+    """
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
+        ExpressionConfig(name="medium", difficulty="medium", train_size=4096, test_size=512, digits=(2, 2, 2)),
+        ExpressionConfig(name="hard", difficulty="hard", train_size=8192, test_size=512, digits=(3, 3, 2)),
+    ]
+    FIELDS = ("id", "question", "answer", "worked")
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        a, b, c = (rng.randrange(1, 10**digits) for digits in self.options.digits)
+        sign = rng.choice("+-")
+        expression = f"({a}{sign}{b})*{c}"
+        answer = str(_apply(a, sign, b) * c)
+        key = (*sorted((a, b)), sign, c)
+        worked = f"```python\nprint({expression})\n```\n{answer}\n#### {answer}"
+        return key, {"question": f"{expression}=?", "answer": answer, "worked": worked}
+
+
+class Induction(_Generated):
+    """Programs from examples: `f(3)=13 f(4)=16 f>=7:` is solved by `def f(x): return max(7,3*x+4)`.
+
+    The function is linear, and bounded from below, from above or not at all. The worked answer derives it in a comment,
+    `# 16-13=3 3*3=9 13-9=4 ####`, so that the whole of it is the program. `test_list` has four asserts at other
+    arguments, one of which a bound decides.
+    """
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
+        InductionConfig(name="easy", difficulty="easy", train_size=6144, test_size=256, largest_factor=9, largest_term=49),
+        InductionConfig(
+            name="medium", difficulty="medium", train_size=8192, test_size=512, largest_factor=9, largest_term=99
+        ),
+    ]
+    FIELDS = ("id", "question", "answer", "worked")
+    LISTS = ("test_list",)
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        config = self.options
+        factor, term = rng.randint(2, config.largest_factor), rng.randint(1, config.largest_term)
+        at, kind = rng.randint(2, 9), rng.choice(("", "max", "min"))
+        first, second = factor * at + term, factor * (at + 1) + term
+        asked = sorted([*rng.sample(range(at), 2), *rng.sample(range(at + 2, 21), 2)])
+        values = [factor * x + term for x in asked]
+        body, question = f"{factor}*x+{term}", f"f({at})={first} f({at + 1})={second}"
+        if kind:  # the bound is reached beyond the examples, and decides the assert farthest from them
+            function, bound, mark = (max, values[1], ">") if kind == "max" else (min, values[2], "<")
+            values = [function(bound, value) for value in values]
+            body, question = f"{kind}({bound},{body})", f"{question} f{mark}={bound}"
+        answer = f"def f(x): return {body}"
+        steps = f"{second}-{first}={factor} {at}*{factor}={factor * at} {first}-{factor * at}={term}"
+        return (factor, term, at, kind), {
+            "question": f"{question}:",
+            "answer": answer,
+            "worked": f"# {steps} ####\n{answer}",
+            "test_list": [f"assert f({x}) == {value}" for x, value in zip(asked, values, strict=True)],
+        }
+
+
+BUILDERS: dict[str, type[_Generated]] = {
+    "arithmetic": Arithmetic,
+    "countdown": Countdown,
+    "expression": Expression,
+    "induction": Induction,
+}
 """Builders of the generated tasks, by name."""
 
 

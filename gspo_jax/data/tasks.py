@@ -18,6 +18,8 @@ from gspo_jax.types import UserError, choices
 INSTRUCTIONS = {
     "arithmetic": "",
     "countdown": "",
+    "expression": "",
+    "induction": "",
     "gsm8k": "Think step by step, then write the final answer as a number after ####.",
     "jsonl": "",
 }
@@ -197,6 +199,12 @@ def _gsm8k_record(name: str, row: dict[str, str], instruction: str, where: str |
     }
 
 
-def _decode_texts(raw: dict[str, Any]) -> dict[str, str]:
-    """Decode the text features of a TFDS record, which are bytes."""
-    return {key: value.decode("utf-8") for key, value in raw.items() if isinstance(value, bytes)}
+def _decode_texts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Decode the features of a TFDS record that are texts or lists of texts, i.e. bytes."""
+    found: dict[str, Any] = {}
+    for key, value in raw.items():
+        if isinstance(value, bytes):
+            found[key] = value.decode("utf-8")
+        elif isinstance(value, list) and all(isinstance(each, bytes) for each in value):
+            found[key] = [each.decode("utf-8") for each in value]
+    return found

@@ -8,6 +8,7 @@ reward, write a function here and list its name in `__all__`.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from gspo_jax.sandbox import Request, Verdict
@@ -86,15 +87,28 @@ def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
 
 def last_block(text: str) -> str | None:
     """Return the content of the last block between lines of three backquotes that closes; None if there is none."""
-    found, begun = None, None
     lines = text.splitlines(keepends=True)
+    found = _last_fences(lines)
+    return None if found is None else "".join(lines[found[0] + 1 : found[1]])
+
+
+def final_block(text: str) -> str | None:
+    """Return the content of the block that closes in the last line of a text, spaces aside; None if none does."""
+    lines = text.rstrip().splitlines(keepends=True)
+    found = _last_fences(lines)
+    return "".join(lines[found[0] + 1 : -1]) if found is not None and found[1] == len(lines) - 1 else None
+
+
+def _last_fences(lines: Sequence[str]) -> tuple[int, int] | None:
+    """Return the numbers of the lines that open and close the last block."""
+    found, begun = None, None
     for number, line in enumerate(lines):
         if begun is None:
             mark = line.lstrip(" \t")
             begun = number if mark.startswith(_FENCE) and "`" not in mark[len(_FENCE) :] else None
         elif line.strip(" \t\r\n") == _FENCE:
-            found, begun = (begun + 1, number), None
-    return None if found is None else "".join(lines[found[0] : found[1]])
+            found, begun = (begun, number), None
+    return found
 
 
 def defines(source: str, name: str) -> bool:

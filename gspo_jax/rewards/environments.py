@@ -1,7 +1,8 @@
 """Environments for multi-turn episodes: (prompt, completion, record) -> the reply, or None to end the episode.
 
 `completion` is everything since the prompt, earlier replies included. Environments run in the trainer's process, so
-they must not hang. To add one, write a function here and list its name in `__all__`.
+they must not hang; one of SANDBOXED returns a program instead, and what that prints in the sandbox is the reply
+(replies.py). To add one, write a function here and list its name in `__all__`.
 """
 
 import re
@@ -9,10 +10,14 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from gspo_jax import references
+from gspo_jax.rewards.code import final_block
 from gspo_jax.rewards.functions import MAX_CHARACTERS, Record, evaluate, expression_value, final_answer
 from gspo_jax.rewards.scorer import check_names
 
-__all__ = ["calculator", "countdown_feedback"]
+__all__ = ["calculator", "countdown_feedback", "python"]
+
+SANDBOXED = ("python",)
+"""Environments whose text is a program for the sandbox."""
 
 Environment = Callable[[str, str, Record], str | None]
 
@@ -49,6 +54,16 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
         return None
     verdict = "wrong" if value is None else f"{value} is wrong"
     return f"\n{verdict}. {record['question']}"
+
+
+def python(prompt: str, completion: str, record: Record) -> str | None:
+    """Return the code block that a turn ends in, to be run; end the episode if it ends in none.
+
+    The reply is what the program prints, and after an error the error's last line; see replies.py. Each block is a
+    program of its own, without the variables of earlier blocks.
+    """
+    del prompt, record
+    return final_block(completion)
 
 
 def find(name: str, own: Mapping[str, str] | None = None) -> Environment:

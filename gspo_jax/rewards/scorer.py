@@ -34,7 +34,7 @@ RENAMED = {"format": "answer_format"}
 """Former names of rewards, for the error of a config that still has one: old -> new."""
 _NOT_ASKED = Outcome[float](None)
 """The outcome of a function that does not score a record's completions."""
-_LOOK_S = 0.2
+LOOK_S = 0.2
 """Seconds between two looks whether the scoring is interrupted, while workers score."""
 Function = TypeVar("Function")
 Value = TypeVar("Value")
@@ -202,7 +202,7 @@ class Scorer:
                     results.append(attempt(_score, self._functions[name], row) if wanted else _NOT_ASKED)
             waiting = {future for futures in pending.values() for future in futures}
             while waiting:
-                waiting = wait(waiting, timeout=_LOOK_S).not_done
+                waiting = wait(waiting, timeout=LOOK_S).not_done
                 self._go_on()
             return outcomes | {name: [future.result() for future in futures] for name, futures in pending.items()}
         finally:

@@ -24,8 +24,11 @@ from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.rollout.shard import Decoded
 from gspo_jax.types import EpisodeBatch, Prompts, Rollout, RouterRecord
 
-Reply = Callable[[str, list[int], Any], list[int] | None]
-"""Environment: (prompt text, response tokens so far, data record) -> tokens of its reply, None to end the episode."""
+Reply = Callable[[Sequence[str], Sequence[list[int]], Sequence[Any]], Sequence[list[int] | None]]
+"""Environment: (prompt texts, response tokens so far, data records) -> tokens of its replies, None to end an episode.
+
+In a run of several processes, all call it after every sampling call, each with its own episodes.
+"""
 
 
 @struct.dataclass
@@ -214,10 +217,11 @@ class Player:
             for x in (episodes.rollout.tokens, episodes.rollout.mask, episodes.rollout.truncated, episodes.ended)
         )
         own = hosts.own_rows(self._sampler.mesh, len(ended))
-        for row in own[(turn_over & ~truncated & (episodes.turns < self._max_turns))[own]]:
-            length = int(mask[row].sum())
-            text: Any = episodes.texts[row]
-            said = reply(text, tokens[row, :length].tolist(), episodes.records[row])
+        asked = own[(turn_over & ~truncated & (episodes.turns < self._max_turns))[own]]
+        responses = [tokens[row][mask[row]].tolist() for row in asked]
+        replies = reply(episodes.texts[asked].tolist(), responses, episodes.records[asked].tolist())
+        for row, response, said in zip(asked, responses, replies, strict=True):
+            length = len(response)
             if said is None:
                 continue
             if length + len(said) >= self._sampler.stop.max_length:

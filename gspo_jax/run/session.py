@@ -380,6 +380,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         records = {split: data.load_records(config, split) for split in ("train", "test")}
         shown = coldstart.load(config) if config.coldstart.conversations and tokenizer is None else records["train"]
         scorer = stack.enter_context(data.make_scorer(config))
+        replies = stack.enter_context(sampling.make_replies(config))
         meshes = make_meshes(config, model)
         stack.enter_context(jax.set_mesh(meshes.trainer))
         if tokenizer is None:
@@ -389,6 +390,8 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             model, tokenizer = policy.read_folder(config, folder)
         made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
         made.sampler.poll, scorer.interrupted = phases.poll, phases.noticed
+        if replies is not None:
+            replies.interrupted = phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
         start = resume.start(config, made, files, prompts, folder=folder, start_over=start_over)
         checkpointer = Checkpointer(
@@ -402,7 +405,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         if start.step is not None:
             log.progress.say(f"resuming from iteration {start.iteration} in {place}")
         log.guard_config(made.objective, group_size=config.sampling.group_size)
-        player = sampling.make_player(config, tokenizer, made.sampler)
+        player = sampling.make_player(config, tokenizer, made.sampler, replies)
         run = Run(
             config=config,
             engine=made,

@@ -49,8 +49,8 @@ def check_bubblewrap() -> None:
         raise UserError("the sandbox for code needs Linux; set scoring.unsafe=True to run code without one")
     if shutil.which("bwrap") is None:
         raise UserError(
-            "code rewards need bubblewrap, and there is no program bwrap; run apt-get install bubblewrap, or set "
-            "scoring.unsafe=True to run what the model writes with this account's rights"
+            "running the model's programs needs bubblewrap, and there is no program bwrap; run apt-get install "
+            "bubblewrap, or set scoring.unsafe=True to run them with this account's rights"
         )
 
 

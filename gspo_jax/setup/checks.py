@@ -133,7 +133,8 @@ def _check_rewards(config: ConfigDict) -> None:
                 f"{', '.join(own_rewards)}"
             )
     own = functions.own(config)
-    if scorer.find(config.rewards, own).programs and not config.scoring.unsafe:
+    programs = scorer.find(config.rewards, own).programs or config.environment.name in environments.SANDBOXED
+    if programs and not config.scoring.unsafe:
         sandbox.check_bubblewrap()
     scorer.check_names("step reward", config.step_rewards, [*steps.__all__, *own])
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):

@@ -125,15 +125,19 @@ def make_scorer(config: ConfigDict, *, scores: Callable[[str, Record], bool] | N
     """
     own, scoring = functions.own(config), config.scoring
     of_source = {name: tuple(source.rewards or config.rewards) for name, source in config.data.sources.items()}
-    workers = processes.own_cores() if scoring.workers is None else scoring.workers
     return Scorer(
         config.rewards.to_dict(),
         own=own,
         timeout_s=scoring.timeout_s,
-        workers=workers,
+        workers=scoring_workers(config),
         unsafe=scoring.unsafe,
         scores=scores or (lambda name, record: not of_source or name in of_source[record[rows.SOURCE]]),
     )
+
+
+def scoring_workers(config: ConfigDict) -> int:
+    """Number of worker processes, and of sandboxes, of this process."""
+    return processes.own_cores() if config.scoring.workers is None else int(config.scoring.workers)
 
 
 def correct_for(config: ConfigDict) -> Callable[[Record], str]:

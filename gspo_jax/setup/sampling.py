@@ -1,15 +1,19 @@
 """Sampling parameters, stop rule, episodes and the buffer of partial rollouts, from a config."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.rewards import environments
+from gspo_jax.rewards.replies import Replies
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
-from gspo_jax.setup import functions
+from gspo_jax.setup import data, functions
 from gspo_jax.types import UserError
 
 
@@ -63,28 +67,38 @@ def opening(config: ConfigDict, tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
-def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler) -> Player:
-    """The player of episodes, against the config's environment if it names one."""
-    begins = opening(config, tokenizer)
+def make_replies(config: ConfigDict) -> AbstractContextManager[Replies | None]:
+    """The config's environment, with its sandboxes if it has programs run; None if the config names none."""
     if not config.environment.name:
+        return nullcontext()
+    return Replies(
+        config.environment.name,
+        own=functions.own(config),
+        timeout_s=config.scoring.timeout_s,
+        workers=data.scoring_workers(config),
+        unsafe=config.scoring.unsafe,
+    )
+
+
+def make_player(config: ConfigDict, tokenizer: Tokenizer, sampler: Sampler, replies: Replies | None) -> Player:
+    """The player of episodes, against an environment's replies if there is one."""
+    begins = opening(config, tokenizer)
+    if replies is None:
         return Player(sampler, opening=begins)
-    reply = make_reply(config, tokenizer)
+    reply = on_tokens(replies, tokenizer)
     return Player(sampler, reply=reply, max_turns=config.environment.turns, opening=begins)
 
 
-def make_reply(config: ConfigDict, tokenizer: Tokenizer) -> Reply:
-    """The config's environment on tokens; its replies raise UserError if they are neither a text nor None."""
-    name = config.environment.name
-    answer = environments.find(name, functions.own(config))
+def on_tokens(replies: Replies, tokenizer: Tokenizer) -> Reply:
+    """The environment on tokens."""
 
-    def reply(prompt: str, response: list[int], record: Record) -> list[int] | None:
-        said = answer(prompt, tokenizer.decode(response), record)
-        if said is None:
-            return None
-        if not isinstance(said, str):
-            raise UserError(f"environment {name} replied {said!r}; return a text, or None to end the episode")
+    def reply(prompts: Sequence[str], responses: Sequence[list[int]], records: Sequence[Record]) -> list[Any]:
+        said = replies(prompts, [tokenizer.decode(response) for response in responses], records)
+        return [None if text is None else encoded(text, r[-1]) for text, r in zip(said, responses, strict=True)]
+
+    def encoded(text: str, last: int) -> list[int]:
         # After one of sampling.stop_ids, such as the end of a tool call, the reply is inserted verbatim.
-        return tokenizer.encode(tokenizer.user_turn(said) if response[-1] in tokenizer.eos_ids else said)
+        return tokenizer.encode(tokenizer.user_turn(text) if last in tokenizer.eos_ids else text)
 
     return reply
 
