@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from ml_collections import ConfigDict
 
 import gspo_jax
 from gspo_jax import engine, estimates, storage
-from gspo_jax.data import benchmarks
-from gspo_jax.data.pipeline import EvalBatches
+from gspo_jax.data import benchmarks, rows
+from gspo_jax.data.pipeline import EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts, processes
@@ -71,40 +72,139 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
       UserError: the benchmark is unknown or unreadable, or does not fit the config.
       RuntimeError: no response could be scored.
     """
-    config = _changed(config, name, samples)
-    records = data.load_records(config, "test") if _is_file(name) else benchmarks.read(name, place)
+    benchmark = Benchmark.read(config, name, place, samples=samples)
+    config = benchmark.config
+    config.sampling.group_size = samples
     check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
         model, tokenizer = policy.read_run(config, files)
-        batches = data.held_out_prompts(config, tokenizer, records)
+        batches = data.held_out_prompts(config, tokenizer, benchmark.records)
         meshes = make_meshes(config, model)
-        scores = None if _is_file(name) else _applies
         with (
             jax.set_mesh(meshes.trainer),
-            data.make_scorer(config, scores=scores) as scorer,
+            benchmark.make_scorer() as scorer,
             sampling.make_replies(config) as replies,
         ):
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             weights, of = policy.newest_weights(config, files, made.policy, meshes.trainer)
             made.sampler.load(weights)
             player = sampling.make_player(config, tokenizer, made.sampler, replies)
-            protocol = _protocol(config, name, batches, model=of, weights=_digest(weights))
-            starts = range(0, batches.usable, config.data.prompts_per_batch)
-            sizes = [samples * min(config.data.prompts_per_batch, batches.usable - start) for start in starts]
-            answers = _Answers(files.local / FOLDER, Path(name).stem, protocol, sizes)
             key = keys.eval_key(keys.run_key(config))
-            for number_, batch in enumerate(batches):
-                if number_ >= answers.done:
-                    key_of = jax.random.fold_in(key, number_)
-                    rows = _sampled(player, batch, key_of, tokenizer, scorer, meshes.trainer, samples)
-                    answers.add(number_, rows)
-    if not processes.is_first():
-        return {}
-    decides = functools.partial(_decides, config, name)
-    found = summarize(list(answers), tuple(config.rewards), decides, majority=_answers_compare(name), seed=config.seed)
-    facts = {"benchmark": name, "problems": batches.usable, "samples": samples, **found}
-    return facts | {"left_out": batches.skipped, "protocol": protocol, "answers": str(answers.file)}
+            answering = Answering(player, tokenizer, weights, of, meshes.trainer)
+            return benchmark.measure(answering, batches, scorer, key, files.local / FOLDER)
+
+
+def of_run(config: ConfigDict) -> "dict[str, Benchmark]":
+    """Read the benchmarks that a run takes, by their labels.
+
+    Raises:
+      UserError: a benchmark is unreadable, or does not fit the config.
+    """
+    found = {}
+    for label, section in config.benchmarks.items():
+        if section.every:
+            name, place = (label, section.data) if label in benchmarks.BENCHMARKS else (section.data, "")
+            found[label] = Benchmark.read(config, name, place, samples=section.samples)
+            check(found[label].config)
+    return found
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A policy that answers benchmarks."""
+
+    player: Player
+    """Plays the episodes, with the sampler's loaded weights."""
+    tokenizer: Tokenizer
+    weights: Weights
+    name: str
+    """What the protocol calls it."""
+    mesh: Mesh
+    """The trainer's."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark that has been read, and how it is sampled and judged."""
+
+    name: str
+    """Name in data/benchmarks.py, or a file of rows."""
+    config: ConfigDict
+    """Config of the run, with the benchmark's data and rewards."""
+    records: Sequence[Record]
+    samples: int
+    """Responses to every problem."""
+
+    @classmethod
+    def read(cls, config: ConfigDict, name: str, place: str, *, samples: int) -> "Benchmark":
+        """Read a benchmark for runs of a config; see `run` for the arguments and what is raised."""
+        config = _changed(config, name)
+        records = data.load_records(config, "test") if _is_file(name) else benchmarks.read(name, place)
+        return cls(name, config, records, samples)
+
+    def make_scorer(self) -> Scorer:
+        """The benchmark's rewards; all processes have to call it."""
+        return data.make_scorer(self.config, scores=None if _is_file(self.name) else _applies)
+
+    def measure(
+        self, answering: Answering, batches: EvalBatches, scorer: Scorer, key: jax.Array, folder: Path
+    ) -> dict[str, Any]:
+        """Sample and score what `folder` has no answers of; return what `run` does.
+
+        Args:
+          answering: the policy; a call samples `sampling.group_size` responses, of which `samples` is a multiple.
+          batches: the prompts of `records`.
+          scorer: of `make_scorer`.
+          key: the same key gives the same sampling noise.
+          folder: of the files of answers.
+        """
+        prompts, group = self.config.data.prompts_per_batch, self.config.sampling.group_size
+        calls = self.samples // group
+        protocol = self._protocol(answering, batches)
+        starts = range(0, batches.usable, prompts)
+        sizes = [group * min(prompts, batches.usable - start) for start in starts for _ in range(calls)]
+        answers = _Answers(folder, Path(self.name).stem, protocol, sizes)
+        for number_, batch in enumerate(batches):
+            for call in range(number_ * calls, (number_ + 1) * calls):
+                if call >= answers.done:
+                    first = (call - number_ * calls) * group
+                    answers.add(call, _sampled(answering, batch, jax.random.fold_in(key, call), scorer, group, first))
+        if not processes.is_first():
+            return {}
+        decides = functools.partial(_decides, self.config, self.name)
+        compare = _answers_compare(self.name)
+        found = summarize(list(answers), tuple(self.config.rewards), decides, majority=compare, seed=self.config.seed)
+        facts = {"benchmark": self.name, "problems": batches.usable, "samples": self.samples, **found}
+        return facts | {"left_out": batches.skipped, "protocol": protocol, "answers": str(answers.file)}
+
+    def _protocol(self, answering: Answering, batches: EvalBatches) -> dict[str, Any]:
+        """Everything that the numbers depend on."""
+        config = self.config
+        first, math = next(iter(batches)), any(name in isolated.__all__ for name in config.rewards)
+        packages = ["jax", "math-verify"] if math else ["jax"]
+        return {
+            "benchmark": self.name,
+            "model": answering.name,
+            "weights": _digest(answering.weights),
+            "gspo_jax": gspo_jax.__version__,
+            "commit": _commit(),
+            "first_prompt": first.texts[0],
+            "system": config.data.system,
+            "few_shot": config.data.few_shot,
+            "instruction": first.records[0].get("instruction", ""),
+            "environment": config.environment.name,
+            "sampling": {k: str(v) for k, v in vars(sampling.make_sampling(config)).items()},
+            "samples": self.samples,
+            "max_prompt_tokens": config.data.max_prompt_length,
+            "max_response_tokens": config.sampling.max_response_length,
+            "dtype": config.model.dtype,
+            "rewards": list(config.rewards),
+            "extraction": {name: EXTRACTION[name] for name in config.rewards if name in EXTRACTION},
+            "timeout_s": config.scoring.timeout_s,
+            "versions": {package: importlib.metadata.version(package) for package in packages},
+            "seed": config.seed,
+        }
 
 
 def summarize(
@@ -163,6 +263,22 @@ def summarize(
     }
 
 
+def metrics(label: str, facts: dict[str, Any]) -> dict[str, float]:
+    """Return a result by its names in metrics.jsonl."""
+    k, spans = str(facts["samples"]), facts["intervals"]
+    low, high = spans["mean"] or (None, None)
+    found = {
+        "": facts["mean"],
+        "_low": low,
+        "_high": high,
+        "_pass_at_k": facts["pass"][k],
+        "_majority_at_k": facts["majority"].get(k),
+        "_failed": facts["failed"],
+        "_truncated": facts["truncated"],
+    }
+    return {f"benchmark/{label}{name}": value for name, value in found.items() if value is not None}
+
+
 def described(facts: dict[str, Any]) -> str:
     """Return a result in a few lines."""
 
@@ -208,17 +324,16 @@ def _scores(samples: Sequence[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def _is_file(name: str) -> bool:
-    return name.endswith((".jsonl", ".parquet"))
+    return name.endswith(rows.FORMATS)
 
 
 def _answers_compare(name: str) -> bool:
     return _is_file(name) or benchmarks.BENCHMARKS[name].answers_compare
 
 
-def _changed(config: ConfigDict, name: str, samples: int) -> ConfigDict:
-    """The config with the benchmark's data, rewards and number of samples."""
+def _changed(config: ConfigDict, name: str) -> ConfigDict:
+    """The config with the benchmark's data and rewards."""
     config = config.copy_and_resolve_references()
-    config.sampling.group_size = samples
     config.step_rewards = ConfigDict()
     config.data.task, config.data.folder, config.data.train, config.data.test = "jsonl", "", name, name
     config.data.sources = ConfigDict()
@@ -248,10 +363,11 @@ def _decides(config: ConfigDict, name: str, row: dict[str, Any]) -> str:
 
 
 def _sampled(
-    player: Player, batch: Any, key: jax.Array, tokenizer: Tokenizer, scorer: Scorer, mesh: Mesh, samples: int
+    answering: Answering, batch: PromptBatch, key: jax.Array, scorer: Scorer, group: int, first: int
 ) -> list[dict[str, Any]]:
-    """The rows of a batch's answers; only the first process has them."""
-    played = player.play(batch.prompts, batch.texts, batch.records, key)
+    """Rows of `group` answers to each problem of a batch, numbered from `first`; only the first process has them."""
+    mesh, tokenizer = answering.mesh, answering.tokenizer
+    played = answering.player.play(batch.prompts, batch.texts, batch.records, key)
     rollout, B = played.rollout, len(played.texts)
     own = hosts.own_rows(mesh, B)
     tokens, mask, cut = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
@@ -267,7 +383,7 @@ def _sampled(
     return [
         {
             "id": played.records[row]["id"],
-            "sample": row % samples,
+            "sample": first + row % group,
             "completion": completions[row],
             "tokens": int(mask[row].sum()),
             "truncated": bool(cut[row]),
@@ -276,7 +392,7 @@ def _sampled(
             "asked": dict(zip(names, map(bool, asked[row]), strict=True)),
         }
         for row in range(B)
-        if batch.valid[row // samples]
+        if batch.valid[row // group]
     ]
 
 
@@ -327,34 +443,6 @@ def _digest(weights: Weights) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(weights.whole)
     found = digests({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
     return hashlib.sha256(json.dumps({name: one.words for name, one in found.items()}).encode()).hexdigest()[:16]
-
-
-def _protocol(config: ConfigDict, name: str, batches: EvalBatches, *, model: str, weights: str) -> dict[str, Any]:
-    """Everything that the numbers depend on."""
-    first, math = next(iter(batches)), any(name in isolated.__all__ for name in config.rewards)
-    packages = ["jax", "math-verify"] if math else ["jax"]
-    return {
-        "benchmark": name,
-        "model": model,
-        "weights": weights,
-        "gspo_jax": gspo_jax.__version__,
-        "commit": _commit(),
-        "first_prompt": first.texts[0],
-        "system": config.data.system,
-        "few_shot": config.data.few_shot,
-        "instruction": first.records[0].get("instruction", ""),
-        "environment": config.environment.name,
-        "sampling": {k: str(v) for k, v in vars(sampling.make_sampling(config)).items()},
-        "samples": config.sampling.group_size,
-        "max_prompt_tokens": config.data.max_prompt_length,
-        "max_response_tokens": config.sampling.max_response_length,
-        "dtype": config.model.dtype,
-        "rewards": list(config.rewards),
-        "extraction": {name: EXTRACTION[name] for name in config.rewards if name in EXTRACTION},
-        "timeout_s": config.scoring.timeout_s,
-        "versions": {package: importlib.metadata.version(package) for package in packages},
-        "seed": config.seed,
-    }
 
 
 def _commit() -> str:

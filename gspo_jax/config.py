@@ -5,6 +5,8 @@ from typing import Any
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from gspo_jax.data.benchmarks import BENCHMARKS
+
 
 def base() -> ConfigDict:
     """Return the default config; a run still has to set its policy (a folder or a cold start), task and rewards."""
@@ -172,6 +174,8 @@ def base() -> ConfigDict:
     config.eval.every = 20  # iterations between evaluations; the initial and the final policy are always evaluated
     config.eval.prompts = 256  # use only this many prompts, the first of the test split; 0: all
     config.eval.correct = ""  # reward function, one of `rewards`, that decides which responses are correct
+    # Benchmarks during the run, each with its own interval: those of docs/benchmarks.md, and others in a config file.
+    config.benchmarks = ConfigDict({name: benchmark() for name in BENCHMARKS})
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
     config.log.wandb = ""  # project at Weights & Biases that also gets the metrics; empty: none
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
@@ -208,6 +212,18 @@ def _clipped(low: float, high: float) -> ConfigDict:
     `dual_clip` caps the ratio where the advantage is negative; None: no cap.
     """
     return ConfigDict({"low": low, "high": high, "dual_clip": placeholder(float)})
+
+
+def benchmark(data: str = "", **fields: Any) -> ConfigDict:
+    """Return a section of `benchmarks`: its folder or file, and any of the other fields.
+
+    The section's name is that of a benchmark; under any other name, `data` is a file of rows, FILE.jsonl.
+    """
+    config = ConfigDict({"data": data})
+    config.every = 0  # iterations between two times; the initial and the final policy take it too; 0: never
+    config.samples = 8  # responses to every problem, a multiple of sampling.group_size
+    config.update(fields)
+    return config
 
 
 def source(train: str, **fields: Any) -> ConfigDict:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.reporting.writers import write_config
@@ -169,6 +170,16 @@ def test_a_config_argument_that_does_not_exist(name):
         ),
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
         ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
+        ({"benchmarks.aime24.every": 5}, r"benchmarks.aime24.data is empty; .* or benchmarks.aime24.every to 0"),
+        ({"benchmarks.aime24.every": -5}, "benchmarks.aime24.every is -5; use 0 to"),
+        (
+            {"benchmarks.aime24.every": 5, "benchmarks.aime24.data": "x", "benchmarks.aime24.samples": 20},
+            "samples is 20, but the run samples groups of sampling.group_size 8; use 16",
+        ),
+        (
+            {"benchmarks.aime25": ConfigDict({"data": "aime25", "every": 5, "samples": 8})},
+            "'aime25', but aime25 is none of aime24, .*; give a file of rows",
+        ),
         ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
         ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
         ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),

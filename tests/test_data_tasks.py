@@ -1,6 +1,7 @@
 """The tasks: correct problems, disjoint splits, and files that are damaged, missing or half built."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import tensorflow_datasets as tfds
 from gspo_jax.data import generated, tasks
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.rewards.code import last_block
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
@@ -81,6 +83,60 @@ def test_no_problem_is_in_both_splits(task, level, data_dir):
     assert len(train) == len(splits[0]) and len(test) == len(splits[1]) and not train & test
 
 
+def written(record):
+    """Return the parts of a worked answer to a problem of programs: what comes before, and after, ####."""
+    before, _, after = record["worked"].partition("####")
+    return before, after.strip()
+
+
+@pytest.mark.parametrize("level", ["easy", "medium"])
+def test_worked_and_terse_programs_pass_their_tests(level, data_dir):
+    """And without its bound a program fails the one test that is there for it."""
+    train, test = (
+        tasks.load("induction", split=s, data_dir=data_dir, difficulty=level)[:200] for s in ("train", "test")
+    )
+    assert not {r["question"] for r in train} & {r["question"] for r in test}
+    bounded = 0
+    for record in [*train, *test]:
+        before, program = written(record)
+        assert program == record["answer"] and before.startswith("# ")
+        for step in before[1:].split():
+            left, _, right = step.partition("=")
+            assert eval(left) == int(right)
+        for source in (record["worked"], f"####\n{program}"):
+            found = {}
+            exec(source, found)
+            for assertion in record["test_list"]:
+                exec(assertion, found)
+            examples = re.findall(r"f\((\d+)\)=(\d+)", record["question"])
+            assert [found["f"](int(x)) for x, _ in examples] == [int(y) for _, y in examples]
+        without, passed = re.sub(r"(min|max)\(\d+,(.*)\)", r"\2", program), 0
+        exec(without, found)
+        for assertion in record["test_list"]:
+            with contextlib.suppress(AssertionError):
+                exec(assertion, found)
+                passed += 1
+        assert passed == (3 if without != program else 4)
+        bounded += without != program
+    assert 200 < bounded < 330, "of 400"
+
+
+@pytest.mark.parametrize("level", ["medium", "hard"])
+def test_expressions_are_worked_by_what_the_tool_replies(level, data_dir):
+    train, test = (
+        tasks.load("expression", split=s, data_dir=data_dir, difficulty=level)[:200] for s in ("train", "test")
+    )
+    assert not {r["question"] for r in train} & {r["question"] for r in test}
+    for record in [*train, *test]:
+        before, answer = written(record)
+        program = last_block(before)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(program)
+        assert before == f"```python\n{program}```\n{said.getvalue()}" and said.getvalue() == f"{answer}\n"
+        assert record["question"] == program.removeprefix("print(").rstrip()[:-1] + "=?" and answer == record["answer"]
+
+
 def test_steps_carry_and_borrow():
     # Worked by hand: 7+8=15 keeps 5 and carries 1; 4+2+1=7. 2<8, so 12-8=4 and 5-1-3=1. 100-1 borrows twice.
     assert generated._digit_steps([47, 28], 1) == ["7+8=15", "4+2+1=7"]
@@ -129,7 +185,7 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
     ("arguments", "message"),
     [
         ({"task": "arithmetics"}, r"unknown task 'arithmetics'; did you mean 'arithmetic'\? there are"),
-        ({"task": "x" * 30}, "there are arithmetic, countdown, gsm8k"),
+        ({"task": "x" * 30}, "there are arithmetic, countdown, expression, induction, gsm8k"),
         ({"split": "validation"}, "no split 'validation'"),
         ({"difficulty": "insane"}, "unknown difficulty 'insane'; use one of easy, medium, hard"),
         ({"dificulty": "easy"}, "no option 'dificulty'; did you mean 'difficulty'"),

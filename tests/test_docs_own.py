@@ -169,7 +169,8 @@ def _written(name: str, text: str, *, then: Callable[[ConfigDict], Any] = check)
 def _reply(config: ConfigDict) -> None:
     """Have the config's environment reply to the end of a turn."""
     tokenizer = Tokenizer.load(ADDER)
-    sampling.make_reply(config, tokenizer)("1+1=?", [tokenizer.eos_ids[0]], {"answer": "2"})
+    with sampling.make_replies(config) as replies:
+        sampling.on_tokens(replies, tokenizer)(["1+1=?"], [[tokenizer.eos_ids[0]]], [{"answer": "2"}])
 
 
 def _read(config: ConfigDict) -> None:

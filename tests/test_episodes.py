@@ -205,9 +205,9 @@ REPLY = [7, 8, 5]
 """Reply tokens of the environment; the stop id 5 among them must not end the response."""
 
 
-def answer(prompt, response, record):
-    """Reply while the last token hands over the turn, else return None."""
-    return REPLY if response[-1] in GOES_ON else None
+def answer(prompts, responses, records):
+    """Reply where the last token hands over the turn, else return None."""
+    return [REPLY if response[-1] in GOES_ON else None for response in responses]
 
 
 def test_every_shard_gets_groups_of_all_ages(sampler, monkeypatch):
@@ -227,9 +227,9 @@ def test_turns(sampler):
     """Replies follow each turn; their tokens are in the mask and the routes, but not in the action mask."""
     heard = []
 
-    def reply(prompt, response, record):
-        heard.append((prompt, response, record["number"]))
-        return answer(prompt, response, record)
+    def reply(prompts, responses, records):
+        heard.extend(zip(prompts, responses, [record["number"] for record in records], strict=True))
+        return answer(prompts, responses, records)
 
     player = Player(sampler, reply=reply, max_turns=3)
     played = player.play(*some(0, 6), jax.random.key(57))  # whose responses end in all four ways
@@ -274,9 +274,7 @@ def test_responses_begin_with_an_opening(sampler):
 @pytest.mark.slow
 def test_turns_in_parts(sampler):
     """Multi-turn episodes that are cut off and resumed equal those played to the end in one call."""
-    player = Player(
-        sampler, reply=lambda prompt, response, record: REPLY if response[-1] in GOES_ON else None, max_turns=3
-    )
+    player = Player(sampler, reply=answer, max_turns=3)
     whole = jax.device_get(player.play(*some(0, 12), KEY))
     buffer = Buffer(player, groups=2, group_size=G, in_flight=6, early_exit=EarlyExit(min_ended=0.5))
     begin = dealer(player)

@@ -6,6 +6,7 @@ adds small numbers, tests/golden/counter plays countdown. To train both again, f
     JAX_NUM_CPU_DEVICES=8 python -m tests.test_family
 """
 
+import json
 import re
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, objectives, references
+from gspo_jax import config as config_lib
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
@@ -165,11 +167,15 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
 def test_everything_at_once(data, tmp_path, written):
     """PPO in two turns with step rewards, dynamic sampling, overlong filtering, a mismatch correction, and R2.
 
-    Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity.
+    Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity; a
+    benchmark is taken before and after.
     """
+    benchmark = {"question": "22 from 3 5 7:", "answer": "3*5+7", "numbers": "3 5 7", "target": "22"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(benchmark) + "\n")
     config = settings(data, arg="steps,runlocal", model__folder=str(COUNTER), iterations=1)
     assert config.objective.name == "gspo_token"
     config.environment.name = "countdown_feedback"
+    config.benchmarks.NAME = config_lib.benchmark(str(tmp_path / "own.jsonl"), every=2, samples=16)
     config.sampling.update({"max_response_length": 64, "rounds": 2})
     config.overlong.update({"penalty": 1.0, "cache": 6, "filter": True})
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
@@ -192,6 +198,12 @@ def test_everything_at_once(data, tmp_path, written):
     assert rows[1]["routing/flip_rate"] > 0, "the router's own choice drifts although replay overrules it"
     assert rows[1]["dynamic/rounds"] == 2 and 0 < rows[1]["dynamic/dropped"] < 1
     assert rows[1]["reward/zero_std"] == rows[1]["dynamic/filled"], "only what fills the batch has no contrast"
+    taken = [row for row in read_metrics(tmp_path / "run") if "benchmark/NAME" in row]
+    answers = [file.read_text().splitlines() for file in (tmp_path / "run" / "benchmarks").iterdir()]
+    assert [row["step"] for row in taken] == [0, 2] and [len(lines) for lines in answers] == [16, 16]
+    for row in taken:
+        assert row["benchmark/NAME_low"] <= row["benchmark/NAME"] <= row["benchmark/NAME_high"]
+        assert row["benchmark/NAME"] <= row["benchmark/NAME_pass_at_k"]
 
 
 @pytest.mark.slow

@@ -56,6 +56,15 @@ def _thick(axes) -> list:
     return [line for line in axes.lines if line.get_linewidth() > 1.5]
 
 
+def test_a_benchmark_of_a_run_has_a_panel(monkeypatch, tmp_path):
+    run = _run("gspo")
+    run.rows[0].update({"benchmark/aime24": 0.1, "benchmark/aime24_low": 0.0, "benchmark/aime24_failed": 0.0})
+    run.rows[-1].update({"benchmark/aime24": 0.3, "benchmark/aime24_low": 0.2, "benchmark/aime24_failed": 0.0})
+    axes = _titled(_draw(monkeypatch, tmp_path, [run, _run("grpo")]))["Benchmark: aime24"]
+    (line,) = _thick(axes)
+    assert line.get_ydata().tolist() == [0.1, 0.3]
+
+
 def test_a_line_has_the_look_of_its_objective(monkeypatch, tmp_path):
     figure = _draw(monkeypatch, tmp_path, [_run("rspo"), _run("grpo"), _run("grpo", **{"routing.replay": "r2"})])
     rspo, grpo, r2 = _thick(_titled(figure)["Clip fraction"])

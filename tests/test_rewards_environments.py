@@ -51,6 +51,23 @@ def test_calculator(completion, says):
     assert environments.calculator("", completion, {}) == says
 
 
+@pytest.mark.parametrize(
+    ("completion", "runs"),
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("Let me see.\n```\nx = 1\nprint(x)\n```\n", "x = 1\nprint(x)\n"),
+        ("```python\nprint(1)\n```\n1\nOnce more:\n  ```py\nprint(2)\n  ```  \n\n", "print(2)\n"),
+        ("```python\nprint(1)\n```\n1\n#### 1", None),
+        ("```python\nprint(1)\n```\n1\n```python\nprint(2)", None),
+        ("```python\nprint(1)\n```\n1\n```", None),
+        ("```", None),
+        ("", None),
+    ],
+)
+def test_python_runs_the_block_that_a_turn_ends_in(completion, runs):
+    assert environments.python("", completion, {}) == runs
+
+
 def test_an_environment_by_name():
     assert environments.find("countdown_feedback") is environments.countdown_feedback
     with pytest.raises(UserError, match=r"no environment 'countdown_feedbac'; did you mean 'countdown_feedback'\?"):

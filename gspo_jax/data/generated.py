@@ -219,11 +219,13 @@ class Induction(_Generated):
 
     The function is linear, and bounded from below, from above or not at all. The worked answer derives it in a comment,
     `# 16-13=3 3*3=9 13-9=4 ####`, so that the whole of it is the program. `test_list` has four asserts at other
-    arguments, one of which a bound decides.
+    arguments, one of which a bound decides. Held-out problems have other examples; their functions may have been seen.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
-        InductionConfig(name="easy", difficulty="easy", train_size=6144, test_size=256, largest_factor=9, largest_term=49),
+        InductionConfig(
+            name="easy", difficulty="easy", train_size=6144, test_size=256, largest_factor=9, largest_term=49
+        ),
         InductionConfig(
             name="medium", difficulty="medium", train_size=8192, test_size=512, largest_factor=9, largest_term=99
         ),

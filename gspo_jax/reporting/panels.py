@@ -298,7 +298,7 @@ class Panel:
 def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]], str]:
     """Return the panels of a page that have something to show, with their lines; and a sentence naming the others."""
     shown, zero, missing = [], [], []
-    for panel in PANELS[page]:
+    for panel in (*PANELS[page], *_benchmark_panels(groups)):
         panel = panel.alone if panel.alone is not None and len(groups) == 1 else panel
         lines = panel.lines(groups)
         if not lines:
@@ -309,6 +309,13 @@ def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]
             shown.append((panel, lines))
     why = [f"{', '.join(names)} ({reason})" for names, reason in ((zero, "always 0"), (missing, "no values")) if names]
     return shown, f"Left out: {'; '.join(why)}." if why else ""
+
+
+def _benchmark_panels(groups: Sequence[Group]) -> list[Panel]:
+    """Return a panel for each benchmark that a run has taken."""
+    named = sorted({name for group in groups for run in group.runs for row in run.rows for name in row})
+    labels = [name.partition("/")[2] for name in named if name.startswith("benchmark/") and f"{name}_low" in named]
+    return [replace(_ACCURACY, metric=f"benchmark/{label}", title=f"Benchmark: {label}", width=1) for label in labels]
 
 
 _FLIPS_OVER_TIME = Panel(

@@ -14,6 +14,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
+from gspo_jax import benchmark
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.objectives import Objective
@@ -88,6 +89,12 @@ class RunLog:
         self.evaluations.append(result.metrics())
         self.write(step, self.evaluations[-1])
         self.progress.say(f"update {step}: {result}")
+
+    def measured(self, step: int, label: str, facts: dict[str, Any]) -> None:
+        """Record a benchmark's result on the line of its last update; only the first process has it."""
+        if facts:
+            self.write(step, benchmark.metrics(label, facts))
+            self.progress.say(f"update {step}: {benchmark.described(facts)}")
 
     def advance(self, scored: Scored, metrics: list[Metrics], *, tokens_per_s: float) -> None:
         """End an iteration on the progress bar."""

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import coldstart, engine, evaluate
+from gspo_jax import benchmark, coldstart, engine, evaluate
+from gspo_jax.benchmark import Benchmark
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class Boundary:
     unfinished: Episodes | None
     """Partial rollouts in flight; None if there are none."""
     evaluated: bool
-    """False if an evaluation of this state is due."""
+    """False if evaluations of this state are due."""
     accuracy: float | None = None
     """Held-out accuracy of this state; None if it was not evaluated."""
 
@@ -90,6 +91,8 @@ class Run:
     """Endless training prompts, whose position is part of a checkpoint."""
     held_out: EvalBatches
     """Held-out prompts of the evaluations."""
+    benchmarks: dict[str, tuple[Benchmark, EvalBatches]]
+    """Benchmarks that the run takes, with their prompts."""
     player: Player
     buffer: Buffer | None
     """Buffer of partial rollouts; None without them."""
@@ -275,7 +278,7 @@ class Run:
             state=state,
             prompts=self.prompts.get_state(),
             unfinished=None if self.buffer is None else self.buffer.episodes,
-            evaluated=not (last or done % config.eval.every == 0),
+            evaluated=not any(self._is_due(every, done) for every in self._evaluations()),
         )
         self.updating = False
         self.evaluate_if_due()
@@ -284,25 +287,41 @@ class Run:
         self.files.publish(every_s=PUBLISH_S)
 
     def evaluate_if_due(self) -> None:
-        """Evaluate the policy on the held-out prompts, if that is due after the newest iteration."""
+        """Evaluate the policy on the held-out prompts and on benchmarks, where due after the newest iteration."""
         if self.boundary.evaluated:
             return
-        state, sampler = self.boundary.state, self.engine.sampler
+        state, sampler, accuracy = self.boundary.state, self.engine.sampler, None
+        mesh, key = self.engine.meshes.trainer, keys.eval_key(self.key)
+        step, weights = int(state.updates), self.weights(state)
         self.phases.enter("evaluate")
         self.phases.poll()
-        sampler.load(self.weights(state))
-        result = evaluate.evaluate(
-            self.player,
-            self.held_out,
-            self.tokenizer,
-            self.scorer,
-            keys.eval_key(self.key),
-            self.engine.meshes.trainer,
-            correct=data.correct_for(self.config),
-        )
+        sampler.load(weights)
+        if self._is_due(self.config.eval.every, self.boundary.done):
+            correct = data.correct_for(self.config)
+            result = evaluate.evaluate(
+                self.player, self.held_out, self.tokenizer, self.scorer, key, mesh, correct=correct
+            )
+            self.log.evaluated(step, result)
+            accuracy = result.accuracy
+        for label, (taken, batches) in self.benchmarks.items():
+            if self._is_due(self.config.benchmarks[label].every, self.boundary.done):
+                self.phases.enter("benchmark")
+                self.phases.poll()
+                answering = benchmark.Answering(self.player, self.tokenizer, weights, f"update {step}", mesh)
+                with taken.make_scorer() as scorer:
+                    scorer.interrupted = self.phases.noticed
+                    facts = taken.measure(answering, batches, scorer, key, self.files.local / benchmark.FOLDER)
+                self.log.measured(step, label, facts)
         sampler.release()
-        self.log.evaluated(int(state.updates), result)
-        self.boundary = dataclasses.replace(self.boundary, evaluated=True, accuracy=result.accuracy)
+        self.boundary = dataclasses.replace(self.boundary, evaluated=True, accuracy=accuracy)
+
+    def _evaluations(self) -> list[int]:
+        """Iterations between two of each kind of evaluation."""
+        return [self.config.eval.every, *(self.config.benchmarks[label].every for label in self.benchmarks)]
+
+    def _is_due(self, every: int, done: int) -> bool:
+        """Whether what happens every so many iterations, and at the end, does after `done` of them."""
+        return done % every == 0 or done == self.config.iterations
 
     def save(self) -> None:
         """Start saving a checkpoint of the newest boundary in the background."""
@@ -379,6 +398,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             model, tokenizer = policy.read_folder(config, folder)
         records = {split: data.load_records(config, split) for split in ("train", "test")}
         shown = coldstart.load(config) if config.coldstart.conversations and tokenizer is None else records["train"]
+        taken = benchmark.of_run(config)
         scorer = stack.enter_context(data.make_scorer(config))
         replies = stack.enter_context(sampling.make_replies(config))
         meshes = make_meshes(config, model)
@@ -416,6 +436,10 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             key=start.key,
             prompts=prompts,
             held_out=data.held_out_prompts(config, tokenizer, records["test"]),
+            benchmarks={
+                label: (each, data.held_out_prompts(each.config, tokenizer, each.records))
+                for label, each in taken.items()
+            },
             player=player,
             buffer=sampling.make_buffer(config, player, start.unfinished),
             scorer=scorer,

@@ -7,7 +7,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import sandbox
-from gspo_jax.data import tasks
+from gspo_jax.data import rows, tasks
+from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.models import published, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
@@ -85,6 +86,7 @@ def _check_settings(config: ConfigDict) -> None:
     _check_choices(config)
     data.sources(config)
     _check_rewards(config)
+    _check_benchmarks(config)
     _check_partial_rollouts(config)
     sampling.make_sampling(config)
     policy.make_dispatch(config)
@@ -140,6 +142,27 @@ def _check_rewards(config: ConfigDict) -> None:
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
         for name in names:
             functions.check_calls(config, kind, name, *ARGUMENTS)
+
+
+def _check_benchmarks(config: ConfigDict) -> None:
+    """Check that the benchmarks of a run have data, and samples in whole groups."""
+    group = config.sampling.group_size
+    for name, section in config.benchmarks.items():
+        where = f"benchmarks.{name}"
+        if not section.every:
+            continue
+        if not section.data:
+            raise UserError(f"{where}.data is empty; set it to the benchmark's folder or file, or {where}.every to 0")
+        if name not in BENCHMARKS and not section.data.endswith(rows.FORMATS):
+            raise UserError(
+                f"{where}.data is {section.data!r}, but {name} is none of {', '.join(BENCHMARKS)}; give a file of rows "
+                f"({' or '.join(rows.FORMATS)})"
+            )
+        if section.samples % group:
+            raise UserError(
+                f"{where}.samples is {section.samples}, but the run samples groups of sampling.group_size {group}; use "
+                f"{group * max(1, round(section.samples / group))}"
+            )
 
 
 def _check_partial_rollouts(config: ConfigDict) -> None:

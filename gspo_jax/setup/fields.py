@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from ml_collections import ConfigDict
 
 from gspo_jax import objectives
-from gspo_jax.config import base, source
+from gspo_jax.config import base, benchmark, source
 from gspo_jax.data.tokenizer import EOS, PAD, TURN
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import mismatch
@@ -125,7 +125,7 @@ RANGES = {
 
 NAMED = {"functions": str, "rewards": float, "step_rewards": float}
 """Sections that begin empty, to which a config or a flag adds names, and the type of a name's value."""
-_OPEN = ("model.architecture", "data.options", "data.sources", *NAMED)
+_OPEN = ("model.architecture", "data.options", "data.sources", "benchmarks", *NAMED)
 """Sections that begin empty, to which a config adds fields."""
 _HYPER_PARAMETERS = {"objective": objectives.catalogue.__all__, "mismatch": mismatch.__all__}
 """Sections with a section for each of these names, and of `functions`, whose fields may be left out."""
@@ -155,6 +155,12 @@ def check_fields(config: ConfigDict) -> None:
         _check_is_section(where, section)
         _check_section(config, section, source(""), where.split("."))
         _check_range(f"{where}.weight", section.weight, POSITIVE)
+    for name, section in config.benchmarks.items():
+        where = f"benchmarks.{name}"
+        _check_is_section(where, section)
+        _check_section(config, section, benchmark(), where.split("."))
+        _check_range(f"{where}.every", section.every, COUNT_OR_0)
+        _check_range(f"{where}.samples", section.samples, COUNT)
     for section, kind in NAMED.items():
         for key, value in at(config, section).items():
             _check_type(f"{section}.{key}", value, kind)
