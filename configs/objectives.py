@@ -2,7 +2,7 @@
 
     python -m gspo_jax.sweep --config=configs/objectives.py
 
-trains twelve objectives with three seeds, 50 iterations each, and compares them in one page (docs/sweeps.md). A run
+trains all objectives with three seeds, 50 iterations each, and compares them in one page (docs/sweeps.md). A run
 takes about a minute on one core: it has one device, where configs/tiny.py simulates eight. Arguments are those of
 configs/tiny.py.
 """

@@ -132,6 +132,11 @@ def base() -> ConfigDict:
     config.objective.gmpo = ConfigDict({"log_clip": 0.4})
     config.objective.rspo = ConfigDict({"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"})
     config.objective.sapo = ConfigDict({"tau_pos": 1.0, "tau_neg": 1.05})
+    config.objective.dppo_tv = ConfigDict({"low": 0.15, "high": 0.15, "cap": 20.0})
+    config.objective.dppo_kl = ConfigDict({"low": 0.05, "high": 0.05, "cap": 20.0})
+    config.objective.vespo = ConfigDict({"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0})
+    config.objective.luspo = _clipped(2e-3, 2.5e-3)
+    config.objective.minirl = ConfigDict({"low": 0.2, "high": 0.27})
 
     config.routing = ConfigDict()  # mixture-of-experts models only
     config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices; "r3": the sampler's
@@ -148,6 +153,9 @@ def base() -> ConfigDict:
     config.critic.optimizer = adamw(learning_rate=1e-5, schedule="constant", warmup_updates=10)
     config.mismatch = ConfigDict()  # importance weights that correct for the mismatch of sampler and trainer
     config.mismatch.correction = ""  # "tis", "icepop", "sequence_mask": need old_logprobs="recompute"; empty: none
+    # Off-policy sequence mask: a response with a negative advantage has no gain once the mean of log μ − log π_θ over
+    # its tokens exceeds this number of nats, μ the sampler's policy and π_θ that of the update. None: off.
+    config.mismatch.negative_mask = placeholder(float)
     config.mismatch.tis = ConfigDict({"cap": 2.0})
     config.mismatch.icepop = ConfigDict({"low": 0.5, "high": 5.0})
     config.mismatch.sequence_mask = ConfigDict({"low": 0.99, "high": 1.01})

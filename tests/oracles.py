@@ -192,6 +192,79 @@ def cispo_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
     return min(abs(r - 1 - h["high"]), abs(r - 1 + h["low"]))
 
 
+def minirl_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+    """Side on which PPO would cut the gradient."""
+    r, a = token_ratio(b.logprobs, b, i, t), b.advantages[i, t]
+    return 1 if a > 0 and r > 1 + h["high"] else -1 if a < 0 and r < 1 - h["low"] else 0
+
+
+def minirl_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return 0.0 if minirl_gate(b, i, t, h) else token_ratio(b.logprobs, b, i, t)
+
+
+# --- DPPO -----------------------------------------------------------------------------------------
+
+
+def probabilities(b: Batch, i: int, t: int) -> tuple[float, float]:
+    """π_θ and π_old of the token."""
+    return math.exp(b.logprobs[i, t]), math.exp(b.old_logprobs[i, t])
+
+
+def total_variation(b: Batch, i: int, t: int) -> float:
+    """The change of the token's probability, with its sign."""
+    p, q = probabilities(b, i, t)
+    return p - q
+
+
+def two_outcome_kl(b: Batch, i: int, t: int) -> float:
+    """KL from old to new of "this token or another", with the sign of the change of probability."""
+    p, q = probabilities(b, i, t)
+    k = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return math.copysign(k, p - q) if p != q else 0.0
+
+
+def divergence_family(change: Callable[[Batch, int, int], float]) -> Oracle:
+    """sg[min(r, cap)·M]·Â·log π_θ, M = 0 where the change goes on in the direction of Â beyond its bound."""
+
+    def gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+        a, moved = b.advantages[i, t], change(b, i, t)
+        return 1 if a > 0 and moved > h["high"] else -1 if a < 0 and moved < -h["low"] else 0
+
+    def coefficient(b: Batch, i: int, t: int, h: Hyper) -> float:
+        return 0.0 if gate(b, i, t, h) else min(token_ratio(b.logprobs, b, i, t), h["cap"])
+
+    def margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+        return min(abs(change(b, i, t) - h["high"]), abs(change(b, i, t) + h["low"]))
+
+    return score_family(coefficient, gate, margin, token_mean)
+
+
+# --- VESPO ----------------------------------------------------------------------------------------
+
+
+def response_ratio(x: np.ndarray, b: Batch, i: int, t: int) -> float:
+    """The product of a row's token ratios, each in e^±20 and the product in [1e-8, e^20]."""
+    product = math.prod(min(max(token_ratio(x, b, i, u), math.exp(-20)), math.exp(20)) for u in tokens(b, i))
+    return min(max(product, 1e-8), math.exp(20))
+
+
+def gamma_weight(b: Batch, i: int, t: int, h: Hyper) -> float:
+    """W^k · e^(λ(1 − W))."""
+    k, rate = (h[f"{name}_{'pos' if b.advantages[i, t] >= 0 else 'neg'}"] for name in ("k", "lambda"))
+    w = response_ratio(b.logprobs, b, i, t)
+    return w**k * math.exp(rate * (1 - w))
+
+
+def gamma_gate(b: Batch, i: int, t: int, h: Hyper) -> int:
+    if gamma_weight(b, i, t, h) >= 0.5:
+        return 0
+    return -1 if response_ratio(b.logprobs, b, i, t) < 1 else 1
+
+
+def gamma_margin(b: Batch, i: int, t: int, h: Hyper) -> float:
+    return abs(gamma_weight(b, i, t, h) - 0.5)
+
+
 # --- GMPO and RSPO --------------------------------------------------------------------------------
 
 
@@ -278,6 +351,11 @@ ORACLES = {
     "gmpo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
     "rspo": Oracle(geometric_gain, geometric_slope, token_ratio, geometric_gate, geometric_margin, sequence_mean),
     "sapo": Oracle(soft_gain, soft_slope, token_ratio, soft_gate, soft_margin, sequence_mean),
+    "dppo_tv": divergence_family(total_variation),
+    "dppo_kl": divergence_family(two_outcome_kl),
+    "luspo": clipped_family(sequence_ratio_of, sequence_ratio, shared_ratio_slope, row_sum),
+    "minirl": score_family(minirl_weight, minirl_gate, cispo_margin, row_sum),
+    "vespo": score_family(gamma_weight, gamma_gate, gamma_margin, token_mean)._replace(ratio=response_ratio),
 }
 
 

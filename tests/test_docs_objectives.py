@@ -30,8 +30,8 @@ def _blocks(language: str, text: str = DOC) -> list[str]:
 
 
 def _table() -> dict[str, dict[str, str]]:
-    """Return the rows of the table under "The twelve", by objective."""
-    lines = [line for line in DOC.partition("## The twelve")[2].splitlines() if line]
+    """Return the rows of the table under "The catalogue", by objective."""
+    lines = [line for line in DOC.partition("## The catalogue")[2].splitlines() if line]
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:]]
     end = next(i for i, line in enumerate(lines[first:]) if not line.startswith("|"))
@@ -150,9 +150,9 @@ def test_step_rewards_are_set_as_the_doc_does():
 
 
 @pytest.fixture
-def thirteenth(monkeypatch):
+def another(monkeypatch):
     """Add the doc's example to the catalogue; return its name and a config with the doc's line."""
-    function, line = _blocks("python", DOC.partition("## How to add a thirteenth")[2])
+    function, line = _blocks("python", DOC.partition("## How to add another")[2])
     namespace = dict(vars(catalogue))
     before = set(namespace)
     exec(compile(function, "docs/objectives.md", "exec"), namespace)
@@ -166,8 +166,8 @@ def thirteenth(monkeypatch):
     return name, config
 
 
-def test_the_thirteenth_is_made_by_name_and_by_config(thirteenth):
-    name, config = thirteenth
+def test_another_is_made_by_name_and_by_config(another):
+    name, config = another
     made = objectives.make(name, log_clip=0.5)
     assert (made.name, made.bounds) == (name, {"log_clip": 0.5})
     by_config = learning.make_objective(config)
@@ -177,8 +177,8 @@ def test_the_thirteenth_is_made_by_name_and_by_config(thirteenth):
     assert f"--config.objective.name={name}" in DOC
 
 
-def test_the_thirteenth_by_hand(thirteenth):
-    name, _ = thirteenth
+def test_another_by_hand(another):
+    name, _ = another
     objective = objectives.make(name, log_clip=0.5)
     # Log-ratios 0 and 0.5 in a response with Â = 2, −0.25 in one with Â = −1; NaN and 1e30 outside the mask.
     old = jnp.array([[-1.0, -2.0], [-3.0, jnp.nan]])

@@ -181,7 +181,7 @@ def test_everything_at_once(data, tmp_path, written):
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     use_ppo(config, "policy")
     config.training.old_logprobs = "recompute"
-    config.mismatch.correction = "tis"
+    config.mismatch.update({"correction": "tis", "negative_mask": 0.0})
     config.routing.update({"replay": "r2", "balance_weight": 0.01, "z_weight": 0.001})
     rows = run(config, tmp_path / "run", written)
     responses = config.data.prompts_per_batch * config.sampling.group_size / config.training.minibatches
@@ -191,6 +191,7 @@ def test_everything_at_once(data, tmp_path, written):
         assert row["response/learned"] <= 1 - row["response/truncated"] + 1e-6
         assert -1 <= row["reward/overlong"] < 0 and 0 <= row["reward/countdown_steps"] <= 1
         assert 0 < row["routing/dropped"] < 0.5
+        assert 0 < row["clip_fraction/negative_mask"] < 1, "about half of the responses move away from the sampler"
         assert row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5
         assert np.isfinite(row["critic/loss"]) and row["reference/kl"] > 0
     assert max(row["reward/countdown_steps"] for row in rows) > 0

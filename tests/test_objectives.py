@@ -46,7 +46,7 @@ def test_rewards_are_the_advantages_of_the_objective():
         if name == "ppo":
             continue
         _, info = objectives.loss(objective, NEW, **batch, rewards=rewards, group_size=2)
-        want = {"dr_grpo": centered, "reinforce": others, "rloo": others}.get(name, zscore)
+        want = {"dr_grpo": centered, "minirl": centered, "reinforce": others, "rloo": others}.get(name, zscore)
         np.testing.assert_allclose(info.advantages[:, 0], want, atol=1e-4)
 
 
@@ -146,7 +146,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     "name, hyper, message",
     [
-        ("gsop", {}, "no objective 'gsop'; did you mean 'gspo'? there are cispo, dapo, dr_grpo, gmpo, grpo, gspo, "),
+        ("gsop", {}, "no objective 'gsop'; did you mean 'gspo'? there are cispo, dapo, dppo_kl, "),
         ("clipped", {}, "no objective 'clipped'; "),
         ("gspo", {"hihg": 1.0}, "gspo has no hyper-parameter 'hihg'; did you mean 'high'? there are low, high, dual_"),
         ("rloo", {"low": 1.0}, "rloo has no hyper-parameter 'low'; it has none"),
@@ -181,6 +181,17 @@ NAN = float("nan")
             "value_weight=-1.0 is not a finite number of at least 0; it is the weight of the critic's loss",
         ),
         ("ppo", {"low": 2.0}, "low=2.0 lies outside [0, 1]"),
+        ("dppo_tv", {"high": 1.5}, "high=1.5 lies outside [0, 1]; it bounds the change of a token's probability"),
+        ("dppo_tv", {"low": -0.1}, "low=-0.1 lies outside [0, 1]"),
+        ("dppo_tv", {"cap": 0.0}, "cap=0.0 is not a positive number; it is the largest importance weight of a token"),
+        ("dppo_kl", {"low": -0.1}, "low=-0.1 is not a finite number of at least 0; it bounds a KL divergence, in nats"),
+        ("dppo_kl", {"high": NAN}, "high=nan is not a finite number of at least 0"),
+        ("luspo", {"low": 2.0}, "low=2.0 lies outside [0, 1]; it is an offset from 1"),
+        ("minirl", {"high": -1.0}, "high=-1.0 is below 0"),
+        ("vespo", {"k_pos": 0.0}, "k_pos=0.0 is not a positive number; it shapes the weight W^k·exp(λ·(1 − W))"),
+        ("vespo", {"lambda_pos": -1.0}, "lambda_pos=-1.0 is not a positive number"),
+        ("vespo", {"k_neg": NAN}, "k_neg=nan is not a positive number"),
+        ("vespo", {"lambda_neg": 0.0}, "lambda_neg=0.0 is not a positive number"),
     ],
 )
 def test_what_a_config_can_get_wrong(name, hyper, message):

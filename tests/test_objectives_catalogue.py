@@ -4,6 +4,7 @@ Invariants, as numbered in the specification: 1 a float64 oracle, 2 any split, 3
 float32 before subtraction.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspo_jax import objectives
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
+from gspo_jax.types import UserError
 from tests import oracles
 from tests.oracles import Hyper
 from tests.tiny import mostly_slow
@@ -87,6 +89,32 @@ ROWS = {
         defaults={"tau_pos": 1.0, "tau_neg": 1.05}, wide={"tau_pos": 3.0, "tau_neg": 6.0}, token_advantages=True
     ),
 }
+ROWS |= {
+    "dppo_tv": Row(
+        defaults={"low": 0.15, "high": 0.15, "cap": 20.0},
+        wide={"low": 0.1, "high": 0.1, "cap": 1.5},
+        more=(ON | {"cap": 20.0},),
+    ),
+    "dppo_kl": Row(
+        defaults={"low": 0.05, "high": 0.05, "cap": 20.0},
+        wide={"low": 0.02, "high": 0.02, "cap": 1.5},
+        more=(ON | {"cap": 20.0},),
+    ),
+    "luspo": GSPO._replace(defaults={"low": 2e-3, "high": 2.5e-3, "dual_clip": None}),
+    "minirl": Row(
+        defaults={"low": 0.2, "high": 0.27},
+        wide={"low": 0.1, "high": 0.15},
+        more=(ON,),
+        advantage=group_centered,
+    ),
+    "vespo": Row(
+        defaults={"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+        wide={"k_pos": 1.0, "lambda_pos": 1.5, "k_neg": 2.0, "lambda_neg": 1.0},
+        level="sequence",
+    ),
+}
+OF_PROBABILITY = ("dppo_tv", "dppo_kl")
+"""Objectives whose bounds are on the change of a probability, not on a ratio."""
 NAMES = pytest.mark.parametrize("name", ROWS)
 KINDS = pytest.mark.parametrize(
     "name", mostly_slow(ROWS, always=("rloo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "rspo"))
@@ -122,7 +150,8 @@ def test_an_objective_says_what_it_is(name):
     row, objective = ROWS[name], objectives.make(name, **ROWS[name].wide)
     assert (objective.level, objective.token_advantages) == (row.level, row.token_advantages)
     assert objective.advantage is row.advantage and (objective.critic is None) == (row.advantage is not None)
-    assert objective.bounds == {key: row.wide[key] for key in ("low", "high", "log_clip") if key in row.wide}
+    bounds = {key: row.wide[key] for key in ("low", "high", "log_clip") if key in row.wide}
+    assert objective.bounds == ({} if name in OF_PROBABILITY else bounds)
     assert objective.router_shift == ("gamma_min" in row.defaults)
     assert hash(objective) is not None  # objectives may be static arguments
 
@@ -175,6 +204,8 @@ def draw_batch(seed: int, name: str, hyper: Hyper, row_constant: bool = False, r
     if hyper.get("low") == 0:  # rounding of the noise's mean could put a ratio of 1 on either side of the bound
         noise = np.where(centre == 0, 0.0, noise)
     new = old + centre + noise
+    if name in OF_PROBABILITY:
+        new = np.minimum(new, -1 / 64)
     shift = np.where(rng.random((rows, T)) < 0.3, 1.0, rng.uniform(0.5, 1.0, size=(rows, T)))
     new, old, advantages, shift = (x.astype(np.float32).astype(np.float64) for x in (new, old, advantages, shift))
     new, old, advantages = (np.where(mask, x, 0.0) for x in (new, old, advantages))
@@ -279,6 +310,7 @@ def test_the_batches_reach_every_corner(name, hyper):
 
 
 BOUNDED = [(name, key) for name, row in ROWS.items() for key in ("low", "high", "dual_clip") if key in row.defaults]
+BOUNDED = [(name, key) for name, key in BOUNDED if name not in OF_PROBABILITY]
 BOUNDED += [(name, key) for name in ("gmpo", "rspo") for key in ("log_clip below", "log_clip above")]
 
 
@@ -452,7 +484,7 @@ def test_an_overflowing_ratio_leaves_no_nan_where_its_gradient_is_bounded(name, 
     (loss, info), gradient = run(name, hyper, batch)
     assert np.isfinite(loss) and np.all(np.isfinite(gradient))
     np.testing.assert_array_equal(gradient[1::4], 0)
-    assert np.all(np.isposinf(info.ratio[:2])) or name == "sapo"
+    assert np.all(np.isposinf(info.ratio[:2])) or name in ("sapo", "vespo")
 
 
 # --- 5: kinship -----------------------------------------------------------------------------------
@@ -550,6 +582,132 @@ def test_sapo_at_ratio_one_and_far_out():
     np.testing.assert_array_equal(gradient, np.zeros((2, 2)))
     np.testing.assert_array_equal(info.gated_high, [[True] * 2, [False] * 2])
     np.testing.assert_array_equal(info.gated_low, [[False] * 2, [True] * 2])
+
+
+def one_token(p, q, advantage):
+    """A token of probability p after q."""
+    return {
+        "logprobs": jnp.log(jnp.array([[p]])),
+        "old_logprobs": jnp.log(jnp.array([[q]])),
+        "mask": jnp.ones((1, 1), bool),
+        "advantages": jnp.array([advantage]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "q", "advantage", "weight", "gated"),
+    [
+        # A rare token may rise fourteenfold, a likely one may not fall by a fifth; bounds 0.15 on the probability.
+        ("dppo_tv", 0.14, 0.01, 1.0, 14.0, False),
+        ("dppo_tv", 0.30, 0.01, 1.0, 0.0, True),
+        ("dppo_tv", 0.30, 0.01, -1.0, 20.0, False),  # capped, and the other way
+        ("dppo_tv", 0.70, 0.90, -1.0, 0.0, True),
+        ("dppo_tv", 0.70, 0.90, 1.0, 7 / 9, False),
+        # 0.5·log(0.5/0.3) + 0.5·log(0.5/0.7) = 0.0872; 0.5 to 0.4: 0.0204.
+        ("dppo_kl", 0.30, 0.50, -1.0, 0.0, True),
+        ("dppo_kl", 0.30, 0.50, 1.0, 0.6, False),
+        ("dppo_kl", 0.40, 0.50, -1.0, 0.8, False),
+        ("dppo_kl", 0.70, 0.50, 1.0, 0.0, True),
+        ("minirl", 0.26, 0.20, 1.0, 0.0, True),
+        ("minirl", 0.25, 0.20, 1.0, 1.25, False),
+        ("minirl", 0.30, 0.20, -1.0, 1.5, False),
+        ("minirl", 0.10, 0.20, -1.0, 0.0, True),
+        # 2²·e^(3·(1 − 2)) = 0.199; 2³·e^(2·(1 − 2)) = 1.083; 0.5²·e^(1.5) = 1.12; 0.5³·e = 0.340.
+        ("vespo", 0.40, 0.20, 1.0, 4 * np.exp(-3), True),
+        ("vespo", 0.40, 0.20, -1.0, 8 * np.exp(-2), False),
+        ("vespo", 0.10, 0.20, 1.0, 0.25 * np.exp(1.5), False),
+        ("vespo", 0.10, 0.20, -1.0, 0.125 * np.exp(1.0), True),
+    ],
+)
+def test_weights_of_one_token_worked_by_hand(name, p, q, advantage, weight, gated):
+    arguments = one_token(p, q, advantage)
+    (_, info), gradient = compiled(name)(**arguments)
+    np.testing.assert_allclose(gradient, [[-advantage * weight]], rtol=1e-5)
+    assert bool(info.gated[0, 0]) is gated
+
+
+@pytest.mark.parametrize(("name", "low"), [("dppo_tv", 0.0), ("dppo_tv", 1e-3), ("dppo_kl", 1e-3)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_smallest_change_of_a_probability_keeps_its_sign(name, low, sign):
+    """With bounds of 0 any change in the direction of Â is gated; exp(new) − exp(old) would often round to 0."""
+    old = jnp.full((1, 1), -2e-6, jnp.float32)
+    new = jnp.nextafter(old, jnp.full((1, 1), 0.0 if sign > 0 else -1.0, jnp.float32))
+    of = compiled(name, low=low, high=low, cap=20.0)
+    for advantage, gated in ((sign, low == 0), (-sign, False)):  # the other way there is no bound
+        (_, info), _ = of(new, old_logprobs=old, mask=jnp.ones((1, 1), bool), advantages=jnp.array([advantage]))
+        assert bool(info.gated[0, 0]) is gated
+
+
+def test_vespo_weighs_whole_responses_by_the_product_of_their_ratios():
+    new = jnp.log(jnp.array([[0.4, 0.2, 0.25], [0.2, 0.1, 0.3]]))
+    old = jnp.log(jnp.array([[0.2, 0.2, 0.5], [0.2, 0.2, 0.3]]))
+    one = {"old_logprobs": old, "mask": jnp.ones((2, 3), bool), "advantages": jnp.array([1.0, -2.0])}
+    (_, info), gradient = compiled("vespo")(new, **one)
+    np.testing.assert_allclose(info.ratio, [[1.0] * 3, [0.5] * 3], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[-1 / 6] * 3, [2 * 0.125 * np.exp(1.0) / 6] * 3], rtol=1e-5)
+    np.testing.assert_array_equal(info.gated_low, [[False] * 3, [True] * 3])
+    far = jnp.array([[-300.0] * 3, [-1e-3] * 3])
+    (_, info), gradient = compiled("vespo")(far, **one | {"old_logprobs": jnp.full((2, 3), -30.0)})
+    np.testing.assert_allclose(info.ratio[:, 0], [1e-8, np.exp(20)], rtol=1e-5)
+    np.testing.assert_allclose(gradient, np.zeros((2, 3)), atol=1e-12)
+
+
+def test_luspo_is_gspo_with_rows_weighed_by_their_length():
+    batch = draw_batch(3, "luspo", ROWS["luspo"].wide)
+    arrays = cast(arguments("luspo", batch))
+    of_gspo, of_luspo = (compiled(name, **ROWS[name].wide)(**arrays)[1] for name in ("gspo", "luspo"))
+    np.testing.assert_allclose(of_luspo, of_gspo * batch.mask.sum(axis=1, keepdims=True), rtol=1e-6, atol=1e-9)
+
+
+# --- the off-policy sequence mask -----------------------------------------------------------------
+
+
+@NAMES
+def test_the_off_policy_mask_removes_negative_tokens_of_responses_that_moved_too_far(name):
+    """By hand from the gain that is left: δ = 0.1, the mean of log μ − log π_θ over a row's tokens."""
+    hyper = ROWS[name].wide
+    batch = draw_batch(7, name, hyper, rows=32)
+    moved = np.random.default_rng(7).normal(0.1, 0.3, size=batch.mask.shape)
+    sampler = np.where(batch.mask, batch.logprobs + moved, np.nan)
+    arrays = cast(arguments(name, batch) | {"sampler_logprobs": sampler})
+    plain = objectives.make(name, **hyper)
+    objective = dataclasses.replace(plain, negative_mask=0.1)
+    (loss, info), gradient = jax.jit(lambda logprobs, **rest: forward(objective, logprobs, **rest))(**arrays)
+    means = [np.mean(row[mask]) if mask.any() else 0.0 for row, mask in zip(moved, batch.mask, strict=True)]
+    gone = (np.array(means) > 0.1)[:, None] & (batch.advantages < 0) & batch.mask
+    assert gone.any() and (batch.mask & ~gone & (batch.advantages < 0)).any()
+    np.testing.assert_array_equal(info.masked, gone)
+    del arrays["sampler_logprobs"]
+    left = arrays | {"weights": jnp.where(gone, 0.0, plain.weights(arrays["mask"]))}
+    (want, _), want_gradient = forward(plain, **left)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(gradient, want_gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_the_off_policy_mask_is_a_constant_and_strict():
+    """At the bound a row counts; the gradient through the comparison is none."""
+    one = {
+        "logprobs": jnp.array([[-1.25], [-1.25]]),
+        "old_logprobs": jnp.array([[-1.0], [-1.0]]),
+        "sampler_logprobs": jnp.array([[-1.0], [-0.75]]),
+        "mask": jnp.ones((2, 1), bool),
+        "advantages": jnp.array([-1.0, -1.0]),
+    }
+    objective = dataclasses.replace(objectives.grpo(), negative_mask=0.25)
+    (_, info), gradient = forward(objective, **one)
+    np.testing.assert_array_equal(info.masked, [[False], [True]])
+    assert gradient[1, 0] == 0
+
+
+def test_the_off_policy_mask_needs_the_samplers_log_probs():
+    one = {"old_logprobs": jnp.zeros((1, 1)), "mask": jnp.ones((1, 1), bool), "advantages": jnp.ones(1)}
+    masked = dataclasses.replace(objectives.grpo(), negative_mask=0.1)
+    with pytest.raises(UserError, match=r"compares with the sampler's policy; pass sampler_logprobs"):
+        objectives.loss(masked, jnp.zeros((1, 1)), **one)
+    with pytest.raises(ValueError, match="grpo has no negative_mask"):
+        objectives.loss(objectives.grpo(), jnp.zeros((1, 1)), sampler_logprobs=jnp.zeros((1, 1)), **one)
+    with pytest.raises(ValueError, match="the shapes are"):
+        objectives.loss(masked, jnp.zeros((1, 1)), sampler_logprobs=jnp.zeros((1, 2)), **one)
 
 
 def test_rloo_adds_up_the_logprobs_of_a_response():

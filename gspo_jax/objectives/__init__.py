@@ -18,7 +18,7 @@ from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is listed in catalogue.__all__ and only there)
 from gspo_jax.objectives.checks import build, check_tokens
 from gspo_jax.objectives.objective import Critic, Objective
-from gspo_jax.objectives.surrogates import Batch, widen
+from gspo_jax.objectives.surrogates import Batch, log_ratio, row_mean, widen
 from gspo_jax.types import UserError
 
 __all__ = ["ClipSums", "Critic", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
@@ -38,6 +38,8 @@ class Info(NamedTuple):
     """Advantages as used; 0 outside the mask."""
     weights: Float[Array, "B T"]
     """Weights as used; 0 outside the mask."""
+    masked: Bool[Array, "B T"] | None
+    """True where the off-policy sequence mask removed the gain, False outside the mask; None if it is off."""
 
     @property
     def gated(self) -> Bool[Array, "B T"]:
@@ -93,13 +95,15 @@ def loss(
     advantages: Float[Array, " B"] | Float[Array, "B T"] | None = None,
     weights: Float[Array, "B T"] | None = None,
     router_shift: Float[Array, "B T"] | None = None,
+    sampler_logprobs: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, ""], Info]:
     """Return the loss of a batch, to be minimised, and its per-token diagnostics: loss = −Σ w·gain.
 
     `mask` is True on the tokens that the policy sampled, EOS included; values outside it have no effect, NaN included.
     Pass either `rewards` with `group_size`, or `advantages`. `weights` default to `objective.weights(mask)`; if they
     are computed once for a whole mini-batch and split along with it, the losses of its micro-batches add up to its
-    loss. `router_shift` is only for objectives that need it, such as `rspo`.
+    loss. `router_shift` is only for objectives that need it, such as `rspo`; `sampler_logprobs`, log μ of the tokens,
+    only for those with a `negative_mask`.
 
     Raises ValueError for mismatched shapes, UserError for arguments that the objective's definition rules out.
     """
@@ -112,8 +116,11 @@ def loss(
     weights = _fill_outside_mask("weights", objective.weights(mask) if weights is None else weights, mask, 0.0)
     shift = _router_shift(objective, router_shift, mask)
     surrogate = objective.surrogate(Batch(logprobs, old_logprobs, mask, advantages, shift))
-    info = Info(jnp.where(mask, surrogate.ratio, 1.0), surrogate.gated_low, surrogate.gated_high, advantages, weights)
-    return -jnp.sum(weights * surrogate.gain), info
+    masked = _masked(objective, logprobs, sampler_logprobs, mask, advantages)
+    ratio = jnp.where(mask, surrogate.ratio, 1.0)
+    info = Info(ratio, surrogate.gated_low, surrogate.gated_high, advantages, weights, masked)
+    gain = surrogate.gain if masked is None else jnp.where(masked, 0.0, surrogate.gain)
+    return -jnp.sum(weights * gain), info
 
 
 def clip_sums(info: Info, mask: Bool[Array, "B T"]) -> ClipSums:
@@ -175,6 +182,21 @@ def _router_shift(objective: Objective, shift: Array | None, mask: Bool[Array, "
     if not objective.router_shift:
         raise ValueError(f"{objective.name} does not use router_shift; leave it out")
     return jax.lax.stop_gradient(_fill_outside_mask("router_shift", widen(shift), mask, 1.0))
+
+
+def _masked(
+    objective: Objective, logprobs: Array, sampler: Array | None, mask: Bool[Array, "B T"], advantages: Array
+) -> Bool[Array, "B T"] | None:
+    """True where the off-policy sequence mask removes the gain: negative advantages in rows that have moved too far."""
+    if objective.negative_mask is None:
+        if sampler is not None:
+            raise ValueError(f"{objective.name} has no negative_mask to use sampler_logprobs for; leave them out")
+        return None
+    if sampler is None:
+        raise UserError("a negative_mask compares with the sampler's policy; pass sampler_logprobs [B, T]")
+    check_tokens(logprobs=logprobs, sampler_logprobs=sampler, mask=mask)
+    moved = -row_mean(jax.lax.stop_gradient(log_ratio(logprobs, sampler, mask)), mask)
+    return (moved > objective.negative_mask)[:, None] & (advantages < 0)
 
 
 def _fill_outside_mask(

@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
 from gspo_jax.objectives.checks import check_choice, check_fraction, check_not_negative, check_offsets, check_positive
@@ -17,32 +18,40 @@ from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import (
     Batch,
     Surrogate,
+    binary_kl,
     clip_log_ratio,
     clipped,
     constant_length,
     geometric,
     log_ratio,
     policy_gradient,
+    probability_change,
     row_mean,
     sequence_mean,
     soft_gated,
     token_mean,
+    weighted_score,
 )
 from gspo_jax.types import UserError
 
 __all__ = [
     "cispo",
     "dapo",
+    "dppo_kl",
+    "dppo_tv",
     "dr_grpo",
     "gmpo",
     "grpo",
     "gspo",
     "gspo_token",
+    "luspo",
+    "minirl",
     "ppo",
     "reinforce",
     "rloo",
     "rspo",
     "sapo",
+    "vespo",
 ]
 
 
@@ -189,16 +198,9 @@ def gspo(*, low: float = 3e-4, high: float = 4e-4, dual_clip: float | None = Non
     Â [B], from rewards by `group_zscore`; `low` and `high` are offsets from 1, `dual_clip` as in `clipped`.
     Weights: sequence mean. Raises UserError for `low` outside [0, 1], `high` below 0, `dual_clip` not above 1.
     """
-    check_offsets(low, high, dual_clip)
-
-    def surrogate(b: Batch) -> Surrogate:
-        log_s = row_mean(log_ratio(b.logprobs, b.old_logprobs, b.mask), b.mask)
-        log_s = jnp.broadcast_to(log_s[:, None], b.mask.shape)
-        return clipped(log_s, b.advantages, low=low, high=high, dual_clip=dual_clip)
-
     return Objective(
         name="gspo",
-        surrogate=surrogate,
+        surrogate=_clip_sequences(low, high, dual_clip),
         weights=sequence_mean,
         advantage=group_zscore,
         token_advantages=False,
@@ -359,6 +361,131 @@ def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
     )
 
 
+def dppo_tv(*, low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Objective:
+    """Divergence PPO, total variation: tokens are dropped by the change of their probability, not by its ratio.
+
+    gain[i,t] = sg[min(r, cap)·M]·Â·log π_θ, M = 0 where Â > 0 and p − q > `high`, or Â < 0 and p − q < −`low`; p = π_θ
+    and q = π_old of the token, r = p/q. https://arxiv.org/abs/2602.04879, with its binary total variation
+
+    Â [B], from rewards by `group_zscore`. The paper has one bound δ and no cap; bounds for either sign and the cap are
+    those of verl, which also counts tokens with Â = 0 as dropped if their probability fell. Weights: token mean. Raises
+    UserError for bounds outside [0, 1], `cap` not above 0.
+    """
+    check_fraction("it bounds the change of a token's probability", low=low, high=high)
+
+    def change(b: Batch) -> Array:
+        return probability_change(b.logprobs, b.old_logprobs, b.mask)
+
+    return _dppo("dppo_tv", change, low, high, cap)
+
+
+def dppo_kl(*, low: float = 0.05, high: float = 0.05, cap: float = 20.0) -> Objective:
+    """Divergence PPO, KL: as `dppo_tv`, with the KL of "this token or another one" as the change.
+
+    gain[i,t] = sg[min(r, cap)·M]·Â·log π_θ, M = 0 where Â > 0, p > q and k > `high`, or Â < 0, p < q and k > `low`;
+    k = q·log(q/p) + (1 − q)·log((1 − q + 1e-8)/(1 − p + 1e-8)). https://arxiv.org/abs/2602.04879
+
+    Â [B], from rewards by `group_zscore`. Paper and verl differ from this as in `dppo_tv`. Weights: token mean. Raises
+    UserError for bounds below 0, `cap` not above 0.
+    """
+    check_not_negative("it bounds a KL divergence, in nats", low=low, high=high)
+
+    def change(b: Batch) -> Array:
+        k = binary_kl(b.logprobs, b.old_logprobs, b.mask)
+        return jnp.sign(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask))) * k
+
+    return _dppo("dppo_kl", change, low, high, cap)
+
+
+def luspo(*, low: float = 2e-3, high: float = 2.5e-3, dual_clip: float | None = None) -> Objective:
+    """Length-Unbiased Sequence Policy Optimization: GSPO with every response weighing by its length.
+
+    gain[i,t] = min(s_i·Â, clip(s_i, 1 − low, 1 + high)·Â), s_i as in `gspo`, of which a response adds n_i.
+    https://arxiv.org/abs/2602.05261
+
+    Â [B], from rewards by `group_zscore`; `low`, `high` and `dual_clip` as in `gspo`. Weights: m / N_rows. Raises
+    UserError as `gspo` does.
+    """
+    return Objective(
+        name="luspo",
+        surrogate=_clip_sequences(low, high, dual_clip),
+        weights=partial(constant_length, length=1.0),
+        advantage=group_zscore,
+        token_advantages=False,
+        level="sequence",
+        bounds={"low": low, "high": high},
+    )
+
+
+def minirl(*, low: float = 0.2, high: float = 0.27) -> Objective:
+    """MiniRL: the policy gradient with the importance weight of each token, which is 0 where PPO would clip.
+
+    gain[i,t] = sg[r·M]·Â·log π_θ, M = 0 where Â > 0 and r > 1 + high, or Â < 0 and r < 1 − low; r = exp(log π_θ −
+    log π_old). https://arxiv.org/abs/2512.01374
+
+    Â [B], from rewards by `group_centered`; `low` and `high` are offsets from 1. The paper weighs by the ratio to the
+    sampler's policy μ, π_θ/μ, and gates by π_θ/π_old; here the factor π_old/μ comes from `mismatch.tis`. Weights: m /
+    N_rows. Raises UserError for `low` outside [0, 1], `high` below 0.
+    """
+    check_offsets(low, high)
+
+    def surrogate(b: Batch) -> Surrogate:
+        ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask)))
+        gated_low = (b.advantages < 0) & (ratio < 1 - low)
+        gated_high = (b.advantages > 0) & (ratio > 1 + high)
+        kept = jnp.where(gated_low | gated_high, 0.0, ratio)
+        return Surrogate(weighted_score(b, kept), ratio, gated_low, gated_high)
+
+    return Objective(
+        name="minirl",
+        surrogate=surrogate,
+        weights=partial(constant_length, length=1.0),
+        advantage=group_centered,
+        token_advantages=False,
+        level="token",
+        bounds={"low": low, "high": high},
+    )
+
+
+def vespo(*, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0) -> Objective:
+    """Variational Sequence-level Soft Policy Optimization: a smooth weight of the whole response's ratio.
+
+    gain[i,t] = sg[φ(W_i)]·Â·log π_θ, φ(W) = W^k·exp(λ·(1 − W)), W_i = exp(Σ_t m·d), d = log π_θ − log π_old; (k, λ) =
+    (`k_pos`, `lambda_pos`) where Â ≥ 0, else (`k_neg`, `lambda_neg`). https://arxiv.org/abs/2602.10693
+
+    W is the ratio of whole responses, without the root of `gspo`; φ is 1 at W = 1, and vanishes at 0 and at ∞. Each d
+    is held to ±20, and log W to [log 1e-8, 20]. Â [B], from rewards by `group_zscore`; a response whose φ is below 1/2
+    is reported as gated. Weights: token mean. Raises UserError for a parameter not above 0.
+    """
+    check_positive(
+        "it shapes the weight W^k·exp(λ·(1 − W)) of a response, usually 2 or 3",
+        k_pos=k_pos,
+        lambda_pos=lambda_pos,
+        k_neg=k_neg,
+        lambda_neg=lambda_neg,
+    )
+
+    def surrogate(b: Batch) -> Surrogate:
+        d = jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask))
+        log_w = jnp.clip(jnp.sum(jnp.clip(d, -20.0, 20.0), axis=1, keepdims=True), jnp.log(1e-8), 20.0)
+        log_w = jnp.broadcast_to(log_w, b.mask.shape)
+        k, rate = (jnp.where(b.advantages >= 0, *pair) for pair in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
+        weight = jnp.exp(k * log_w - rate * jnp.expm1(log_w))
+        gated = b.mask & (weight < 0.5)
+        ratio = jnp.exp(log_w)
+        return Surrogate(weighted_score(b, weight), ratio, gated & (log_w < 0), gated & (log_w >= 0))
+
+    return Objective(
+        name="vespo",
+        surrogate=surrogate,
+        weights=token_mean,
+        advantage=group_zscore,
+        token_advantages=False,
+        level="sequence",
+        bounds={},
+    )
+
+
 _LOG_CLIP = "it bounds log r, so 0.4 clips r at 0.67 and 1.49"
 
 
@@ -371,3 +498,40 @@ def _clip_tokens(low: float, high: float, dual_clip: float | None) -> Callable[[
         return clipped(d, b.advantages, low=low, high=high, dual_clip=dual_clip)
 
     return surrogate
+
+
+def _clip_sequences(low: float, high: float, dual_clip: float | None) -> Callable[[Batch], Surrogate]:
+    """GSPO's surrogate, shared with luspo: clips the geometric mean of a response's ratios."""
+    check_offsets(low, high, dual_clip)
+
+    def surrogate(b: Batch) -> Surrogate:
+        log_s = row_mean(log_ratio(b.logprobs, b.old_logprobs, b.mask), b.mask)
+        log_s = jnp.broadcast_to(log_s[:, None], b.mask.shape)
+        return clipped(log_s, b.advantages, low=low, high=high, dual_clip=dual_clip)
+
+    return surrogate
+
+
+def _dppo(name: str, change: Callable[[Batch], Array], low: float, high: float, cap: float) -> Objective:
+    """The policy gradient with capped ratios as weights, 0 where a token's probability has changed too far.
+
+    `change` measures that, with the sign of p − q.
+    """
+    check_positive("it is the largest importance weight of a token, usually 20", cap=cap)
+
+    def surrogate(b: Batch) -> Surrogate:
+        moved = change(b)
+        gated_low, gated_high = (b.advantages < 0) & (moved < -low), (b.advantages > 0) & (moved > high)
+        ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask)))
+        weight = jnp.where(gated_low | gated_high, 0.0, jnp.minimum(ratio, cap))
+        return Surrogate(weighted_score(b, weight), ratio, gated_low, gated_high)
+
+    return Objective(
+        name=name,
+        surrogate=surrogate,
+        weights=token_mean,
+        advantage=group_zscore,
+        token_advantages=False,
+        level="token",
+        bounds={},
+    )

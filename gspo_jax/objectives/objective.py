@@ -42,8 +42,11 @@ class Objective:
     level: Literal["token", "sequence"]
     """Level of the importance ratio that is bounded."""
     bounds: Mapping[str, float] = field(hash=False)  # a dict has no hash, and an objective may be a static argument
-    """Bounds of that ratio, keyed by hyper-parameter name; empty if nothing is clipped."""
+    """Bounds of that ratio, keyed by hyper-parameter name; empty if it has none."""
     critic: Critic | None = None
     """Settings of the critic; None if the objective has none."""
     router_shift: bool = False
     """True if the surrogate needs `Batch.router_shift`."""
+    negative_mask: float | None = None
+    """δ of the off-policy sequence mask of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556; None: off. Where Â < 0, the
+    tokens of a response have no gain if the mean of log μ − log π_θ over them exceeds δ, μ the sampler's policy."""

@@ -33,7 +33,7 @@ class Surrogate(NamedTuple):
     ratio: Float[Array, "B T"]
     """Importance ratio by which the objective weights or gates, constant."""
     gated_low: Bool[Array, "B T"]
-    """True where the lower bound set the gradient to zero (cispo: clipped the weight; sapo: halved the gate)."""
+    """True where the lower bound set the gradient to zero (cispo: clipped the weight; sapo, vespo: halved the gate)."""
     gated_high: Bool[Array, "B T"]
     """True where the upper bound did the same."""
 
@@ -142,6 +142,41 @@ def soft_gated(
     gated = 4 * p * (1 - p) < 0.5
     below = ratio < 1
     return Surrogate(4 / tau * p * advantages, jax.lax.stop_gradient(ratio), gated & below, gated & ~below)
+
+
+def weighted_score(b: Batch, weight: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Gain of a policy gradient with a constant weight per token: sg[weight]·Â·log π_θ.
+
+    Where Â or the weight is 0, so is the gain, even if the other is not finite.
+    """
+    weight = jax.lax.stop_gradient(weight)
+    factor = jnp.where((b.advantages == 0) | (weight == 0), 0.0, weight * b.advantages)
+    return factor * jnp.where(b.mask, b.logprobs, 0.0)
+
+
+def probability_change(
+    logprobs: Float[Array, "B T"], old_logprobs: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """p − q, the change of each token's probability, p = π_θ and q = π_old; constant, 0 outside the mask.
+
+    From the log-ratio d by expm1, as q·(e^d − 1) or p·(1 − e^−d), so that a small change keeps its sign and digits.
+    """
+    d = jax.lax.stop_gradient(log_ratio(logprobs, old_logprobs, mask))
+    larger = jnp.exp(jnp.where(mask, jnp.maximum(widen(logprobs), old_logprobs), 0.0))
+    return jax.lax.stop_gradient(-jnp.sign(d) * larger * jnp.expm1(-jnp.abs(d)))
+
+
+def binary_kl(
+    logprobs: Float[Array, "B T"], old_logprobs: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """KL from π_old to π_θ of "this token or another one": q·log(q/p) + (1 − q)·log((1 − q)/(1 − p)).
+
+    1e-8 is added to 1 − q and 1 − p, which are at least 0. Constant, 0 outside the mask.
+    """
+    d = jax.lax.stop_gradient(log_ratio(logprobs, old_logprobs, mask))
+    new, old = (jax.lax.stop_gradient(jnp.where(mask, widen(x), -1.0)) for x in (logprobs, old_logprobs))
+    others, others_old = (jnp.maximum(-jnp.expm1(x), 0.0) for x in (new, old))
+    return -jnp.exp(old) * d + others_old * (jnp.log(others_old + 1e-8) - jnp.log(others + 1e-8))
 
 
 def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:

@@ -41,6 +41,11 @@ OBJECTIVES = {
     "sapo": Look("#003399", "v", hollow=True),
     "reinforce": Look("#770066", "X"),
     "rloo": Look("#882233", "X", hollow=True),
+    "dppo_tv": Look("#1E2901", "<"),
+    "dppo_kl": Look("#5B002D", "<", hollow=True),
+    "luspo": Look("#0819C4", ">"),
+    "vespo": Look("#982A60", ">", hollow=True),
+    "minirl": Look("#D60E31", "p"),
 }
 """The look of each objective of the catalogue."""
 OTHERS = (

@@ -102,6 +102,7 @@ RANGES = {
     "scoring.timeout_s": POSITIVE,
     "scoring.workers": HOST_LIMIT,
     "overlong.penalty": NOT_NEGATIVE,
+    "mismatch.negative_mask": NOT_NEGATIVE,
     "overlong.cache": COUNT_OR_0,
     "routing.balance_weight": NOT_NEGATIVE,
     "routing.z_weight": NOT_NEGATIVE,

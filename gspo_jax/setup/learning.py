@@ -1,5 +1,6 @@
 """Objective, optimizer, critic and loss terms, from a config."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,14 @@ from gspo_jax.types import UserError
 
 
 def make_objective(config: ConfigDict) -> Objective:
-    """The objective named by `objective.name`, with the hyper-parameters of its section."""
+    """The objective named by `objective.name`, with the hyper-parameters of its section and the off-policy mask."""
     name = config.objective.name
     hyper = _hyper_parameters("objective", config.objective, name, objectives.catalogue.__all__)
     try:
-        return objectives.make(name, functions.load(config), **hyper)
+        made = objectives.make(name, functions.load(config), **hyper)
     except UserError as error:
         raise UserError(f"objective.{name}: {error}" if hyper else str(error)) from None
+    return dataclasses.replace(made, negative_mask=config.mismatch.negative_mask)
 
 
 def make_mismatch_correction(config: ConfigDict) -> Correction | None:

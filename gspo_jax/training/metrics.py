@@ -60,6 +60,8 @@ def of_policy(
     }
     if config.is_routed:
         sums["routes"] = _of_routes(scores.routes, routes, mask_of_rows(layout, mask), config.num_experts, replayed)
+    if info.masked is not None:
+        sums["masked"] = info.masked.sum().astype(jnp.float32)
     if batch.correction is not None:
         sums["correction"] = jnp.where(mask, batch.correction, 0).sum()
         sums["dropped"] = (mask & (batch.correction == 0)).sum().astype(jnp.float32)
@@ -141,6 +143,8 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
         found["routing/balance_loss"] = sums["balance"] / tokens
     if "z" in sums:
         found["routing/z_loss"] = sums["z"] / tokens
+    if "masked" in sums:
+        found["clip_fraction/negative_mask"] = sums["masked"] / tokens
     if "correction" in sums:
         found["mismatch/weight_mean"] = sums["correction"] / tokens
         found["mismatch/dropped"] = sums["dropped"] / tokens

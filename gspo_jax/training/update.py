@@ -263,6 +263,7 @@ def _loss(
         advantages=batch.advantages,
         weights=weights if batch.correction is None else weights * batch.correction,
         router_shift=_router_shift(scores, layout, routes) if objective.router_shift else None,
+        sampler_logprobs=None if objective.negative_mask is None else batch.rollout.logprobs,
     )
     sums, maxima = metrics_lib.of_policy(
         scores, batch, info, config=policy.model(graph).config, layout=layout, routes=routes, replayed=replayed
