@@ -144,6 +144,9 @@ def base() -> ConfigDict:
     config.routing.router_logprobs = True
     config.routing.balance_weight = 0.0  # weight of the load-balancing loss; 0: off
     config.routing.z_weight = 0.0  # weight of the router z-loss; 0: off
+    # Iterations between two measurements of what routing does to the log-ratios (`noise/…`), each of which takes two
+    # forward passes after the iteration's updates. 0: none.
+    config.routing.noise_every = 0
     config.reference = ConfigDict()  # reference policy: the policy the run begins from, frozen
     config.reference.kl_weight = 0.0  # weight of the KL to it; 0: no reference policy
     config.reference.estimator = "k3"  # estimator of the KL in the loss: "k1", "k2" or "k3"

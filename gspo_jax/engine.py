@@ -48,6 +48,10 @@ class Engine:
     """Reshards weights from trainer to sampler, prefills and decodes."""
     score: OldPolicyFn
     """Log-probs of the old policy and of the reference, and the critic's values, before an iteration's updates."""
+    native: OldPolicyFn
+    """Log-probs of any policy with the routes of its own routers, which it records."""
+    replayed: OldPolicyFn
+    """Log-probs of any policy with the routes that a rollout has."""
     packer: Packer | None
     """Decides which row computes which response; None: rows are padded."""
     experience: ExperienceFn
@@ -111,6 +115,16 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
         shardings = state_shardings(made.shapes.trainable, optimizer, meshes.trainer, critic=critic)
         update = make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings)
         score = make_score(config, made, critic, recompute=training.old_logprobs == "recompute")
+        native, replayed = (
+            make_old_policy(
+                made.graph,
+                learning.make_scoring(config),
+                recompute=True,
+                replay=replay,
+                microbatches=training.microbatches,
+            )
+            for replay in ("none", "r3")
+        )
     return Engine(
         config=config,
         policy=made,
@@ -120,6 +134,8 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
         optimizer=optimizer,
         sampler=make_sampler(config, made, meshes, stop),
         score=score,
+        native=native,
+        replayed=replayed,
         packer=learning.make_packer(config, model, batch_shards(meshes.trainer.shape)),
         experience=make_experience(
             group_size=config.sampling.group_size,

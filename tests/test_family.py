@@ -23,6 +23,7 @@ from gspo_jax import config as config_lib
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
+from gspo_jax.routing import decomposition
 from gspo_jax.setup import learning
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.data import load_records
@@ -35,6 +36,11 @@ ROOT = Path(__file__).parent.parent
 ADDER, COUNTER = (ROOT / "tests" / "golden" / name for name in ("adder", "counter"))
 PARTIAL = {"partial/left", "partial/calls", "response/older"}
 """The metrics of partial rollouts alone, which test_resume.py reads."""
+NOISE = {
+    *(f"noise/{level}" for level in ("token", "sequence")),
+    *(f"noise/{level}_{part}" for level in ("token", "sequence") for part in ("share", *decomposition.PARTS)),
+}
+"""Those of routing.noise_every alone, which test_noise.py reads."""
 ISOLATED = {"timing/queue_s", "reward/without_worker"}
 """Those of isolated reward functions alone, which test_experience.py reads."""
 CLOCK = ("time", "timing/", "throughput/", "compile/")
@@ -252,13 +258,13 @@ def test_settings_and_batches_that_teach_nothing_are_warned_of_once(data, tmp_pa
 
 
 def test_every_metric_is_in_the_glossary_and_nothing_else(written):
-    """The default runs above write exactly the metrics that the glossary lists, but for those of partial rollouts and
-    of isolated reward functions.
+    """The default runs above write exactly the metrics that the glossary lists, but for those of partial rollouts, of
+    isolated reward functions and of the noise's parts.
     """
     documented = set(re.findall(r"`([a-z_]+/[A-Za-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text()))
     rewards = {"reward/exact_answer", "reward/answer_format", "reward/countdown", "reward/countdown_steps"}
-    assert documented >= PARTIAL | ISOLATED
-    assert written - rewards == documented - {"reward/NAME"} - PARTIAL - ISOLATED
+    assert documented >= PARTIAL | ISOLATED | NOISE
+    assert written - rewards == documented - {"reward/NAME"} - PARTIAL - ISOLATED - NOISE
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import benchmark, coldstart, engine, evaluate
+from gspo_jax import benchmark, coldstart, engine, evaluate, noise
 from gspo_jax.benchmark import Benchmark
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
@@ -23,6 +23,7 @@ from gspo_jax.reporting.writers import write_saved
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player
+from gspo_jax.routing import decomposition
 from gspo_jax.run import lease, resume
 from gspo_jax.run import log as log_lib
 from gspo_jax.run.clock import Clock
@@ -109,6 +110,8 @@ class Run:
     """Updates skipped in a row, up to the newest."""
     packed: dict[str, float] = dataclasses.field(default_factory=dict)
     """How well the newest batch is packed, by metric name; empty if rows are padded."""
+    noise: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What routing did to the log-ratios of the newest batch, by metric name; empty where it is not measured."""
     updating: bool = False
     """Whether the iteration in hand has made an update, and will therefore make all of them."""
 
@@ -247,7 +250,16 @@ class Run:
                 f"{self.skipped} updates in a row were skipped ({what}); the run can go on from its newest checkpoint, "
                 "with a lower learning rate or other data"
             )
+        every = self.config.routing.noise_every
+        if minibatch + 1 == self.minibatches:
+            due = every and self._is_due(every, self.boundary.done + 1)
+            self.noise = self._measure_noise(state, experience) if due else {}
         return state, metrics
+
+    def _measure_noise(self, state: TrainState, experience: Experience) -> dict[str, float]:
+        rollout, old, packing = experience.rollout, experience.old, experience.packing
+        ratios, _ = noise.measure(self.engine, self.weights(state), rollout, old, packing)
+        return decomposition.metrics(ratios)
 
     def report(
         self, iteration: int, state: TrainState, metrics: list[Metrics], rounds: Rounds, scored: Scored, clock: Clock
@@ -261,6 +273,7 @@ class Run:
         done, step, config = iteration + 1, int(state.updates), self.config
         last = done == config.iterations
         line = {"iteration": done, **log_lib.iteration_metrics(clock, rounds, self.engine.sampler), **self.packed}
+        line |= self.noise
         if self.buffer is not None:
             line |= {"partial/calls": self.buffer.calls, "partial/left": len(self.buffer)}
         columns = log_lib.response_columns(

@@ -263,6 +263,7 @@ def check_dense(config: ConfigDict, model: ModelConfig) -> None:
         (f"routing.replay {routing.replay!r}", routing.replay != "none", "'none'"),
         (f"routing.balance_weight {routing.balance_weight}", routing.balance_weight, "0"),
         (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
+        (f"routing.noise_every {routing.noise_every}", routing.noise_every, "0"),
         (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
     ):
         if asked:

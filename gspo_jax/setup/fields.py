@@ -106,6 +106,7 @@ RANGES = {
     "overlong.cache": COUNT_OR_0,
     "routing.balance_weight": NOT_NEGATIVE,
     "routing.z_weight": NOT_NEGATIVE,
+    "routing.noise_every": COUNT_OR_0,
     "reference.kl_weight": NOT_NEGATIVE,
     **{f"critic.optimizer.{name}": allowed for name, allowed in _ADAMW.items()},
     "training.minibatches": COUNT,

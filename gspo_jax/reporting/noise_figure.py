@@ -1,0 +1,156 @@
+"""The pictures and the table of `gspo_jax.noise`, from the facts that it writes."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_jax.reporting.drawing import GREY, PALETTE, picture, wrap
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Facts = dict[str, Any]
+"""What `noise.json` holds."""
+LAYOUTS = {"noise.png": 4, "noise-narrow.png": 1}
+"""Panels per row of each picture."""
+COLUMN, ROW = 3.9, 3.4
+"""Inches: width of a column, height of a row."""
+HEADLINE = "How much of the importance ratio's noise is routing"
+HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14, "va": "top"}
+NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
+HOW_TO_READ = (
+    "Log-ratio = part of the weights (the old policy's routes are replayed) + part of the routes. Share of the routes: "
+    "their covariance with the log-ratio, over its variance; bars are 95% intervals over prompts. Lower row: after the "
+    "most updates. Mean squares are of the routes' part, in nats²."
+)
+
+
+def label(facts: Facts) -> str:
+    """Return what a run is called in a figure."""
+    return f"{facts['layers']} layers, {facts['experts_per_token']} of {facts['experts']} experts"
+
+
+def table(runs: Sequence[Facts]) -> str:
+    """Format the splits as a markdown table."""
+    lines = [
+        "| policy | updates | flips | tokens: variance | weights | routes | 2·covariance | share of routes "
+        "| responses: variance | share of routes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for facts in runs:
+        for one in facts["after"]:
+            cells = [label(facts), str(one["updates"]), f"{one['flip_rate']:.2%}"]
+            token, sequence = one["token"], one["sequence"]
+            cells += [f"{token[part]:.2e}" for part in ("whole", "weights", "routes", "covariance")]
+            cells += [_share(token), f"{sequence['whole']:.2e}", _share(sequence)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_all(runs: Sequence[Facts], folder: Path) -> None:
+    """Write the pictures of some runs, for a page and for a phone."""
+    for name, columns in LAYOUTS.items():
+        draw(runs, folder / name, columns=columns)
+
+
+def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
+    """Draw one picture."""
+    panels = [
+        ("Share of the routes, tokens", "updates", partial(_shares, level="token")),
+        ("Share of the routes, responses", "updates", partial(_shares, level="sequence")),
+        ("Routing flip rate", "updates", _flip_rates),
+        ("One layer's routes alone", "layer", _layers),
+        ("By flipped experts of a token", "flipped experts, all layers", _squares_by("by_flips", "flips")),
+        ("By rank of the flipped expert", "best rank in any layer", _squares_by("by_rank", "rank")),
+        ("By its router probability", "largest, up to", _squares_by("by_probability", "up_to")),
+        ("Share of the routes by position", "token of the response", _positions),
+    ]
+    width = columns * COLUMN
+    notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])
+    title = wrap(HEADLINE, width - 0.4, HEADING["fontsize"], HEADING["weight"])
+    names = [label(facts) for facts in runs]
+    note_at = 0.25 + 0.27 * len(title)
+    head = note_at + 0.22 * (len(notes) + len(names)) + 0.15
+    height = head + -(-len(panels) // columns) * ROW
+    with picture(path, width=width, height=height) as figure:
+        for cell, (name, x, fill) in enumerate(panels):
+            left, top = COLUMN * (cell % columns) + 0.75, head + ROW * (cell // columns) + 0.4
+            size = (COLUMN - 0.95) / width, (ROW - 1.1) / height
+            axes = figure.add_axes((left / width, 1 - (top + ROW - 1.1) / height, *size))
+            axes.set(title=name, xlabel=x)
+            for number, facts in enumerate(runs):
+                fill(axes, facts, PALETTE[number % len(PALETTE)])
+        for line, text in enumerate(title):
+            figure.text(0.2 / width, 1 - (0.15 + 0.27 * line) / height, text, **HEADING)
+        for line, text in enumerate(notes):
+            figure.text(0.2 / width, 1 - (note_at + 0.22 * line) / height, text, **NOTE)
+        for line, text in enumerate(names):
+            color = {"color": PALETTE[line % len(PALETTE)], "weight": "bold"}
+            figure.text(0.2 / width, 1 - (note_at + 0.22 * (len(notes) + line)) / height, text, **NOTE | color)
+
+
+def _share(split: Facts) -> str:
+    low, high = split["interval"]
+    return f"{split['share']:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def _shares(axes: "Axes", facts: Facts, color: str, *, level: str) -> None:
+    splits = [one[level] for one in facts["after"]]
+    x, shares = [one["updates"] for one in facts["after"]], [split["share"] for split in splits]
+    error = [[abs(split["share"] - split["interval"][side]) for split in splits] for side in (0, 1)]
+    axes.errorbar(x, shares, yerr=error, color=color, marker="o", capsize=3)
+    _over_updates(axes, x)
+    _percent(axes)
+
+
+def _flip_rates(axes: "Axes", facts: Facts, color: str) -> None:
+    x = [one["updates"] for one in facts["after"]]
+    axes.plot(x, [one["flip_rate"] for one in facts["after"]], color=color, marker="o")
+    axes.set_ylim(bottom=0)
+    _over_updates(axes, x)
+    _percent(axes)
+
+
+def _layers(axes: "Axes", facts: Facts, color: str) -> None:
+    last = facts["after"][-1]
+    alone = [one["routes"] for one in last["by_layer"]]
+    axes.plot(range(1, len(alone) + 1), alone, color=color, marker="o", markersize=4)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("variance, nats²", fontsize=10)
+
+
+def _squares_by(section: str, key: str) -> Callable[["Axes", Facts, str], None]:
+    """Return a panel of the routes' mean square over the classes of a section."""
+
+    def fill(axes: "Axes", facts: Facts, color: str) -> None:
+        classes = [one for one in facts["after"][-1].get(section, []) if one["tokens"]]
+        if not classes:
+            return
+        x = range(len(classes))
+        axes.plot(x, [one["routes_squared"] for one in classes], color=color, marker="o")
+        axes.set_xticks(x, [f"{one[key]:g}" for one in classes])
+        axes.set_ylim(bottom=0)
+
+    return fill
+
+
+def _positions(axes: "Axes", facts: Facts, color: str) -> None:
+    parts = [one for one in facts["after"][-1]["by_position"] if one["tokens"] > 1]
+    middles = [(one["from"] + one["to"]) / 2 for one in parts]
+    axes.plot(middles, [one["share"] for one in parts], color=color, marker="o")
+    _percent(axes)
+
+
+def _over_updates(axes: "Axes", x: Sequence[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [str(count) for count in x])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _percent(axes: "Axes") -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
