@@ -79,6 +79,9 @@ def base() -> ConfigDict:
     config.sampling.min_p = 0.0  # leave out tokens below min_p times the largest probability; 0: off
     config.sampling.stop_ids = ()  # token ids, or texts of one token, that end a turn in addition to the tokenizer's
     config.sampling.prefix = ""  # text that every response begins with, such as "<think>\n"; not trained on
+    # "bfloat16" or "int8": round the sampler's weights to what a rollout engine would store, under a trainer in more
+    # precision, so that the two policies differ as they do there. Empty: model.dtype alone.
+    config.sampling.weights_dtype = ""
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices; None: all of them
     # Decode steps after which the host looks whether the run is to stop; a decode that takes fewer is one program.
     config.sampling.poll_steps = 256

@@ -172,4 +172,5 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         slots=config.sampling.slots,
         poll_steps=config.sampling.poll_steps,
         router_logprobs=sampling.keeps_router_logprobs(config, made.config),
+        precision=config.sampling.weights_dtype or None,
     )

@@ -170,6 +170,7 @@ def test_a_config_argument_that_does_not_exist(name):
         ),
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
         ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
+        ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8', or '' for model.dtype"),
         ({"benchmarks.aime24.every": 5}, r"benchmarks.aime24.data is empty; .* or benchmarks.aime24.every to 0"),
         ({"benchmarks.aime24.every": -5}, "benchmarks.aime24.every is -5; use 0 to"),
         (

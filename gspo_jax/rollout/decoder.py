@@ -28,6 +28,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.loop import Prefilled, PrefilledKV, SampledTokens, length_mask, token_keys
+from gspo_jax.rollout.precision import Precision, rounded
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule, draw
 from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, shrink
@@ -250,11 +251,14 @@ def _decode(
     return finish(loop, progress, prompt_length)
 
 
-def make_reshard(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Weights], Weights]:
+def make_reshard(
+    shapes: Weights, mesh: Mesh, dtype: DTypeLike, precision: Precision | None = None
+) -> Callable[[Weights], Weights]:
     """A jitted function that casts the trainer's weights to `dtype` and reshards them to the sampler's layout.
 
-    Parameters declared `float32` (norms, router) keep that dtype, which the forward pass expects. Layers are converted
-    one at a time: all at once, they would be gathered into a second copy of the weights first.
+    Parameters declared `float32` (norms, router) keep that dtype, which the forward pass expects; the others are
+    rounded to `precision` first, if it is given. Layers are converted one at a time: all at once, they would be
+    gathered into a second copy of the weights first.
     """
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
@@ -262,8 +266,14 @@ def make_reshard(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Wei
     specs = {i: mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked}
     layer_shardings = {i: NamedSharding(mesh, spec) for i, spec in specs.items()}
 
+    def convert(i: int, x: Array) -> Array:
+        if precision is not None and not variables[i].get_metadata("float32"):
+            # Matrices are [input, output], but for the embedding, whose rows are its outputs.
+            x = rounded(x, precision, inputs=-1 if variables[i].get_metadata("axes")[0] == "vocab" else -2)
+        return x.astype(dtypes[i])
+
     def layer(own: list[int], slices: list[Array]) -> list[Array]:
-        cast = [x.astype(dtypes[i]) for i, x in zip(own, slices, strict=True)]
+        cast = [convert(i, x) for i, x in zip(own, slices, strict=True)]
         return [jax.lax.with_sharding_constraint(x, layer_shardings[i]) for i, x in zip(own, cast, strict=True)]
 
     def reshard(weights: Weights) -> Weights:
@@ -272,6 +282,8 @@ def make_reshard(shapes: Weights, mesh: Mesh, dtype: DTypeLike) -> Callable[[Wei
         for layers in {leaves[i].shape[0]: None for i in stacked}:  # stacks of the same number of layers share a loop
             own = [i for i in stacked if leaves[i].shape[0] == layers]
             converted |= zip(own, jax.lax.map(partial(layer, own), [leaves[i] for i in own]), strict=True)
-        return jax.tree.unflatten(tree, [converted.get(i, x.astype(dtypes[i])) for i, x in enumerate(leaves)])
+        return jax.tree.unflatten(
+            tree, [converted[i] if i in converted else convert(i, x) for i, x in enumerate(leaves)]
+        )
 
     return jax.jit(reshard, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))

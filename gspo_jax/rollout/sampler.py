@@ -18,6 +18,7 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.polled import PolledDecode
+from gspo_jax.rollout.precision import Precision
 from gspo_jax.rollout.prefixes import PackedPrefix, Prefix, bucket, pack
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
 from gspo_jax.rollout.shard import Decoded, DecodeStats
@@ -40,6 +41,7 @@ class Sampler:
         slots: int | None = None,
         poll_steps: int | None = None,
         router_logprobs: bool = False,
+        precision: Precision | None = None,
     ):
         """Create a sampler without weights, which compiles nothing yet.
 
@@ -54,9 +56,10 @@ class Sampler:
           slots: responses decoded at a time, over all devices; None, or more than there are responses: all.
           poll_steps: decode steps after which `poll` is called; None: only before a sampling call.
           router_logprobs: also record the router's log-probs of the experts it chose.
+          precision: what the weights, except those declared float32, are rounded to; None: to `dtype` alone.
         """
         self._graph, self._shapes = graph, shapes
-        self.reshard = decoder.make_reshard(shapes, mesh, dtype)
+        self.reshard = decoder.make_reshard(shapes, mesh, dtype, precision)
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps = poll_steps

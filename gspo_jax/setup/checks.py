@@ -15,6 +15,7 @@ from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting import weights_and_biases
 from gspo_jax.rewards import environments, scorer, shaping, steps
+from gspo_jax.rollout.precision import PRECISIONS
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import data, functions, learning, meshes, policy, sampling
 from gspo_jax.setup.fields import INT32, at, check_fields
@@ -106,6 +107,11 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
     if config.model.remat not in transformer.REMATS:
         raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
+    if config.sampling.weights_dtype not in ("", *PRECISIONS):
+        raise UserError(
+            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}; use {', '.join(map(repr, PRECISIONS))}, or '' "
+            "for model.dtype"
+        )
     if config.environment.name:
         environments.find(config.environment.name, functions.own(config))
         functions.check_calls(config, "environment", config.environment.name, *ARGUMENTS)
