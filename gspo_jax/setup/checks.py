@@ -109,8 +109,8 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
     if config.sampling.weights_dtype not in ("", *PRECISIONS):
         raise UserError(
-            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}; use {', '.join(map(repr, PRECISIONS))}, or '' "
-            "for model.dtype"
+            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}; use {', '.join(map(repr, PRECISIONS))}, "
+            "or '' for model.dtype"
         )
     if config.environment.name:
         environments.find(config.environment.name, functions.own(config))
