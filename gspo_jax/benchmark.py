@@ -148,7 +148,14 @@ class Benchmark:
         return data.make_scorer(self.config, scores=None if _is_file(self.name) else _applies)
 
     def measure(
-        self, answering: Answering, batches: EvalBatches, scorer: Scorer, key: jax.Array, folder: Path
+        self,
+        answering: Answering,
+        batches: EvalBatches,
+        scorer: Scorer,
+        key: jax.Array,
+        folder: Path,
+        *,
+        on_call: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Sample and score what `folder` has no answers of; return what `run` does.
 
@@ -158,6 +165,7 @@ class Benchmark:
           scorer: of `make_scorer`.
           key: the same key gives the same sampling noise.
           folder: of the files of answers.
+          on_call: called before every sampling call.
         """
         prompts, group = self.config.data.prompts_per_batch, self.config.sampling.group_size
         calls = self.samples // group
@@ -168,6 +176,7 @@ class Benchmark:
         for number_, batch in enumerate(batches):
             for call in range(number_ * calls, (number_ + 1) * calls):
                 if call >= answers.done:
+                    on_call()
                     first = (call - number_ * calls) * group
                     answers.add(call, _sampled(answering, batch, jax.random.fold_in(key, call), scorer, group, first))
         if not processes.is_first():

@@ -318,12 +318,11 @@ class Run:
             accuracy = result.accuracy
         for label, (taken, batches) in self.benchmarks.items():
             if self._is_due(self.config.benchmarks[label].every, self.boundary.done):
-                self.phases.enter("benchmark")
-                self.phases.poll()
                 answering = benchmark.Answering(self.player, self.tokenizer, weights, f"update {step}", mesh)
                 with taken.make_scorer() as scorer:
                     scorer.interrupted = self.phases.noticed
-                    facts = taken.measure(answering, batches, scorer, key, self.files.local / benchmark.FOLDER)
+                    place, tick = self.files.local / benchmark.FOLDER, self.phases.tick("benchmark")
+                    facts = taken.measure(answering, batches, scorer, key, place, on_call=tick)
                 self.log.measured(step, label, facts)
         sampler.release()
         self.boundary = dataclasses.replace(self.boundary, evaluated=True, accuracy=accuracy)
