@@ -137,6 +137,22 @@ def test_expressions_are_worked_by_what_the_tool_replies(level, data_dir):
         assert record["question"] == program.removeprefix("print(").rstrip()[:-1] + "=?" and answer == record["answer"]
 
 
+@pytest.mark.parametrize("level", ["easy", "hard"])
+def test_a_machine_s_steps_follow_from_each_other(level, data_dir):
+    train, test = (tasks.load("machine", split=s, data_dir=data_dir, difficulty=level) for s in ("train", "test"))
+    assert not {r["question"] for r in train[:2000]} & {r["question"] for r in test}
+    for record in [*train[:50], *test[:50]]:
+        before, answer = written(record)
+        start, _, program = record["question"].partition(": ")
+        state = {name: int(value) for name, value in start.split()}
+        steps = before.split()
+        assert steps[::2] == program.split() and len(program.split()) == {"easy": 8, "hard": 32}[level]
+        for (target, operator, source), after in zip(steps[::2], steps[1::2], strict=True):
+            state[target] = eval(f"({state[target]} {operator} {state[source]}) % 10")
+            assert after == "".join(map(str, state.values()))
+        assert answer == record["answer"] == after
+
+
 def test_steps_carry_and_borrow():
     # Worked by hand: 7+8=15 keeps 5 and carries 1; 4+2+1=7. 2<8, so 12-8=4 and 5-1-3=1. 100-1 borrows twice.
     assert generated._digit_steps([47, 28], 1) == ["7+8=15", "4+2+1=7"]
@@ -185,7 +201,7 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
     ("arguments", "message"),
     [
         ({"task": "arithmetics"}, r"unknown task 'arithmetics'; did you mean 'arithmetic'\? there are"),
-        ({"task": "x" * 30}, "there are arithmetic, countdown, expression, induction, gsm8k"),
+        ({"task": "x" * 30}, "there are arithmetic, countdown, expression, induction, machine, gsm8k"),
         ({"split": "validation"}, "no split 'validation'"),
         ({"difficulty": "insane"}, "unknown difficulty 'insane'; use one of easy, medium, hard"),
         ({"dificulty": "easy"}, "no option 'dificulty'; did you mean 'difficulty'"),

@@ -65,6 +65,13 @@ class InductionConfig(TaskConfig):
     largest_term: int = 0
 
 
+@dataclasses.dataclass
+class MachineConfig(TaskConfig):
+    """Options of machine; a program has `steps` instructions."""
+
+    steps: int = 0
+
+
 class _Generated(tfds.core.GeneratorBasedBuilder):
     """Base of the builders: draws distinct problems and divides them into splits."""
 
@@ -255,11 +262,42 @@ class Induction(_Generated):
         }
 
 
+class Machine(_Generated):
+    """Final registers of a program, worked step by step: `a3 b7 c1: a+b c*a` ends in `071`, then `070`.
+
+    Three registers hold a digit each. An instruction adds, subtracts or multiplies: `a+b` sets a to a + b mod 10. The
+    worked answer repeats each instruction and appends the registers after it, `a+b 071`, so its length is that of the
+    program, and every step follows from the one before and the question.
+    """
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
+        MachineConfig(name="easy", difficulty="easy", train_size=8192, test_size=256, steps=8),
+        MachineConfig(name="medium", difficulty="medium", train_size=8192, test_size=256, steps=16),
+        MachineConfig(name="hard", difficulty="hard", train_size=8192, test_size=256, steps=32),
+    ]
+    FIELDS = ("id", "question", "answer", "worked")
+
+    def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
+        registers = {name: rng.randrange(10) for name in "abc"}
+        start = " ".join(f"{name}{value}" for name, value in registers.items())
+        program, worked = [], []
+        for _ in range(self.options.steps):
+            target, source = rng.sample("abc", 2)
+            operator = rng.choice("+-*")
+            registers[target] = _apply(registers[target], operator, registers[source]) % 10
+            program.append(f"{target}{operator}{source}")
+            worked.append(f"{program[-1]} {''.join(map(str, registers.values()))}")
+        answer = "".join(map(str, registers.values()))
+        question = f"{start}: {' '.join(program)}"
+        return question, {"question": question, "answer": answer, "worked": f"{' '.join(worked)} #### {answer}"}
+
+
 BUILDERS: dict[str, type[_Generated]] = {
     "arithmetic": Arithmetic,
     "countdown": Countdown,
     "expression": Expression,
     "induction": Induction,
+    "machine": Machine,
 }
 """Builders of the generated tasks, by name."""
 

@@ -20,6 +20,7 @@ INSTRUCTIONS = {
     "countdown": "",
     "expression": "",
     "induction": "",
+    "machine": "",
     "gsm8k": "Think step by step, then write the final answer as a number after ####.",
     "jsonl": "",
 }
