@@ -263,7 +263,7 @@ class Induction(_Generated):
 
 
 class Machine(_Generated):
-    """Final registers of a program, worked step by step: `a3 b7 c1: a+b c*a` ends in `071`, then `070`.
+    """Final registers of a program, worked step by step: `a3 b7 c1: a+b c*a` goes through `071` to `070`.
 
     Three registers hold a digit each. An instruction adds, subtracts or multiplies: `a+b` sets a to a + b mod 10. The
     worked answer repeats each instruction and appends the registers after it, `a+b 071`, so its length is that of the
