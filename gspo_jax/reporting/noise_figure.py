@@ -64,7 +64,7 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
         ("By flipped experts of a token", "flipped experts, all layers", _squares_by("by_flips", "flips")),
         ("By rank of the flipped expert", "best rank in any layer", _squares_by("by_rank", "rank")),
         ("By its router probability", "largest, up to", _squares_by("by_probability", "up_to")),
-        ("Share of the routes by position", "token of the response", _positions),
+        ("Share by position", "token of the response", _positions),
     ]
     width = columns * COLUMN
     notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])

@@ -162,10 +162,10 @@ def by_flips(ratios: LogRatios, found: Flips) -> list[dict[str, float]]:
 
 
 def by_rank(ratios: LogRatios, found: Flips) -> list[dict[str, float]]:
-    """The same by the best rank, 0 for the most probable, that a token's flipped experts have in any layer."""
+    """The same by the best rank, 1 for the most probable, that a token's flipped experts have in any layer."""
     gone = found.old.any(axis=2)
     best = np.where(gone.any(axis=2), gone.argmax(axis=2), -1)
-    return [{"rank": rank} | _squares(ratios.where(best == rank)) for rank in range(gone.shape[2])]
+    return [{"rank": rank + 1} | _squares(ratios.where(best == rank)) for rank in range(gone.shape[2])]
 
 
 def by_probability(ratios: LogRatios, found: Flips, edges: Sequence[float]) -> list[dict[str, float]]:
