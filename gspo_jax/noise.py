@@ -188,7 +188,8 @@ def _experience(
     critic = None if state.critic is None else state.critic.params
     old = made.score(weights, critic, None, rollout, packing)
     learn = np.isfinite(total)
-    rewards = Rewards(*hosts.shard_rows(mesh, (np.where(learn, total, 0.0).astype(np.float32), learn)))
+    columns: Any = hosts.shard_rows(mesh, (np.where(learn, total, 0.0).astype(np.float32), learn))
+    rewards = Rewards(*columns)
     experience = made.experience(made.objective, rollout, old, rewards)
     return dataclasses.replace(experience, packing=packing)
 

@@ -86,7 +86,7 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
         for line, text in enumerate(notes):
             figure.text(0.2 / width, 1 - (note_at + 0.22 * line) / height, text, **NOTE)
         for line, text in enumerate(names):
-            color = {"color": PALETTE[line % len(PALETTE)], "weight": "bold"}
+            color: dict[str, Any] = {"color": PALETTE[line % len(PALETTE)], "weight": "bold"}
             figure.text(0.2 / width, 1 - (note_at + 0.22 * (len(notes) + line)) / height, text, **NOTE | color)
 
 
