@@ -14,7 +14,6 @@ from gspo_jax.routing.decomposition import LogRatios
 from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.test_family import ADDER, settings
-from tests.tiny import mostly_slow
 
 MASK = np.array([[True, True, False], [True, True, True], [False, False, False], [True, False, False]])
 
@@ -129,9 +128,8 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
     assert noise_figure.table([facts]).count("\n") == 5
 
 
-@pytest.mark.parametrize(
-    ("replay", "part"), mostly_slow([("none", "whole"), ("r2", "weights")], always=[("r2", "weights")])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("replay", "part"), [("none", "whole"), ("r2", "weights")])
 def test_with_r2_the_ratio_of_an_update_has_no_part_of_the_routes(replay, part, data, tmp_path, monkeypatch):
     """The spread of an update's own log-ratios is the whole without replay, and the part of the weights with it."""
     config = settings(data, model__folder=str(ADDER), arg="single,runlocal")

@@ -85,7 +85,8 @@ def test_only_updates_skipped_in_a_row_end_the_run_and_the_first_bad_leaf_is_nam
         update=lambda objective, state, *given: (state, {"update/skipped": next(skipped)}),
         blame=lambda *given: (np.nan, {"policy": {"embed": 0, "head": 2, "norm": 1}, "critic": None}),
     )
-    run = SimpleNamespace(engine=engine, config=ConfigDict({"training": {"max_skipped": 3}}), frozen=None, skipped=0)
+    config = ConfigDict({"training": {"max_skipped": 3}, "routing": {"noise_every": 0}})
+    run = SimpleNamespace(engine=engine, config=config, minibatches=4, frozen=None, skipped=0)
     for _ in range(5):
         Run.update(run, None, None, None, 0)
     with pytest.raises(Diverged, match=r"^3 updates in a row were skipped \(.* not finite is policy\.head\)"):
