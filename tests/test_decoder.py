@@ -235,9 +235,10 @@ POLLED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "slots", "early_exit"),
-    mostly_slow(POLLED, always=[(EIGHT, 16, NO_EARLY_EXIT)]),
+    POLLED,
     ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
 )
 def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit):

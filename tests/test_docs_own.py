@@ -94,27 +94,40 @@ def _of_data() -> list[str]:
     return re.findall(r"^```bash\n(.*?)^```", DATA, re.MULTILINE | re.DOTALL)
 
 
-def test_all_examples_train_together(tmp_path):
-    """One run with the reward, step reward, environment and data set; one on a mixture, with shots and an objective."""
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """Return the folder of a dense model of one layer."""
     tokenizer = Tokenizer.load(ADDER)
     shape = dataclasses.replace(
         huggingface.read_config(ADDER), num_layers=1, num_experts=0, experts_per_token=0, moe_intermediate_size=0
     )
     huggingface.save(transformer.init_params(shape, jax.random.key(0)), shape, tmp_path / "model")
     tokenizer.save(tmp_path / "model")
-    words = {page: [word for word in _words(_block("bash", page)) if "--config=" not in word] for page in PAGES}
-    objective = [word for word in words.pop("objective") if not word.startswith("--workdir")]
-    together = ["--config=examples/dataset.py", *(word for page in words.values() for word in page)]
-    rows, mixture = (_words(command) for command in _of_data()[:2])
-    style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
-    mixed = [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]
-    _train({"own": together, "mixture": mixed}, tmp_path, tmp_path / "model")
+    return tmp_path / "model"
 
+
+def _examples() -> dict[str, list[str]]:
+    """The words of each page's command, without the config."""
+    return {page: [word for word in _words(_block("bash", page)) if "--config=" not in word] for page in PAGES}
+
+
+def test_all_examples_train_together(model, tmp_path):
+    """The reward, step reward, environment and data set, in one run."""
+    words = [word for page, own in _examples().items() if page != "objective" for word in own]
+    _train({"own": ["--config=examples/dataset.py", *words]}, tmp_path, model)
     (measured, *_), samples = reversed(read_metrics(tmp_path / "own")), read_samples(tmp_path / "own")[1]
     assert 0 <= measured["reward/brief"] <= 1 and 0 <= measured["reward/balanced"] <= 1
     assert "reward/equations" in measured and measured["response/turns"] >= 1  # an untrained model takes no steps
     assert all("*" in sample["prompt"] for sample in samples)
 
+
+@pytest.mark.slow
+def test_a_mixture_trains_with_shots_and_an_objective(model, tmp_path):
+    objective = [word for word in _examples()["objective"] if not word.startswith("--workdir")]
+    rows, mixture = (_words(command) for command in _of_data()[:2])
+    style = [word for word in rows if word.startswith(("--config.data.system", "--config.data.few_shot"))]
+    mixed = [*mixture, *style, *objective, "--config.data.max_prompt_length=64"]
+    _train({"mixture": mixed}, tmp_path, model)
     (measured, *_), samples = reversed(read_metrics(tmp_path / "mixture")), read_samples(tmp_path / "mixture")[1]
     assert all(sample["prompt"].startswith("Add. 1+1=#### 2\n2+5=#### 7\n") for sample in samples)
     assert read_config(tmp_path / "mixture")["objective"]["name"] == "soft_gspo"

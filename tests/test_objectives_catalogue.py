@@ -128,10 +128,12 @@ def settings_of(rows: Sequence[tuple[str, Hyper]], *, slow: Sequence[tuple[str, 
     return pytest.mark.parametrize("name, hyper", mostly_slow([*rows, *slow], always=rows), ids=ids)
 
 
-CLIP_AS_GRPO = ("ppo", "dr_grpo", "dapo")
-"""Objectives with the same clipped surrogate as grpo, whose further settings are only tested against the oracle."""
-OPTIONS = [(name, hyper) for name, row in ROWS.items() for hyper in (row.wide, *row.more * (name not in CLIP_AS_GRPO))]
-MORE = [(name, hyper) for name in CLIP_AS_GRPO for hyper in ROWS[name].more]
+KNOWN_SURROGATE = ("ppo", "dr_grpo", "dapo", "luspo")
+"""Objectives with the surrogate of grpo or gspo, whose further settings are only tested against the oracle."""
+OPTIONS = [
+    (name, hyper) for name, row in ROWS.items() for hyper in (row.wide, *row.more * (name not in KNOWN_SURROGATE))
+]
+MORE = [(name, hyper) for name in KNOWN_SURROGATE for hyper in ROWS[name].more]
 DEFAULTS = [(name, row.defaults) for name, row in ROWS.items() if row.defaults]
 
 

@@ -539,7 +539,8 @@ def check_packed(name: str, sizes, turns: int, batch: Experience) -> None:
         np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
 
 
-@pytest.mark.parametrize("name", mostly_slow(OWN, always=("gspo",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
 def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, whole):
     """On eight devices in two micro-batches: critic, KL, corrections, replay, turns, step rewards."""
     check_packed(name, EIGHT, 2, whole)
