@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from gspo_jax.objectives.surrogates import (
+    binary_kl,
     clipped,
     constant_length,
     log_ratio,
+    probability_change,
     row_mean,
     sequence_mean,
     token_mean,
@@ -72,3 +74,37 @@ def test_a_nan_in_a_live_token_is_not_hidden():
     d, one = jnp.full((1, 1), jnp.nan), jnp.ones((1, 1))
     assert np.isnan(clipped(d, one, low=0.2, high=0.2).gain)
     assert np.isnan(clipped(one, one * jnp.nan, low=0.2, high=0.2).gain)
+
+
+P, Q = np.array([[0.3, 0.5, 0.9, 1e-6]]), np.array([[0.2, 0.7, 0.9, 0.5]])
+
+
+def test_the_change_of_a_probability_by_hand():
+    mask = jnp.array([[True, True, True, False]])
+    found = probability_change(jnp.log(P), jnp.log(Q), mask)
+    np.testing.assert_allclose(found, [[0.1, -0.2, 0.0, 0.0]], rtol=1e-5, atol=1e-9)
+    far = probability_change(jnp.array([[-1e-3, -200.0]]), jnp.array([[-200.0, -1e-3]]), jnp.ones((1, 2), bool))
+    np.testing.assert_allclose(far, [[np.exp(-1e-3), -np.exp(-1e-3)]], rtol=1e-6)
+
+
+def test_the_kl_of_a_token_or_another_one_by_hand():
+    mask = jnp.array([[True, True, True, False]])
+    found = binary_kl(jnp.log(P), jnp.log(Q), mask)
+    want = Q * np.log(Q / P) + (1 - Q) * np.log((1 - Q) / (1 - P))
+    np.testing.assert_allclose(found, np.where(mask, want, 0), rtol=1e-4, atol=1e-7)
+    # π_old = 1 − 1e-4 and π_θ = 1: the other outcome has 1e-8 left. A log-prob that rounding put above 0 counts as 0.
+    for above in (0.0, 1e-6):
+        sure = binary_kl(jnp.array([[above]]), jnp.log(jnp.array([[1 - 1e-4]])), jnp.ones((1, 1), bool))
+        np.testing.assert_allclose(sure, [[1e-4 * np.log(1e-4 / 1e-8) - 1e-4]], rtol=2e-2)
+    reversed_ = binary_kl(jnp.log(jnp.array([[1 - 1e-4]])), jnp.zeros((1, 1)), jnp.ones((1, 1), bool))
+    np.testing.assert_allclose(reversed_, [[1e-4]], rtol=2e-2)
+
+
+@pytest.mark.parametrize("change", [probability_change, binary_kl])
+def test_a_change_of_probability_is_a_constant_and_knows_no_padding(change):
+    mask = jnp.array([[True, True, False, False]])
+    new, old = (jnp.where(mask, jnp.log(x), jnp.nan) for x in (P, Q))
+    found, gradient = jax.value_and_grad(lambda x: change(x, old, mask).sum())(new)
+    assert np.isfinite(found)
+    np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
+    np.testing.assert_array_equal(change(new, old, mask)[0, 2:], [0, 0])

@@ -392,7 +392,7 @@ def dppo_kl(*, low: float = 0.05, high: float = 0.05, cap: float = 20.0) -> Obje
 
     def change(b: Batch) -> Array:
         k = binary_kl(b.logprobs, b.old_logprobs, b.mask)
-        return jnp.sign(jax.lax.stop_gradient(log_ratio(b.logprobs, b.old_logprobs, b.mask))) * k
+        return jnp.sign(log_ratio(b.logprobs, b.old_logprobs, b.mask)) * k
 
     return _dppo("dppo_kl", change, low, high, cap)
 

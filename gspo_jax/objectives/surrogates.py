@@ -145,13 +145,11 @@ def soft_gated(
 
 
 def weighted_score(b: Batch, weight: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Gain of a policy gradient with a constant weight per token: sg[weight]·Â·log π_θ.
+    """Gain of a policy gradient whose tokens have a weight, which is constant: weight·Â·log π_θ.
 
-    Where Â or the weight is 0, so is the gain, even if the other is not finite.
+    Where Â is 0 so is the gain, even if the weight overflows.
     """
-    weight = jax.lax.stop_gradient(weight)
-    factor = jnp.where((b.advantages == 0) | (weight == 0), 0.0, weight * b.advantages)
-    return factor * jnp.where(b.mask, b.logprobs, 0.0)
+    return jnp.where(b.advantages == 0, 0.0, weight * b.advantages) * jnp.where(b.mask, b.logprobs, 0.0)
 
 
 def probability_change(
@@ -161,7 +159,7 @@ def probability_change(
 
     From the log-ratio d by expm1, as q·(e^d − 1) or p·(1 − e^−d), so that a small change keeps its sign and digits.
     """
-    d = jax.lax.stop_gradient(log_ratio(logprobs, old_logprobs, mask))
+    d = log_ratio(logprobs, old_logprobs, mask)
     larger = jnp.exp(jnp.where(mask, jnp.maximum(widen(logprobs), old_logprobs), 0.0))
     return jax.lax.stop_gradient(-jnp.sign(d) * larger * jnp.expm1(-jnp.abs(d)))
 
@@ -173,10 +171,11 @@ def binary_kl(
 
     1e-8 is added to 1 − q and 1 − p, which are at least 0. Constant, 0 outside the mask.
     """
-    d = jax.lax.stop_gradient(log_ratio(logprobs, old_logprobs, mask))
-    new, old = (jax.lax.stop_gradient(jnp.where(mask, widen(x), -1.0)) for x in (logprobs, old_logprobs))
+    d = log_ratio(logprobs, old_logprobs, mask)
+    new, old = (jnp.where(mask, widen(x), -1.0) for x in (logprobs, old_logprobs))
     others, others_old = (jnp.maximum(-jnp.expm1(x), 0.0) for x in (new, old))
-    return -jnp.exp(old) * d + others_old * (jnp.log(others_old + 1e-8) - jnp.log(others + 1e-8))
+    k = -jnp.exp(old) * d + others_old * (jnp.log(others_old + 1e-8) - jnp.log(others + 1e-8))
+    return jax.lax.stop_gradient(k)
 
 
 def sequence_mean(mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
