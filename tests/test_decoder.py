@@ -226,19 +226,14 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
 
 
-POLLED = [
-    (None, 8, NO_EARLY_EXIT),
-    (None, None, NO_EARLY_EXIT),
-    (EIGHT, 16, NO_EARLY_EXIT),
-    (EIGHT, 16, EarlyExit(min_ended=0.5)),
-    ({"expert": 4, "tensor": 2}, None, NO_EARLY_EXIT),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "slots", "early_exit"),
-    POLLED,
+    [
+        (None, 8, NO_EARLY_EXIT),
+        (EIGHT, 16, EarlyExit(min_ended=0.5)),
+        ({"expert": 4, "tensor": 2}, None, NO_EARLY_EXIT),
+    ],
     ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
 )
 def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit):
