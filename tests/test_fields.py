@@ -43,6 +43,10 @@ LEGITIMATE = {
     "training.entropy_weight": (-1.0,),  # rewards certainty
     "rewards.exact_answer": (-1.0,),  # a punishment
     "step_rewards.countdown_steps": (-1.0,),
+    "benchmarks.*.every": (0,),
+    "routing.noise_every": (0,),
+    "objective.dppo_tv.high": (),  # a probability
+    "objective.dppo_kl.high": (),
     "objective.*.high": (INF,),  # no upper bound
     "objective.*.dual_clip": (INF,),
     "mismatch.*.high": (INF,),
@@ -77,7 +81,7 @@ def tiny_with(name: str, value: Any) -> ConfigDict:
     head, *rest = name.split(".")
     if head == "objective":
         config.objective.name = rest[0]
-    if head == "mismatch":
+    if head == "mismatch" and len(rest) == 2:
         config.mismatch.correction, config.training.old_logprobs = rest[0], "recompute"
     if name == "model.capacity_factor":
         config.model.dispatch = "capacity"
