@@ -170,11 +170,13 @@ def main(arguments: Sequence[str]) -> int:
         if not judge(None):
             print("the tests fail without any change", file=sys.stderr)
             return 1
-        left = [mutant for mutant, lives in zip(found, pool.map(judge, found), strict=True) if lives]
-    for mutant in left:
-        print(f"{mutant.file}:{mutant.line}: {mutant.what}")
-    print(f"{len(left)} of {len(found)} changes survive")
-    return min(len(left), 255)
+        left = 0
+        for mutant, lives in zip(found, pool.map(judge, found), strict=True):
+            if lives:
+                left += 1
+                print(f"{mutant.file}:{mutant.line}: {mutant.what}", flush=True)
+    print(f"{left} of {len(found)} changes survive")
+    return min(left, 255)
 
 
 if __name__ == "__main__":
