@@ -119,7 +119,7 @@ class Answering:
     tokenizer: Tokenizer
     weights: Weights
     name: str
-    """What the protocol calls it."""
+    """Name in the protocol, such as "iteration 100"."""
     mesh: Mesh
     """The trainer's."""
 

@@ -2,9 +2,10 @@
 
     python -m gspo_jax.noise --config=configs/tiny.py --workdir=runs/tiny --updates=1,2,4,16 --out=runs/tiny/noise
 
-Samples a batch with the newest checkpoint of a run, makes updates on it as the run would, with its optimizer's state,
-and measures after each of the given numbers of updates (routing/decomposition.py). Writes `noise.json` and
-`noise.png`, and `noise-narrow.png` for phones. Nothing in the run folder changes.
+Samples the run's first prompts with its newest checkpoint, makes updates on that batch with the run's objective and
+optimizer state, and measures after each of the given numbers of updates (routing/decomposition.py). Rewards are those
+of whole responses: overlong penalties and step rewards are left out. Writes `noise.json` and `noise.png`, and
+`noise-narrow.png` for phones. Nothing in the run folder changes.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, engine
@@ -22,6 +24,7 @@ from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting import noise_figure
+from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios
 from gspo_jax.setup import data, keys, policy, sampling
@@ -113,7 +116,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
     Raises:
       UserError: the policy is dense, or the run folder cannot be read.
     """
-    model = check(config, count_devices=jax.device_count)
+    check(config, count_devices=jax.device_count)
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
         model, tokenizer = policy.read_run(config, files)
@@ -123,7 +126,9 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
         with jax.set_mesh(meshes.trainer), data.make_scorer(config) as scorer:
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             state, frozen, name = _state(config, files, made)
-            experience = _experience(config, tokenizer, scorer, made, Weights(state.params, frozen), state)
+            folder = policy.initial_folder(config, files.local)
+            reference = policy.reference_weights(config, folder, made.policy, meshes.trainer)
+            experience = _experience(config, tokenizer, scorer, made, state, frozen, reference)
             old, rollout, packing = experience.old, experience.rollout, experience.packing
             host_rollout, host_old = hosts.allgather((rollout, old))
             after, done = [], 0
@@ -164,10 +169,16 @@ def _state(config: ConfigDict, files: RunFolder, made: Engine) -> tuple[TrainSta
 
 
 def _experience(
-    config: ConfigDict, tokenizer: Tokenizer, scorer: Any, made: Engine, weights: Weights, state: TrainState
+    config: ConfigDict,
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    made: Engine,
+    state: TrainState,
+    frozen: nnx.State,
+    reference: Weights | None,
 ) -> Experience:
-    """A batch that the policy samples, with its rewards and advantages, as the run's next iteration would have it."""
-    mesh = made.meshes.trainer
+    """The policy's responses to the run's first prompts, with rewards of whole responses and their advantages."""
+    mesh, weights = made.meshes.trainer, Weights(state.params, frozen)
     with sampling.make_replies(config) as replies:
         made.sampler.load(weights)
         player = sampling.make_player(config, tokenizer, made.sampler, replies)
@@ -186,7 +197,7 @@ def _experience(
         lengths, prompt_lengths = hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths))
         packing = made.packer(lengths, prompt_lengths)
     critic = None if state.critic is None else state.critic.params
-    old = made.score(weights, critic, None, rollout, packing)
+    old = made.score(weights, critic, reference, rollout, packing)
     learn = np.isfinite(total)
     columns: Any = hosts.shard_rows(mesh, (np.where(learn, total, 0.0).astype(np.float32), learn))
     rewards = Rewards(*columns)
@@ -208,10 +219,10 @@ def parse_updates(text: str) -> list[int]:
 def main(config: ConfigDict) -> None:
     """Run the command."""
     given = flags.FLAGS
-    facts = run(config, given.workdir, parse_updates(given.updates))
+    updates, out = parse_updates(given.updates), Path(given.out)
+    out.mkdir(parents=True, exist_ok=True)
+    facts = run(config, given.workdir, updates)
     if processes.is_first():
-        out = Path(given.out)
-        out.mkdir(parents=True, exist_ok=True)
         cli.write_facts(str(out / "noise.json"), facts)
         noise_figure.draw_all([facts], out)
         print(noise_figure.table([facts]), end="")

@@ -99,7 +99,7 @@ def test_numbers_of_updates_that_do_not_rise(text):
 
 @pytest.mark.slow
 def test_the_command_and_the_metric_on_a_run(data, tmp_path):
-    """The parts add up; one layer alone does less than all; R2's own ratio is the part of the weights."""
+    """The parts add up, flip rates agree, every layer has a part of its own, and the run folder stays as it was."""
     config = settings(data, model__folder=str(ADDER), iterations=2, routing__noise_every=2)
     config.optimizer.learning_rate, config.training.old_logprobs = 3e-3, "recompute"
     train(config, tmp_path / "run")

@@ -282,7 +282,7 @@ def make_reshard(
         for layers in {leaves[i].shape[0]: None for i in stacked}:  # stacks of the same number of layers share a loop
             own = [i for i in stacked if leaves[i].shape[0] == layers]
             converted |= zip(own, jax.lax.map(partial(layer, own), [leaves[i] for i in own]), strict=True)
-        others = {i: convert(i, x) for i, x in enumerate(leaves) if i not in converted}
-        return jax.tree.unflatten(tree, [(converted | others)[i] for i in range(len(leaves))])
+        converted |= {i: convert(i, x) for i, x in enumerate(leaves) if i not in converted}
+        return jax.tree.unflatten(tree, [converted[i] for i in range(len(leaves))])
 
     return jax.jit(reshard, out_shardings=mesh_lib.param_shardings(shapes, mesh, mesh_lib.SAMPLER))

@@ -79,7 +79,9 @@ class LogRatios(NamedTuple):
     def of_responses(self) -> "LogRatios":
         """Means over the tokens of each response, as responses of one token; empty ones are masked."""
         lengths = self.mask.sum(axis=1, keepdims=True)
-        whole, weights, routes = (x.sum(axis=1, keepdims=True) / np.maximum(lengths, 1) for x in self[:3])
+        whole, weights, routes = (
+            np.where(self.mask, x, 0.0).sum(axis=1, keepdims=True) / np.maximum(lengths, 1) for x in self[:3]
+        )
         return LogRatios(whole, weights, routes, lengths > 0)
 
     def where(self, chosen: Bool[np.ndarray, "B T"]) -> "LogRatios":

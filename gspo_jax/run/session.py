@@ -111,7 +111,7 @@ class Run:
     packed: dict[str, float] = dataclasses.field(default_factory=dict)
     """How well the newest batch is packed, by metric name; empty if rows are padded."""
     noise: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What routing did to the log-ratios of the newest batch, by metric name; empty where it is not measured."""
+    """Split of the newest batch's log-ratios into weights and routes, by metric name; empty if not measured."""
     updating: bool = False
     """Whether the iteration in hand has made an update, and will therefore make all of them."""
 
