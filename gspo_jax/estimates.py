@@ -72,6 +72,18 @@ def interval(values: Float[np.ndarray, " P"], *, seed: int) -> tuple[float, floa
     return float(low), float(high)
 
 
+def student_interval(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
+    """Interval of the mean by Student's t with probability COVERAGE; for too few values for a bootstrap, such as seeds.
+
+    With fewer than two values the interval is the mean.
+    """
+    mean, count = float(values.mean()), len(values)
+    if count < 2:
+        return mean, mean
+    half = _student((1 + COVERAGE) / 2, count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
+    return mean - half, mean + half
+
+
 def _normal(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2))
 

@@ -19,11 +19,10 @@ from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, engine
+from gspo_jax import cli, engine, noise_figure
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts, processes
-from gspo_jax.reporting import noise_figure
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios

@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 COPIED = "gspo_jax", "tests", "configs", "pyproject.toml"
 """What a mutant's folder has of the project."""
-WORKERS = os.cpu_count() or 1
+WORKERS = os.process_cpu_count() or 1
 SWAPPED: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub,),
     ast.Sub: (ast.Add,),

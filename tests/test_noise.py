@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from gspo_jax import engine, noise
-from gspo_jax.reporting import noise_figure
+from gspo_jax import engine, noise, noise_figure
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios
@@ -123,9 +122,16 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
     last = facts["after"][-1]
     assert len(last["by_layer"]) == facts["layers"] == 2
     assert all(0 < layer["routes"] < 10 * last["token"]["routes"] for layer in last["by_layer"])
-    noise_figure.draw_all([facts], tmp_path)
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in noise_figure.LAYOUTS)
-    assert noise_figure.table([facts]).count("\n") == 5
+    (tmp_path / "noise.json").write_text(json.dumps(facts))
+    out = tmp_path / "figure"
+    assert noise_figure.main([str(tmp_path), str(tmp_path), f"--out={out}"]) == 0  # several runs in one figure
+    assert all((out / name).stat().st_size > 10_000 for name in noise_figure.LAYOUTS)
+    assert (out / "noise.md").read_text().count("\n") == 2 + 2 * 3
+
+
+def test_a_folder_without_facts_is_named(tmp_path, capsys):
+    assert noise_figure.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} has no noise.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow

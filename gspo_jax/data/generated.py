@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import fcntl
 import io
+import itertools
 import random
 import shutil
 from collections.abc import Hashable, Iterator
@@ -67,8 +68,9 @@ class InductionConfig(TaskConfig):
 
 @dataclasses.dataclass
 class MachineConfig(TaskConfig):
-    """Options of machine; a program has `steps` instructions."""
+    """Options of machine; a program of `instructions` is run round and round, for `steps` of them."""
 
+    instructions: int = 3
     steps: int = 0
 
 
@@ -263,11 +265,11 @@ class Induction(_Generated):
 
 
 class Machine(_Generated):
-    """Final registers of a program, worked step by step: `a3 b7 c1: a+b c*a` goes through `071` to `070`.
+    """Last value of a loop on one register, worked step by step: `3: +4 *3 -7` goes through `3+4=7 7*3=1` to `1-7=4`.
 
-    Three registers hold a digit each. An instruction adds, subtracts or multiplies: `a+b` sets a to a + b mod 10. The
-    worked answer repeats each instruction and appends the registers after it, `a+b 071`, so its length is that of the
-    program, and every step follows from the one before and the question.
+    The register holds a digit; an instruction adds, subtracts or multiplies it by a digit, mod 10. The program begins
+    again when it is through. Every step of the worked answer is right or wrong by the one before and the program alone,
+    and a wrong one spoils the rest.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
@@ -278,18 +280,14 @@ class Machine(_Generated):
     FIELDS = ("id", "question", "answer", "worked")
 
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
-        registers = {name: rng.randrange(10) for name in "abc"}
-        start = " ".join(f"{name}{value}" for name, value in registers.items())
-        program, worked = [], []
-        for _ in range(self.options.steps):
-            target, source = rng.sample("abc", 2)
-            operator = rng.choice("+-*")
-            registers[target] = _apply(registers[target], operator, registers[source]) % 10
-            program.append(f"{target}{operator}{source}")
-            worked.append(f"{program[-1]} {''.join(map(str, registers.values()))}")
-        answer = "".join(map(str, registers.values()))
-        question = f"{start}: {' '.join(program)}"
-        return question, {"question": question, "answer": answer, "worked": f"{' '.join(worked)} #### {answer}"}
+        program = [(rng.choice("+-*"), rng.randrange(2, 10)) for _ in range(self.options.instructions)]
+        start = value = rng.randrange(10)
+        worked = []
+        for operator, operand in itertools.islice(itertools.cycle(program), self.options.steps):
+            before, value = value, _apply(value, operator, operand) % 10
+            worked.append(f"{before}{operator}{operand}={value}")
+        question = f"{start}: {' '.join(f'{operator}{operand}' for operator, operand in program)}"
+        return question, {"question": question, "answer": str(value), "worked": f"{' '.join(worked)} #### {value}"}
 
 
 BUILDERS: dict[str, type[_Generated]] = {

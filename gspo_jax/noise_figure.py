@@ -1,11 +1,19 @@
-"""The pictures and the table of `gspo_jax.noise`, from the facts that it writes."""
+"""The pictures and the table of `gspo_jax.noise`, of one run or of several in one figure.
 
+    python -m gspo_jax.noise_figure runs/12/noise runs/24/noise --out=docs/routing
+
+Reads `noise.json` of each folder, and writes `noise.png`, `noise-narrow.png` for phones, and `noise.md`.
+"""
+
+import json
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_jax.reporting.drawing import GREY, PALETTE, picture, wrap
+from gspo_jax.reporting.drawing import GREY, PALETTE, Parser, picture, wrap
+from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,3 +162,36 @@ def _percent(axes: "Axes") -> None:
     from matplotlib.ticker import PercentFormatter
 
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+
+
+def read(folder: Path) -> Facts:
+    """Read the facts of a folder of `gspo_jax.noise`; raises UserError if it has none."""
+    try:
+        facts = json.loads((folder / "noise.json").read_text(encoding="utf-8"))
+        label(facts), facts["after"][-1]["by_layer"]
+    except (OSError, ValueError, LookupError, TypeError):
+        command = f"python -m gspo_jax.noise --out={folder}"
+        raise UserError(f"{folder} has no noise.json of this version; measure one with {command}") from None
+    return facts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = Parser("python -m gspo_jax.noise_figure", str(__doc__).partition("\n\n")[2])
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="what --out of gspo_jax.noise was")
+    parser.add_argument("--out", default="noise", metavar="DIR", help="folder for the figure; %(default)s by default")
+    try:
+        given = parser.parse_args(arguments)
+        runs, out = [read(Path(folder)) for folder in given.folders], Path(given.out)
+        out.mkdir(parents=True, exist_ok=True)
+        draw_all(runs, out)
+        (out / "noise.md").write_text(table(runs), encoding="utf-8")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(runs), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Which runs collapsed, and how groups of runs differ seed by seed: survival curves, paired differences, a table.
+
+    python -m gspo_jax.survival RUN RUN … --baseline=RUN --out=DIR
+
+A run has collapsed once the mean reward of five iterations is less than half of the highest such mean before
+(reporting/survival.py). Runs whose configs differ only in the seed are a group. Differences are from the group of the
+run that --baseline names, between runs of the same seed, with 95% intervals over the seeds. Writes `survival.png`,
+`survival-narrow.png` for phones, `survival.md` and `survival.json`.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspo_jax.reporting.drawing import GREY, Parser, label_ends, picture, text_width, wrap
+from gspo_jax.reporting.runs import Group, group_runs, load_run
+from gspo_jax.reporting.survival import Course, Difference, course, difference, surviving
+from gspo_jax.types import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LAYOUTS = {"survival.png": 3, "survival-narrow.png": 1}
+"""Panels per row of each picture."""
+COLUMN, LABELS, ROW = 4.6, 1.25, 4.4
+"""Inches: width of a panel with its labels, width of its labels, height."""
+HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14, "va": "top"}
+NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
+MEASURES = {"final": "Reward at the end", "mean": "Reward over the run"}
+"""Fields of a course that are compared."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A group of runs, and how it compares."""
+
+    group: Group
+    courses: list[Course]
+    differences: dict[str, Difference]
+    """By measure; empty for the baseline."""
+
+    @property
+    def collapsed(self) -> int:
+        """How many of its runs collapsed."""
+        return sum(one.collapsed is not None for one in self.courses)
+
+
+def compare(groups: Sequence[Group], baseline: str) -> list[Arm]:
+    """Return every group with its differences from the one that has the run `baseline`.
+
+    Raises:
+      UserError: no run is the baseline, or one has no rewards yet.
+    """
+    place = Path(baseline).resolve()
+    base = next((group for group in groups if any(run.folder.resolve() == place for run in group.runs)), None)
+    if base is None:
+        raise UserError(f"--baseline={baseline} is none of the runs; name one of those that are compared")
+    courses = [[course(one) for one in group.each()] for group in groups]
+    against = courses[groups.index(base)]
+    return [
+        Arm(group, own, {} if group is base else {name: difference(own, against, name) for name in MEASURES})
+        for group, own in zip(groups, courses, strict=True)
+    ]
+
+
+def table(arms: Sequence[Arm]) -> str:
+    """Format the arms as a markdown table; differences whose intervals leave out 0 are bold."""
+    lines = [
+        "| runs | seeds | collapsed | at iteration | reward at the end | difference "
+        "| reward over the run | difference |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in arms:
+        at = ", ".join(str(one.collapsed) for one in arm.courses if one.collapsed is not None)
+        cells = [arm.group.label, str(len(arm.courses)), str(arm.collapsed), at or "–"]
+        for name in MEASURES:
+            values = [getattr(one, name) for one in arm.courses]
+            cells.append(f"{np.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]")
+            cells.append(_difference(arm.differences.get(name)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def facts(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Return what the table says for programs."""
+    return [
+        {
+            "label": arm.group.label,
+            "collapsed": arm.collapsed,
+            "runs": [
+                {"folder": str(run.folder)} | asdict(one) for run, one in zip(arm.group.runs, arm.courses, strict=True)
+            ],
+            "differences": {name: asdict(one) for name, one in arm.differences.items()},
+        }
+        for arm in arms
+    ]
+
+
+def draw(arms: Sequence[Arm], path: Path, *, columns: int) -> None:
+    """Draw survival and differences."""
+    runs = sum(len(arm.courses) for arm in arms)
+    headline = f"{sum(arm.collapsed for arm in arms)} of {runs} runs collapsed"
+    how_to_read = (
+        "Collapsed: the mean reward of five iterations fell below half of its highest so far. Differences are between "
+        "runs of one seed: their mean with its 95% interval, and each seed below it."
+    )
+    width = columns * COLUMN
+    title = wrap(headline, width - 0.4, HEADING["fontsize"], HEADING["weight"])
+    notes = wrap(how_to_read, width - 0.4, NOTE["fontsize"])
+    note_at = 0.25 + 0.27 * len(title)
+    head = note_at + 0.22 * len(notes) + 0.2
+    panels = [_survival, *(lambda axes, arms, name=name: _forest(axes, arms, name) for name in MEASURES)]
+    height = head + -(-len(panels) // columns) * ROW
+    with picture(path, width=width, height=height) as figure:
+        for line, text in enumerate(title):
+            figure.text(0.2 / width, 1 - (0.15 + 0.27 * line) / height, text, **HEADING)
+        for line, text in enumerate(notes):
+            figure.text(0.2 / width, 1 - (note_at + 0.22 * line) / height, text, **NOTE)
+        for cell, fill in enumerate(panels):
+            left = COLUMN * (cell % columns) + (0.75 if fill is _survival else LABELS)
+            top = head + ROW * (cell // columns) + 0.4
+            wide = COLUMN - LABELS - (0.75 if fill is _survival else 0.2)
+            size = wide / width, (ROW - 1.1) / height
+            fill(figure.add_axes((left / width, 1 - (top + ROW - 1.1) / height, *size)), arms)
+
+
+def _survival(axes: "Axes", arms: Sequence[Arm]) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    last = max(one.iterations for arm in arms for one in arm.courses)
+    axes.set(title="Runs that have not collapsed", xlabel="iterations", xlim=(0, last), ylim=(-0.03, 1.03))
+    ends = []
+    for arm in arms:
+        share, look = surviving(arm.courses, last), arm.group.look
+        axes.step(np.arange(last + 1), share, where="post", color=look.color, linestyle=look.pattern, linewidth=1.8)
+        ends.append((float(share[-1]), arm.group.label, look.color))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    label_ends(axes, ends, size=10)
+
+
+def _forest(axes: "Axes", arms: Sequence[Arm], name: str) -> None:
+    """Draw one row per arm: each seed's difference, their mean, and its interval."""
+    base = next(arm for arm in arms if not arm.differences)
+    before = {one.seed: getattr(one, name) for one in base.courses}
+    shown = [arm for arm in arms if arm.differences]
+    axes.set(title=MEASURES[name], xlabel=f"difference from {base.group.label}")
+    axes.axvline(0, color=GREY, linewidth=1)
+    for row, arm in enumerate(shown):
+        found, look = arm.differences[name], arm.group.look
+        each = [getattr(one, name) - before[one.seed] for one in arm.courses if one.seed in before]
+        axes.plot(each, [row + 0.22] * len(each), "o", color=look.color, alpha=0.5, markersize=3.5)
+        face = "white" if look.hollow else look.color
+        error = [[found.mean - found.low], [found.high - found.mean]]
+        style: dict[str, Any] = {"color": look.color, "marker": look.marker, "markerfacecolor": face, "capsize": 3}
+        axes.errorbar([found.mean], [row], xerr=error, **style)
+    axes.set_yticks(range(len(shown)), [arm.group.label for arm in shown])
+    for text, arm in zip(axes.get_yticklabels(), shown, strict=True):
+        size = min(10.0, 10.0 * (LABELS - 0.15) / text_width(arm.group.label, 10, "bold"))
+        text.set(color=arm.group.look.color, weight="bold", fontsize=size)
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+
+
+def _difference(found: Difference | None) -> str:
+    if found is None:
+        return "baseline"
+    if not found.seeds:
+        return "no seed in common"
+    text = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return f"**{text}**" if found.is_clear else text
+
+
+def parser() -> Parser:
+    """Build the command-line parser."""
+    parser = Parser("python -m gspo_jax.survival", str(__doc__).partition("\n\n")[2])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (the --workdir of train)")
+    parser.add_argument("--baseline", required=True, metavar="RUN", help="one of these; differences are from its group")
+    parser.add_argument("--out", default="survival", metavar="DIR", help="folder for the files; %(default)s by default")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        given = parser().parse_args(arguments)
+        unique = list({Path(folder).resolve(): folder for folder in given.runs}.values())
+        arms = compare(group_runs([load_run(folder) for folder in unique]), given.baseline)
+        out = Path(given.out)
+        out.mkdir(parents=True, exist_ok=True)
+        text = table(arms)
+        (out / "survival.md").write_text(text, encoding="utf-8")
+        (out / "survival.json").write_text(json.dumps(facts(arms), indent=2) + "\n", encoding="utf-8")
+        for name, columns in LAYOUTS.items():
+            draw(arms, out / name, columns=columns)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
