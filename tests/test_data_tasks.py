@@ -144,15 +144,16 @@ def test_a_machine_s_steps_follow_from_each_other(level, data_dir):
     assert not {r["question"] for r in train[:2000]} & {r["question"] for r in test}
     for record in [*train[:50], *test[:50]]:
         before, answer = written(record)
-        value, _, program = record["question"].partition(": ")
+        state, _, program = record["question"].partition(": ")
         rounds = itertools.cycle(program.split())
         steps = before.split()
-        assert len(steps) == {"easy": 8, "hard": 32}[level]
-        for step, instruction in zip(steps, rounds, strict=False):
-            after = str(eval(value + instruction) % 10)
-            assert step == f"{value}{instruction}={after}"
-            value = after
-        assert answer == record["answer"] == value
+        assert len(steps) == 2 * {"easy": 8, "hard": 32}[level]
+        for instruction, after, wanted in zip(steps[::2], steps[1::2], rounds, strict=False):
+            at = "abc".index(instruction[0])
+            digit = eval({"+": "{} + 1", "-": "{} - 1", "*": "{} * 2"}[instruction[1]].format(state[at])) % 10
+            state = f"{state[:at]}{digit}{state[at + 1 :]}"
+            assert (instruction, after) == (wanted, state)
+        assert answer == record["answer"] == state
 
 
 def test_steps_carry_and_borrow():

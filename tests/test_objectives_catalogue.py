@@ -652,6 +652,10 @@ def test_vespo_weighs_whole_responses_by_the_product_of_their_ratios():
     (_, info), gradient = compiled("vespo")(far, **one | {"old_logprobs": jnp.full((2, 3), -30.0)})
     np.testing.assert_allclose(info.ratio[:, 0], [1e-8, np.exp(20)], rtol=1e-5)
     np.testing.assert_allclose(gradient, np.zeros((2, 3)), atol=1e-12)
+    # Of +30 and −25 nats 20 count each way, and the others make up for them.
+    opposed = jnp.array([[-1.0, -51.0, -31.0], [-56.0, -1.0, -41.0]])
+    (_, info), _ = compiled("vespo")(opposed, **one | {"old_logprobs": jnp.full((2, 3), -31.0)})
+    np.testing.assert_allclose(info.ratio[:, 0], [1.0, np.exp(-10)], rtol=1e-5)
 
 
 def test_luspo_is_gspo_with_rows_weighed_by_their_length():

@@ -265,11 +265,11 @@ class Induction(_Generated):
 
 
 class Machine(_Generated):
-    """Last value of a loop on one register, worked step by step: `3: +4 *3 -7` goes through `3+4=7 7*3=1` to `1-7=4`.
+    """Last state of a loop on three registers, worked step by step: `371: a+ c* b-` goes by `a+ 471 c* 472 b- 462`.
 
-    The register holds a digit; an instruction adds, subtracts or multiplies it by a digit, mod 10. The program begins
-    again when it is through. Every step of the worked answer is right or wrong by the one before and the program alone,
-    and a wrong one spoils the rest.
+    A register holds a digit; `+` adds one to it, `-` takes one away, and `*` doubles it, mod 10. The program begins
+    again when it is through. Every step of the worked answer follows from the one before and the program, and a wrong
+    one spoils the rest.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
@@ -280,14 +280,18 @@ class Machine(_Generated):
     FIELDS = ("id", "question", "answer", "worked")
 
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
-        program = [(rng.choice("+-*"), rng.randrange(2, 10)) for _ in range(self.options.instructions)]
-        start = value = rng.randrange(10)
-        worked = []
-        for operator, operand in itertools.islice(itertools.cycle(program), self.options.steps):
-            before, value = value, _apply(value, operator, operand) % 10
-            worked.append(f"{before}{operator}{operand}={value}")
-        question = f"{start}: {' '.join(f'{operator}{operand}' for operator, operand in program)}"
-        return question, {"question": question, "answer": str(value), "worked": f"{' '.join(worked)} #### {value}"}
+        registers = {name: rng.randrange(10) for name in "abc"}
+        start = "".join(map(str, registers.values()))
+        program = [rng.choice("abc") + rng.choice("+-*") for _ in range(self.options.instructions)]
+        worked, state = [], start
+        for name, operator in itertools.islice(itertools.cycle(program), self.options.steps):
+            registers[name] = {"+": registers[name] + 1, "-": registers[name] - 1, "*": 2 * registers[name]}[
+                operator
+            ] % 10
+            state = "".join(map(str, registers.values()))
+            worked.append(f"{name}{operator} {state}")
+        question = f"{start}: {' '.join(program)}"
+        return question, {"question": question, "answer": state, "worked": f"{' '.join(worked)} #### {state}"}
 
 
 BUILDERS: dict[str, type[_Generated]] = {
