@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from gspo_jax import estimates, survival
-from gspo_jax.reporting.survival import Course, collapse, difference, surviving
+from gspo_jax.reporting.runs import collapse
+from gspo_jax.reporting.survival import Course, difference, surviving
 from gspo_jax.reporting.writers import MetricsWriter, write_config
 
 

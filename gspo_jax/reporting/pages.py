@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.reporting.progress import duration
-from gspo_jax.reporting.runs import SUMMARY, Group, Run, differences
+from gspo_jax.reporting.runs import COLLAPSE_WINDOW, SUMMARY, Group, Run, differences
 from gspo_jax.reporting.writers import read_samples
 
 MAX_LISTED = 3
@@ -191,10 +191,11 @@ HOW_TO_READ = {
     ),
     "routing": (
         "Accuracy: last evaluation, mean over the runs and in brackets their minimum and maximum. Collapsed: runs "
-        "whose last evaluation is below half of their best. All else: mean over the last tenth of the iterations. Flip "
-        "rate: in the first, second and last mini-batch of an iteration, that is after none, one, and all but one of "
-        "its updates. Ratio spread: standard deviation of log π_new − log π_old over tokens, and over responses of its "
-        "per-token mean. Mismatch: KL of the trainer's log-probabilities to the sampler's, with the same weights."
+        f"whose mean reward of {COLLAPSE_WINDOW} iterations fell below half of its highest so far. All else: mean over "
+        "the last tenth of the iterations. Flip rate: in the first, second and last mini-batch of an iteration, that "
+        "is after none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log "
+        "π_old over tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities "
+        "to the sampler's, with the same weights."
     ),
 }
 """Notes under the table, by page."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from gspo_jax.reporting.looks import Look, looks
 from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_metrics
@@ -36,6 +37,8 @@ SUMMARY = {
     "mismatch/kl": ("Sampler to trainer KL", "nats per token", ".1e"),
 }
 """Metrics that `facts` reports for a group: metric -> (title, unit, number format)."""
+COLLAPSE_WINDOW = 5
+"""Iterations in the moving average of the reward by which a collapse is told."""
 BY_MINIBATCH = ("routing/flip_rate",)
 """Metrics that `facts` also reports for each mini-batch."""
 
@@ -168,6 +171,19 @@ def tail_mean(values: np.ndarray) -> float:
     return float(values[-max(1, len(values) // 10) :].mean())
 
 
+def collapse(rewards: Float[np.ndarray, " N"]) -> int | None:
+    """Return the first iteration, counted from 1, by whose end a run has collapsed; None if it has not.
+
+    It has once the mean reward of the last COLLAPSE_WINDOW iterations is less than half of the highest such mean so
+    far. A run that recovers later has collapsed nevertheless.
+    """
+    if len(rewards) < COLLAPSE_WINDOW:
+        return None
+    means = np.convolve(rewards, np.full(COLLAPSE_WINDOW, 1 / COLLAPSE_WINDOW), mode="valid")
+    below = np.flatnonzero(means < np.maximum.accumulate(means) / 2)
+    return int(below[0]) + COLLAPSE_WINDOW if len(below) else None
+
+
 def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return each group's SUMMARY metrics: initial value, final value and change (mean, min and max over runs).
 
@@ -207,13 +223,13 @@ def _iteration_seconds(run: Run) -> list[float]:
 
 
 def _run_facts(run: Run) -> dict[str, Any]:
-    accuracies = [value for _, value in sorted(_per_iteration(run.rows, "eval/accuracy", None).items())]
+    rewards = [value for _, value in sorted(_per_iteration(run.rows, "reward/mean", None).items())]
     speeds = list(_per_iteration(run.rows, "throughput/tokens_per_s", None).values())
     return {
         "folder": str(run.folder),
         "seed": None if run.config is None else run.config.get("seed"),
         "updates": run.rows[-1]["step"],
-        "collapsed": bool(accuracies) and accuracies[-1] < 0.5 * max(accuracies),
+        "collapsed": collapse(np.array(rewards)) is not None,
         "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
         # A sum, since the first and last lines' times would count the pause of a run that was stopped and resumed.
         "seconds": round(sum(row.get("timing/iteration_s") or 0 for row in run.rows), 1),

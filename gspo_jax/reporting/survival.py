@@ -8,11 +8,8 @@ import numpy as np
 from jaxtyping import Float
 
 from gspo_jax import estimates
-from gspo_jax.reporting.runs import Group, Run, curve
+from gspo_jax.reporting.runs import Group, Run, collapse, curve
 from gspo_jax.types import UserError
-
-WINDOW = 5
-"""Iterations in the moving average of the reward."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,6 @@ class Difference:
     def is_clear(self) -> bool:
         """Whether the interval leaves out 0."""
         return self.seeds > 1 and not self.low <= 0 <= self.high
-
-
-def collapse(rewards: Float[np.ndarray, " N"]) -> int | None:
-    """Return the first iteration, counted from 1, by whose end a run has collapsed; None if it has not.
-
-    It has once the mean reward of the last WINDOW iterations is less than half of the highest such mean so far. A run
-    that recovers later has collapsed nevertheless.
-    """
-    if len(rewards) < WINDOW:
-        return None
-    means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), mode="valid")
-    below = np.flatnonzero(means < np.maximum.accumulate(means) / 2)
-    return int(below[0]) + WINDOW if len(below) else None
 
 
 def course(group: Group) -> Course:
