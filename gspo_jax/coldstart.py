@@ -193,6 +193,9 @@ def _begin(
             value, gradient = loss(learner.params, Padded.of(batch, group_size=1), token_mean(batch.mask))
         else:
             value, gradient = add_rows(learner.params, batch, packing)
+        if not cold.train_router:
+            routers, others = nnx.split_state(gradient, lambda path, _: path[-1] == "router", ...)
+            gradient = nnx.merge_state(jax.tree.map(jnp.zeros_like, routers), others)
         return state_lib.step(learner, optimizer, gradient), value
 
     if config.model.folder:

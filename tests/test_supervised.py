@@ -6,7 +6,9 @@ import shutil
 import subprocess
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from configs import tiny
 from gspo_jax import coldstart
@@ -152,16 +154,19 @@ def sft_config(tmp_path, steps):
 
 @pytest.mark.slow
 def test_sft_on_200_conversations_lowers_the_loss_and_goes_on_from_the_folder(tmp_path, capsys):
-    """From nothing, then from the saved folder, whose tokenizer and shape are kept."""
+    """From nothing, then from the saved folder, whose tokenizer, shape, and on demand routers are kept."""
     config, losses = sft_config(tmp_path, 60), []
     mesh = mesh_lib.make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})
     with jax.set_mesh(mesh):
         for name in ("first", "second"):
             coldstart.coldstart(config, coldstart.load(config), mesh, tmp_path / name)
             losses.append([float(found) for found in re.findall(r"cross_entropy (\S+)", capsys.readouterr().out)])
-            config.model.folder = str(tmp_path / name)
+            config.model.folder, config.coldstart.train_router = str(tmp_path / name), False
     (first, *_, last), (again, *_, end) = losses
     assert first > 1.3 * last and again < 1.2 * last and end < last
     folders = tmp_path / "first", tmp_path / "second"
     assert folders[0].joinpath("tokenizer.json").read_bytes() == folders[1].joinpath("tokenizer.json").read_bytes()
     assert huggingface.read_config(folders[0]) == huggingface.read_config(folders[1])
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    kept = {name for name in before if np.array_equal(before[name], after[name])}
+    assert kept == {name for name in before if name.endswith("mlp.gate.weight")}, "routers alone"

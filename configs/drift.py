@@ -1,0 +1,113 @@
+"""A deep mixture of small experts on long answers, in which an update moves as many routes as in large models.
+
+    python -m gspo_jax.coldstart --config=configs/drift.py --workdir=runs/drift-cold
+    python -m gspo_jax.train --config=configs/drift.py --config.model.folder=runs/drift-cold --workdir=runs/drift
+
+A loop on three registers (`machine`, data/generated.py) is run for sixteen steps: an answer has about a hundred tokens,
+and one wrong step spoils the rest. The cold start leaves the routers as they were drawn: their scores lie close
+together, and so a small change of the weights moves routes. All on one device. Arguments, joined by commas, change the
+model and the run:
+
+- `12`, `48`: layers; 24 without.
+- `128`: experts; 64 without. 8 of them compute each token.
+- `int8`, `bfloat16`: a sampler whose weights are rounded to that.
+
+The flip rate by learning rate, depth, number of experts, and router (docs/routing.md) is measured by
+
+    python -m gspo_jax.sweep --config=configs/drift.py
+"""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from gspo_jax.config import adamw, base
+from gspo_jax.types import Comparison, UserError
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Return the config; `arg` is a comma-separated list of ARGUMENTS."""
+    chosen = set(arg.split(",")) - {""}
+    if unknown := chosen - ARGUMENTS.keys():
+        raise UserError(f"configs/drift.py takes no argument {min(unknown)!r}; use {', '.join(ARGUMENTS)}")
+    config = base()
+    config.iterations = 100
+    config.cpu_devices = 1
+    config.mesh.update({"data": 1, "fsdp": -1, "expert": 1})
+    config.model.dtype = "float32"
+    config.model.remat = "none"
+    config.model.architecture = ConfigDict(
+        {
+            "hidden_size": 64,
+            "num_layers": 24,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 128,
+            "num_experts": 64,
+            "experts_per_token": 8,
+            "moe_intermediate_size": 16,
+        }
+    )
+    config.coldstart.steps = 700
+    config.coldstart.batch = 8
+    config.coldstart.train_router = False
+    config.coldstart.optimizer = adamw(learning_rate=2e-3, schedule="cosine", warmup_updates=20)
+
+    config.data.task = "machine"
+    config.data.data_dir = "runs/data"
+    config.data.options = ConfigDict({"difficulty": "medium"})
+    config.data.prompts_per_batch = 16
+    config.data.max_prompt_length = 16
+    config.sampling.max_response_length = 104
+    config.rewards = ConfigDict({"exact_answer": 1.0})
+    config.eval.correct = "exact_answer"
+    config.eval.prompts = 64
+    config.eval.every = 25
+    config.checkpoint.every = 5
+
+    config.training.minibatches = 16
+    config.training.old_logprobs = "recompute"
+    config.training.row_tokens = 896  # a prompt and eight responses of full length, or eight worked answers
+    # Means over a hundred tokens spread more than those over thousands, so these clip ranges are ten times the paper's.
+    config.objective.gspo = ConfigDict({"low": 3e-3, "high": 4e-3})
+    config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
+    config.objective.luspo = ConfigDict({"low": 3e-3, "high": 4e-3})
+    config.optimizer = adamw(learning_rate=3e-4, schedule="constant", warmup_updates=10)
+    for name, change in ARGUMENTS.items():
+        if name in chosen:
+            change(config)
+    return config
+
+
+def get_sweep(arg: str = "") -> list[Comparison]:
+    """Return short runs of GRPO that differ from the testbed in one thing each, to see what moves the flip rate."""
+    del arg  # the config has it already
+    changes = [
+        *({"optimizer.learning_rate": rate} for rate in (1e-4, 3e-4, 1e-3)),
+        *({"model.architecture.num_layers": layers} for layers in (12, 48)),
+        {"model.architecture.num_experts": 128},
+        {"coldstart.train_router": True},
+        *({"sampling.weights_dtype": name, "training.old_logprobs": "sampler"} for name in ("bfloat16", "int8")),
+    ]
+    shared = {"objective.name": "grpo", "iterations": 5, "eval.prompts": 32}
+    return [
+        Comparison(runs=[shared | change for change in changes], panels="routing", title="What moves the flip rate")
+    ]
+
+
+def _architecture(**sizes: int) -> Callable[[ConfigDict], None]:
+    return lambda config: config.model.architecture.update(sizes)
+
+
+def _sampler(precision: str) -> Callable[[ConfigDict], None]:
+    return lambda config: config.sampling.update({"weights_dtype": precision})
+
+
+ARGUMENTS: dict[str, Callable[[ConfigDict], None]] = {
+    "12": _architecture(num_layers=12),
+    "48": _architecture(num_layers=48),
+    "128": _architecture(num_experts=128),
+    "int8": _sampler("int8"),
+    "bfloat16": _sampler("bfloat16"),
+}

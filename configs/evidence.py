@@ -1,0 +1,84 @@
+"""The study of docs/evidence/protocol.md: remedies for routing drift, compared on the testbed of configs/drift.py.
+
+    python -m gspo_jax.coldstart --config=configs/drift.py --workdir=runs/drift-cold
+    python -m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=2
+    python -m gspo_jax.sweep --config=configs/evidence.py:tune --jobs=2
+    python -m gspo_jax.sweep --config=configs/evidence.py:confirm --jobs=2
+
+The argument is a step of the study. Every run starts from runs/drift-cold. Killed sweeps go on with the same command.
+"""
+
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from gspo_jax.types import Comparison, UserError
+
+STEPS = {"screen": 20, "tune": 20, "confirm": 40}
+"""Steps of the study -> iterations of their runs."""
+COLD = "runs/drift-cold"
+"""The policy that every run starts from."""
+RATE = 1e-4
+"""Learning rate of the setting; until the screen has found it, the middle of the three."""
+ARMS: Mapping[str, tuple[str, str]] = {
+    "grpo": ("grpo", "none"),
+    "grpo_r2": ("grpo", "r2"),
+    "grpo_r3": ("grpo", "r3"),
+    "gspo": ("gspo", "none"),
+    "gspo_r3": ("gspo", "r3"),
+    "luspo": ("luspo", "none"),
+    "rspo": ("rspo", "none"),
+    "gmpo": ("gmpo", "none"),
+    "dppo_tv": ("dppo_tv", "none"),
+    "vespo": ("vespo", "none"),
+    "minirl": ("minirl", "none"),
+    "minirl_r2": ("minirl", "r2"),
+}
+"""Arm -> (objective, routing replay)."""
+SCREENED = ("grpo", "grpo_r3", "gspo", "minirl")
+"""Arms of the screen."""
+UNSEEN = range(10, 15)
+"""Seeds of the confirmation."""
+DRIFT = runpy.run_path(str(Path(__file__).with_name("drift.py")))
+"""The module configs/drift.py, loaded by path: `configs/` is not importable from other directories."""
+
+
+def get_config(arg: str = "screen") -> ConfigDict:
+    """Return what all runs of a step share."""
+    check(arg)
+    config = DRIFT["get_config"]("int8")
+    config.model.folder = COLD
+    config.iterations = STEPS[arg]
+    return config
+
+
+def get_sweep(arg: str = "screen") -> list[Comparison]:
+    """Return the runs of a step."""
+    check(arg)
+    if arg == "screen":
+        runs = [{**settings(arm), "optimizer.learning_rate": rate} for rate in (3e-5, 1e-4, 3e-4) for arm in SCREENED]
+        return [Comparison(name=arg, title="Screen", runs=runs, seeds=2, panels="routing")]
+    if arg == "tune":
+        objectives = [arm for arm, (objective, _) in ARMS.items() if arm == objective]
+        runs = [
+            {**settings(arm), "optimizer.learning_rate": times * RATE} for times in (0.5, 1, 2) for arm in objectives
+        ]
+        return [Comparison(name=arg, title="Tuning", runs=runs, panels="routing")]
+    runs = [{**settings(arm), "optimizer.learning_rate": RATE, "seed": seed} for seed in UNSEEN for arm in ARMS]
+    return [Comparison(name=arg, title="Confirmation", runs=runs, panels="routing")]
+
+
+def settings(arm: str) -> dict[str, Any]:
+    """Return what an arm changes."""
+    objective, replay = ARMS[arm]
+    correction = "tis" if objective == "minirl" else ""
+    return {"objective.name": objective, "routing.replay": replay, "mismatch.correction": correction}
+
+
+def check(step: str) -> None:
+    """Raise UserError unless `step` is one of the study's."""
+    if step not in STEPS:
+        raise UserError(f"configs/evidence.py has no step {step!r}; use {', '.join(STEPS)}")

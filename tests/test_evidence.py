@@ -1,0 +1,60 @@
+"""The study's configs: what the testbed's arguments change, and that the sweep has the runs of the protocol."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gspo_jax import cli
+from gspo_jax.setup.checks import check
+from gspo_jax.sweeping.plan import comparisons
+from gspo_jax.types import UserError
+
+ROOT = Path(__file__).parents[1]
+PROTOCOL = " ".join((ROOT / "docs" / "evidence" / "protocol.md").read_text(encoding="utf-8").split())
+EVIDENCE = str(ROOT / "configs" / "evidence.py")
+
+
+@pytest.mark.parametrize("arguments", ["", "12", "48,128", "int8", "12,bfloat16"])
+def test_the_testbed_is_a_run_that_train_accepts(arguments):
+    config = cli.load_config(str(ROOT / f"configs/drift.py:{arguments}"))
+    check(config)
+    architecture, chosen = config.model.architecture, arguments.split(",")
+    assert architecture.num_layers == next((int(word) for word in chosen if word in ("12", "48")), 24)
+    assert architecture.num_experts == (128 if "128" in chosen else 64)
+    assert config.sampling.weights_dtype == next((word for word in chosen if word in ("int8", "bfloat16")), "")
+    longest = config.data.max_prompt_length + config.sampling.group_size * config.sampling.max_response_length
+    assert config.training.row_tokens >= longest, "a group fits in a row"
+
+
+def runs(step: str):
+    (comparison,) = comparisons([f"--config={EVIDENCE}:{step}"], [], None)
+    return [run | {"seed": run.get("seed", seed)} for run in comparison.runs for seed in range(comparison.seeds)]
+
+
+@pytest.mark.parametrize(("step", "count"), [("screen", 24), ("tune", 24), ("confirm", 60)])
+def test_the_sweep_has_the_runs_of_the_protocol(step, count):
+    found = runs(step)
+    assert len({str(sorted(run.items())) for run in found}) == count
+    assert f"evidence.py:{step}" in PROTOCOL and f"{count} runs" in PROTOCOL
+    seeds = {run["seed"] for run in found}
+    assert seeds == {"screen": {0, 1}, "tune": {0}, "confirm": set(range(10, 15))}[step]
+    for run in found:
+        assert run["mismatch.correction"] == ("tis" if run["objective.name"] == "minirl" else "")
+
+
+def test_arms_of_the_confirmation_are_those_of_the_protocol():
+    arms = {(run["objective.name"], run["routing.replay"]) for run in runs("confirm")}
+    (listed,) = re.findall(r"evidence\.py:confirm`: (.*?); \d+ iterations", PROTOCOL)
+    named = {
+        (re.findall(r"`(\w+)`", word)[0], "r2" if "R2" in word else "r3" if "R3" in word else "none")
+        for word in listed.split(", ")
+    }
+    assert arms == named and len(arms) == 12
+
+
+def test_other_words_are_refused():
+    with pytest.raises(UserError, match=r"has no step 'scren'; use screen, tune, confirm"):
+        cli.load_config(f"{EVIDENCE}:scren")
+    with pytest.raises(UserError, match=r"takes no argument '36'; use 12, 48, 128, int8, bfloat16"):
+        cli.load_config(str(ROOT / "configs/drift.py:36"))
