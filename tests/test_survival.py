@@ -34,7 +34,8 @@ def course(seed: int, collapsed: int | None, *, iterations: int = 10, final: flo
         ([1.0] * 5 + [0.0] * 3 + [1.0] * 9, 8),  # though it recovers
         ([1.0] * 5 + [0.5] * 20, None),  # half is not less than half
         ([0.5] * 5 + [1.0] * 5 + [0.4] * 5, 15),  # of the highest so far, not of the first
-        ([1.0, 0.0, 0.0, 0.0], None),  # too short to tell
+        ([1.0, 0.0, 0.0, 0.0], 3),  # means 1, 1/2, 1/3
+        ([0.2, 0.0], None),
     ],
 )
 def test_collapse_is_half_of_the_highest_mean_of_five(rewards, at):

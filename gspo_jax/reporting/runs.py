@@ -174,14 +174,14 @@ def tail_mean(values: np.ndarray) -> float:
 def collapse(rewards: Float[np.ndarray, " N"]) -> int | None:
     """Return the first iteration, counted from 1, by whose end a run has collapsed; None if it has not.
 
-    It has once the mean reward of the last COLLAPSE_WINDOW iterations is less than half of the highest such mean so
-    far. A run that recovers later has collapsed nevertheless.
+    It has once the mean reward of the last COLLAPSE_WINDOW iterations, or of all while there are fewer, is less than
+    half of the highest such mean so far. A run that recovers later has collapsed nevertheless.
     """
-    if len(rewards) < COLLAPSE_WINDOW:
-        return None
-    means = np.convolve(rewards, np.full(COLLAPSE_WINDOW, 1 / COLLAPSE_WINDOW), mode="valid")
+    sums, end = np.cumsum([0.0, *rewards]), np.arange(1, len(rewards) + 1)
+    first = np.maximum(end - COLLAPSE_WINDOW, 0)
+    means = (sums[end] - sums[first]) / (end - first)
     below = np.flatnonzero(means < np.maximum.accumulate(means) / 2)
-    return int(below[0]) + COLLAPSE_WINDOW if len(below) else None
+    return int(below[0]) + 1 if len(below) else None
 
 
 def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
