@@ -73,7 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.objective.gspo = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.luspo = ConfigDict({"low": 3e-3, "high": 4e-3})
-    config.optimizer = adamw(learning_rate=3e-4, schedule="constant", warmup_updates=10)
+    config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
     for name, change in ARGUMENTS.items():
         if name in chosen:
             change(config)
@@ -81,7 +81,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def get_sweep(arg: str = "") -> list[Comparison]:
-    """Return short runs of GRPO that differ from the testbed in one thing each, to see what moves the flip rate."""
+    """Return short runs of GRPO: those that differ from the testbed in one thing each, and one of each depth."""
     del arg  # the config has it already
     changes = [
         *({"optimizer.learning_rate": rate} for rate in (1e-4, 3e-4, 1e-3)),
@@ -90,9 +90,13 @@ def get_sweep(arg: str = "") -> list[Comparison]:
         {"coldstart.train_router": True},
         *({"sampling.weights_dtype": name, "training.old_logprobs": "sampler"} for name in ("bfloat16", "int8")),
     ]
-    shared = {"objective.name": "grpo", "iterations": 5, "eval.prompts": 32}
+    shared = {"objective.name": "grpo", "eval.prompts": 32}
+    rate = [shared | {"iterations": 5} | change for change in changes]
+    shared |= {"iterations": 1}  # past the warm-up, for gspo_jax.noise to go on from
+    depth = [shared | {"model.architecture.num_layers": layers} for layers in (12, 24, 48)]
     return [
-        Comparison(runs=[shared | change for change in changes], panels="routing", title="What moves the flip rate")
+        Comparison(name="rate", runs=rate, panels="routing", title="What moves the flip rate"),
+        Comparison(name="depth", runs=depth, panels="routing", title="One iteration at each depth"),
     ]
 
 

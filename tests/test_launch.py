@@ -217,7 +217,7 @@ def _scaling(root: Path, *flags: str):
     return _bash(root, 'bash launch/scaling.sh "$@"', *flags)
 
 
-@pytest.mark.parametrize("script", ["scaling", "plans"])
+@pytest.mark.parametrize("script", ["scaling", "plans", "evidence"])
 def test_a_dry_run_installs_nothing(copy, script):
     _fake_python(copy / "bin" / "python3", "3.12")
     done = _bash(copy, f"bash launch/{script}.sh --dry-run")
@@ -255,6 +255,24 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
     assert tables == f"-m gspo_jax.planning.tables b.md --recipes {' '.join(made[:7])} --choices {' '.join(made[7:])}"
     done = _bash(copy, 'bash launch/plans.sh "$@"', "--out=b")
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --out=b; use --runs=")
+
+
+def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
+    _install(copy)
+    shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-report")
+    done = _bash(copy, 'bash launch/evidence.sh "$@"', "cold", "noise", "screen", "--jobs=3")
+    assert done.returncode == 0, done.stderr
+    made = [call.split()[1] for call in _calls(copy)]
+    noise = ["gspo_jax.noise"] * 3 + ["gspo_jax.noise_figure"]
+    assert made == ["gspo_jax.coldstart", *noise, "gspo_jax.sweep", "gspo_jax.survival"]
+    assert _calls(copy)[-2] == "-m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=3"
+    for made in ("drift-cold", "drift-noise/12", "drift-noise/24"):
+        (copy / "runs" / made).mkdir(parents=True)
+        (copy / "runs" / made / "noise.json").touch()
+    again = _bash(copy, "bash launch/evidence.sh cold noise --dry-run").stdout
+    assert again.count("gspo_jax.noise ") == 1 and "num_layers=48" in again and "coldstart" not in again
+    refused = _bash(copy, "bash launch/evidence.sh scren")
+    assert refused.returncode == 2 and "unexpected scren; use steps (cold drift noise screen" in refused.stderr
 
 
 def test_docs_are_built_strictly_with_an_extra_of_their_own(copy):

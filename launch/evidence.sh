@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Repeats the study of docs/evidence/protocol.md from nothing, or goes on with it where it was stopped:
+#   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
+# Steps, all in this order without any: cold (the policy that runs start from), drift (what moves the flip rate), noise (how much of
+# the ratio's noise is routing, at three depths), screen, tune, confirm. Runs are in runs/, figures and tables in docs/. With runs
+# that are finished a step only draws. --jobs: runs at a time, 2 by default. --dry-run prints the commands. Creates .venv if missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/venv.sh
+source launch/venv.sh
+# shellcheck source=launch/command.sh
+source launch/command.sh
+
+all=(cold drift noise screen tune confirm)
+steps=()
+jobs=2
+for word in "$@"; do
+  case $word in
+    --jobs=?*) jobs=${word#*=} ;;
+    --dry-run) dry=yes ;;
+    cold | drift | noise | screen | tune | confirm) steps+=("$word") ;;
+    *) refuse "unexpected $word; use steps (${all[*]}), --jobs=, or --dry-run" ;;
+  esac
+done
+if [ ${#steps[@]} = 0 ]; then steps=("${all[@]}"); fi
+
+# baseline STEP: prints GRPO's first run of a step.
+baseline() {
+  case $1 in
+    screen) echo runs/evidence-sweep/screen/grpo,learning_rate=0.0001-0 ;;
+    tune) echo runs/evidence-sweep/tune/grpo,learning_rate=0.0001-0 ;;
+    confirm) echo runs/evidence-sweep/confirm/grpo-10 ;;
+  esac
+}
+
+if [ -z "$dry" ]; then ensure_venv report; fi
+for step in "${steps[@]}"; do
+  case $step in
+    cold)
+      if [ -d runs/drift-cold ]; then continue; fi
+      run .venv/bin/python -m gspo_jax.coldstart --config=configs/drift.py --workdir=runs/drift-cold
+      ;;
+    drift)
+      run .venv/bin/python -m gspo_jax.sweep --config=configs/drift.py --jobs="$jobs"
+      run cp runs/drift-sweep/report/rate/results.md docs/evidence/rate.md
+      ;;
+    noise)
+      found=()
+      for layers in 12 24 48; do
+        found+=("runs/drift-noise/$layers")
+        if [ -f "runs/drift-noise/$layers/noise.json" ]; then continue; fi
+        run .venv/bin/python -m gspo_jax.noise --config=configs/drift.py --config.objective.name=grpo \
+          --config.model.architecture.num_layers="$layers" \
+          --workdir="runs/drift-sweep/depth/num_layers=$layers-0" --updates=1,2,4,16 --out="runs/drift-noise/$layers"
+      done
+      run .venv/bin/python -m gspo_jax.noise_figure "${found[@]}" --out=docs/evidence/noise
+      ;;
+    *)
+      run .venv/bin/python -m gspo_jax.sweep --config="configs/evidence.py:$step" --jobs="$jobs"
+      run .venv/bin/python -m gspo_jax.survival runs/evidence-sweep/"$step"/*-[0-9]* --baseline="$(baseline "$step")" \
+        --out="docs/evidence/$step"
+      ;;
+  esac
+done
