@@ -108,6 +108,17 @@ def layers_over_time(group: Group, metric: str) -> Line | None:
     return Line(steps, values.mean(axis=1), values.T, names=[str(1 + i) for i in range(values.shape[1])])
 
 
+def layers_by_minibatch(group: Group, metric: str) -> Line | None:
+    """Return the last tenth of a group's metric by layer, over the mini-batches; None if an iteration has only one."""
+    found = list_curve(group, metric)
+    if found is None:
+        return None
+    by_layer = [tail_mean_by_minibatch(group, f"{metric}/{layer}") for layer in range(found[1].shape[1])]
+    numbers = sorted(by_layer[0])
+    rows = np.array([[values[number] for number in numbers] for values in by_layer])
+    return Line(1 + np.array(numbers), rows.mean(axis=0), rows) if len(numbers) > 1 else None
+
+
 def _parts(found: Mapping[str, Curve]) -> Line:
     """Return a line with the mean of each curve over the runs as rows."""
     steps = np.unique(np.concatenate([column.steps for column in found.values()]))
@@ -202,7 +213,7 @@ def draw_map(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
     bar.ax.tick_params(labelsize=9.5, length=0)
     axes.grid(False)
     axes.set(title=panel.title, ylabel="layer", xlabel=_x_label(group, panel))
-    axes.set_xlim(0, last)
+    axes.set_xlim(0, last if panel.x == UPDATES else line.x[-1])
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
@@ -274,6 +285,8 @@ class Panel:
     """Label of the x axis."""
     alone: "Panel | None" = None
     """The panel that takes this one's place for a single group."""
+    only_alone: bool = False
+    """True if it is shown for a single group alone."""
     label: Callable[[Group, Line, bool], str] | None = None
     """Returns the label of a line's end, given whether it is the only one; None for names or values."""
     width: int = 1
@@ -299,6 +312,8 @@ def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]
     """Return the panels of a page that have something to show, with their lines; and a sentence naming the others."""
     shown, zero, missing = [], [], []
     for panel in (*PANELS[page], *_benchmark_panels(groups)):
+        if panel.only_alone and len(groups) > 1:
+            continue
         panel = panel.alone if panel.alone is not None and len(groups) == 1 else panel
         lines = panel.lines(groups)
         if not lines:
@@ -358,6 +373,13 @@ PANELS = {
         _FLIPS,
         _FLIPS_BY_UPDATE,
         _FLIPS_BY_LAYER,
+        replace(
+            _LAYERS_OVER_TIME,
+            title="Flip rate by layer and update",
+            read=layers_by_minibatch,
+            x="mini-batch (last tenth of the run)",
+            only_alone=True,
+        ),
         Panel("ratio/token_log_std", "Ratio spread, tokens", "std of log-ratio, nats", log=True),
         Panel("ratio/sequence_log_std", "Ratio spread, responses", "std of mean log-ratio", log=True),
         Panel("routing/router_kl", "Router KL, old to new", "nats", log=True),
