@@ -3,8 +3,9 @@
     python -m gspo_jax.noise --config=configs/tiny.py --workdir=runs/tiny --updates=1,2,4,16 --out=runs/tiny/noise
 
 Samples the run's first prompts with its newest checkpoint, makes updates on that batch with the run's objective and
-optimizer state, and measures after each of the given numbers of updates (routing/decomposition.py). Rewards are those
-of whole responses: overlong penalties and step rewards are left out. Writes `noise.json` and `noise.png`, and
+optimizer state, and measures after each of the given numbers of updates (routing/decomposition.py); after 0 of them,
+what separates trainer and sampler, if old log-probs are the sampler's. Rewards are those of whole responses: overlong
+penalties and step rewards are left out. Writes `noise.json` and `noise.png`, and
 `noise-narrow.png` for phones. Nothing in the run folder changes.
 """
 
@@ -19,7 +20,7 @@ from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, engine, noise_figure
+from gspo_jax import cli, engine, estimates, noise_figure
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts, processes
@@ -90,9 +91,13 @@ def described(
     )
     tokens, K = max(1, int(ratios.mask.sum())), found.old.shape[3]
     gone = found.old & ratios.mask[:, :, None, None]
+    lost, of_group = gone.sum(axis=(1, 2, 3)), ratios.mask.sum(axis=1)
+    lost, of_group = (x.reshape(-1, group_size).sum(axis=1) for x in (lost, of_group))
+    rates = lost / (np.maximum(of_group, 1) * found.old.shape[2] * K)
     facts: dict[str, Any] = {
         "tokens": int(ratios.mask.sum()),
         "flip_rate": float(gone.sum() / (tokens * found.old.shape[2] * K)),
+        "flip_interval": list(estimates.interval(rates[of_group > 0], seed=SEED)),
         "flip_rate_per_layer": (gone.sum(axis=(0, 1, 3)) / (tokens * K)).tolist(),
         "tokens_changed": float((gone.any(axis=(2, 3))).sum() / tokens),
     }
@@ -149,6 +154,8 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
         "layers": model.num_layers,
         "experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
+        "router": "trained" if config.coldstart.train_router else "as drawn",
+        "sampler": config.sampling.weights_dtype if config.training.old_logprobs == "sampler" else "",
         "objective": config.objective.name,
         "learning_rate": config.optimizer.learning_rate,
         "replay": config.routing.replay,
@@ -205,13 +212,13 @@ def _experience(
 
 
 def parse_updates(text: str) -> list[int]:
-    """Return the numbers of updates after which to measure; raises UserError unless they rise from 1."""
+    """Return the numbers of updates after which to measure; raises UserError unless they rise from 0 or more."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
         found = []
-    if not found or found[0] < 1 or any(a >= b for a, b in itertools.pairwise(found)):
-        raise UserError(f"--updates is {text!r}; use rising whole numbers from 1, such as 1,2,4,16")
+    if not found or found[0] < 0 or any(a >= b for a, b in itertools.pairwise(found)):
+        raise UserError(f"--updates is {text!r}; use rising whole numbers, such as 1,2,4,16")
     return found
 
 

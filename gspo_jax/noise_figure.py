@@ -34,9 +34,19 @@ HOW_TO_READ = (
 )
 
 
-def label(facts: Facts) -> str:
-    """Return what a run is called in a figure."""
-    return f"{facts['layers']} layers, {facts['experts_per_token']} of {facts['experts']} experts"
+def labels(runs: Sequence[Facts]) -> list[str]:
+    """Return what runs are called in a figure: by their sizes, and by what else they differ in."""
+    others: dict[str, Callable[[Facts], str]] = {
+        "learning_rate": lambda facts: f"learning rate {facts['learning_rate']:g}",
+        "router": lambda facts: f"routers {facts['router']}",
+        "sampler": lambda facts: f"{facts['sampler'] or 'precise'} sampler",
+    }
+    differing = [say for field, say in others.items() if len({facts[field] for facts in runs}) > 1]
+    return [
+        f"{facts['layers']} layers, {facts['experts_per_token']} of {facts['experts']} experts"
+        + "".join(f", {say(facts)}" for say in differing)
+        for facts in runs
+    ]
 
 
 def table(runs: Sequence[Facts]) -> str:
@@ -46,9 +56,10 @@ def table(runs: Sequence[Facts]) -> str:
         "| responses: variance | share of routes |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for facts in runs:
+    for facts, name in zip(runs, labels(runs), strict=True):
         for one in facts["after"]:
-            cells = [label(facts), str(one["updates"]), f"{one['flip_rate']:.2%}"]
+            low, high = one["flip_interval"]
+            cells = [name, str(one["updates"]), f"{one['flip_rate']:.2%} [{low:.2%}, {high:.2%}]"]
             token, sequence = one["token"], one["sequence"]
             cells += [f"{token[part]:.2e}" for part in ("whole", "weights", "routes", "covariance")]
             cells += [_share(token), f"{sequence['whole']:.2e}", _share(sequence)]
@@ -77,7 +88,7 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
     width = columns * COLUMN
     notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])
     title = wrap(HEADLINE, width - 0.4, HEADING["fontsize"], HEADING["weight"])
-    names = [label(facts) for facts in runs]
+    names = labels(runs)
     note_at = 0.25 + 0.27 * len(title)
     head = note_at + 0.22 * (len(notes) + len(names)) + 0.15
     height = head + -(-len(panels) // columns) * ROW
@@ -113,8 +124,9 @@ def _shares(axes: "Axes", facts: Facts, color: str, *, level: str) -> None:
 
 
 def _flip_rates(axes: "Axes", facts: Facts, color: str) -> None:
-    x = [one["updates"] for one in facts["after"]]
-    axes.plot(x, [one["flip_rate"] for one in facts["after"]], color=color, marker="o")
+    x, rates = [one["updates"] for one in facts["after"]], [one["flip_rate"] for one in facts["after"]]
+    error = [[abs(one["flip_rate"] - one["flip_interval"][side]) for one in facts["after"]] for side in (0, 1)]
+    axes.errorbar(x, rates, yerr=error, color=color, marker="o", capsize=3)
     axes.set_ylim(bottom=0)
     _over_updates(axes, x)
     _percent(axes)
@@ -153,7 +165,7 @@ def _positions(axes: "Axes", facts: Facts, color: str) -> None:
 def _over_updates(axes: "Axes", x: Sequence[int]) -> None:
     from matplotlib.ticker import NullLocator
 
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("symlog", base=2, linthresh=1)
     axes.set_xticks(x, [str(count) for count in x])
     axes.xaxis.set_minor_locator(NullLocator())
 
@@ -168,7 +180,7 @@ def read(folder: Path) -> Facts:
     """Read the facts of a folder of `gspo_jax.noise`; raises UserError if it has none."""
     try:
         facts = json.loads((folder / "noise.json").read_text(encoding="utf-8"))
-        label(facts), facts["after"][-1]["by_layer"]
+        labels([facts]), facts["after"][-1]["by_layer"], facts["after"][-1]["flip_interval"]
     except (OSError, ValueError, LookupError, TypeError):
         command = f"python -m gspo_jax.noise --out={folder}"
         raise UserError(f"{folder} has no noise.json of this version; measure one with {command}") from None

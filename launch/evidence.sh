@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Repeats the study of docs/evidence/protocol.md from nothing, or goes on with it where it was stopped:
 #   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
-# Steps, all in this order without any: cold (the policy that runs start from), drift (what moves the flip rate), noise (how much of
-# the ratio's noise is routing, at three depths), screen, tune, confirm. Runs are in runs/, figures and tables in docs/. With runs
-# that are finished a step only draws. --jobs: runs at a time, 2 by default. --dry-run prints the commands. Creates .venv if missing.
+# Steps, all in this order without any: cold (the policy that runs start from), drift (an iteration of models that differ in one
+# thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), screen, tune, confirm. Runs are in
+# runs/, figures and tables in docs/evidence/. With runs that are finished a step only draws. --jobs: runs at a time, 2 by default.
+# --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -12,6 +13,9 @@ source launch/venv.sh
 source launch/command.sh
 
 all=(cold drift noise screen tune confirm)
+depths=(num_layers=12 learning_rate=0.0001 num_layers=48)
+measured=("${depths[@]}" learning_rate=0.0003 learning_rate=0.001 num_experts=128 train_router=True
+  "weights_dtype=bfloat16,old_logprobs=sampler" "weights_dtype=int8,old_logprobs=sampler")
 steps=()
 jobs=2
 for word in "$@"; do
@@ -42,18 +46,22 @@ for step in "${steps[@]}"; do
       ;;
     drift)
       run .venv/bin/python -m gspo_jax.sweep --config=configs/drift.py --jobs="$jobs"
-      run cp runs/drift-sweep/report/rate/results.md docs/evidence/rate.md
       ;;
     noise)
-      found=()
-      for layers in 12 24 48; do
-        found+=("runs/drift-noise/$layers")
-        if [ -f "runs/drift-noise/$layers/noise.json" ]; then continue; fi
-        run .venv/bin/python -m gspo_jax.noise --config=configs/drift.py --config.objective.name=grpo \
-          --config.model.architecture.num_layers="$layers" \
-          --workdir="runs/drift-sweep/depth/num_layers=$layers-0" --updates=1,2,4,16 --out="runs/drift-noise/$layers"
+      for name in "${measured[@]}"; do
+        if [ -f "runs/drift-noise/$name/noise.json" ]; then continue; fi
+        flags=()
+        case $name in
+          learning_rate=*) flags=("--config.optimizer.$name") ;;
+          num_*) flags=("--config.model.architecture.$name") ;;
+          train_router=*) flags=("--config.coldstart.$name") ;;
+          weights_dtype=*) flags=("--config.sampling.${name%,*}" "--config.training.${name#*,}") ;;
+        esac
+        run .venv/bin/python -m gspo_jax.noise --config=configs/drift.py --config.objective.name=grpo "${flags[@]}" \
+          --workdir="runs/drift-sweep/one/$name-0" --updates=0,1,2,4,16 --out="runs/drift-noise/$name"
       done
-      run .venv/bin/python -m gspo_jax.noise_figure "${found[@]}" --out=docs/evidence/noise
+      run .venv/bin/python -m gspo_jax.noise_figure "${depths[@]/#/runs/drift-noise/}" --out=docs/evidence/noise
+      run .venv/bin/python -m gspo_jax.noise_figure "${measured[@]/#/runs/drift-noise/}" --out=docs/evidence/drift
       ;;
     *)
       run .venv/bin/python -m gspo_jax.sweep --config="configs/evidence.py:$step" --jobs="$jobs"

@@ -263,14 +263,14 @@ def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
     done = _bash(copy, 'bash launch/evidence.sh "$@"', "cold", "noise", "screen", "--jobs=3")
     assert done.returncode == 0, done.stderr
     made = [call.split()[1] for call in _calls(copy)]
-    noise = ["gspo_jax.noise"] * 3 + ["gspo_jax.noise_figure"]
+    noise = ["gspo_jax.noise"] * 9 + ["gspo_jax.noise_figure"] * 2
     assert made == ["gspo_jax.coldstart", *noise, "gspo_jax.sweep", "gspo_jax.survival"]
     assert _calls(copy)[-2] == "-m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=3"
-    for made in ("drift-cold", "drift-noise/12", "drift-noise/24"):
+    for made in ("drift-cold", "drift-noise/num_layers=12", "drift-noise/learning_rate=0.0001"):
         (copy / "runs" / made).mkdir(parents=True)
         (copy / "runs" / made / "noise.json").touch()
     again = _bash(copy, "bash launch/evidence.sh cold noise --dry-run").stdout
-    assert again.count("gspo_jax.noise ") == 1 and "num_layers=48" in again and "coldstart" not in again
+    assert again.count("gspo_jax.noise ") == 7 and "--out=runs/drift-noise/num_layers=12" not in again and "gspo_jax.coldstart" not in again
     refused = _bash(copy, "bash launch/evidence.sh scren")
     assert refused.returncode == 2 and "unexpected scren; use steps (cold drift noise screen" in refused.stderr
 

@@ -89,11 +89,11 @@ def test_positions_divide_the_responses():
     assert sum(one["tokens"] for one in parts) == some(4, rows=16).mask.sum()
 
 
-@pytest.mark.parametrize("text", ["", "0,1", "2,1", "1,1", "1;2", "one"])
+@pytest.mark.parametrize("text", ["", "-1,1", "2,1", "1,1", "1;2", "one"])
 def test_numbers_of_updates_that_do_not_rise(text):
-    with pytest.raises(UserError, match=r"--updates is .*; use rising whole numbers from 1"):
+    with pytest.raises(UserError, match=r"--updates is .*; use rising whole numbers"):
         noise.parse_updates(text)
-    assert noise.parse_updates("1,2,16") == [1, 2, 16]
+    assert noise.parse_updates("0,1,2,16") == [0, 1, 2, 16]
 
 
 @pytest.mark.slow
@@ -108,16 +108,18 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
         parts = sum(logged[f"noise/{level}_{part}"] for part in decomposition.PARTS)
         assert parts == pytest.approx(logged[f"noise/{level}"], rel=1e-6)
     before = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*"))
-    facts = noise.run(config, str(tmp_path / "run"), [1, 2, 3])
+    facts = noise.run(config, str(tmp_path / "run"), [0, 1, 2, 3])
     assert sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*")) == before, "nothing is written"
     json.dumps(facts, allow_nan=False)
-    assert [one["updates"] for one in facts["after"]] == [1, 2, 3] and facts["checkpoint"] == "iteration 2"
-    for one in facts["after"]:
+    assert [one["updates"] for one in facts["after"]] == [0, 1, 2, 3] and facts["checkpoint"] == "iteration 2"
+    before, *after = facts["after"]
+    assert before["flip_rate"] == 0 and before["token"]["whole"] < 1e-10, "old log-probs are the trainer's"
+    for one in after:
         for level in ("token", "sequence"):
             split = one[level]
             assert split["weights"] + split["routes"] + split["covariance"] == pytest.approx(split["whole"], rel=1e-6)
             assert split["interval"][0] <= split["share"] <= split["interval"][1]
-        assert 0 < one["flip_rate"] < 1
+        assert 0 < one["flip_interval"][0] <= one["flip_rate"] <= one["flip_interval"][1] < 1
         assert one["flip_rate"] == pytest.approx(np.mean(one["flip_rate_per_layer"]))
     last = facts["after"][-1]
     assert len(last["by_layer"]) == facts["layers"] == 2
@@ -126,7 +128,7 @@ def test_the_command_and_the_metric_on_a_run(data, tmp_path):
     out = tmp_path / "figure"
     assert noise_figure.main([str(tmp_path), str(tmp_path), f"--out={out}"]) == 0  # several runs in one figure
     assert all((out / name).stat().st_size > 10_000 for name in noise_figure.LAYOUTS)
-    assert (out / "noise.md").read_text().count("\n") == 2 + 2 * 3
+    assert (out / "noise.md").read_text().count("\n") == 2 + 2 * 4
 
 
 def test_a_folder_without_facts_is_named(tmp_path, capsys):
