@@ -180,7 +180,8 @@ def read(folder: Path) -> Facts:
     """Read the facts of a folder of `gspo_jax.noise`; raises UserError if it has none."""
     try:
         facts = json.loads((folder / "noise.json").read_text(encoding="utf-8"))
-        labels([facts]), facts["after"][-1]["by_layer"], facts["after"][-1]["flip_interval"]
+        table([facts])
+        _ = facts["after"][-1]["by_layer"]
     except (OSError, ValueError, LookupError, TypeError):
         command = f"python -m gspo_jax.noise --out={folder}"
         raise UserError(f"{folder} has no noise.json of this version; measure one with {command}") from None

@@ -270,7 +270,11 @@ def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
         (copy / "runs" / made).mkdir(parents=True)
         (copy / "runs" / made / "noise.json").touch()
     again = _bash(copy, "bash launch/evidence.sh cold noise --dry-run").stdout
-    assert again.count("gspo_jax.noise ") == 7 and "--out=runs/drift-noise/num_layers=12" not in again and "gspo_jax.coldstart" not in again
+    assert (
+        again.count("gspo_jax.noise ") == 7
+        and "--out=runs/drift-noise/num_layers=12" not in again
+        and "gspo_jax.coldstart" not in again
+    )
     refused = _bash(copy, "bash launch/evidence.sh scren")
     assert refused.returncode == 2 and "unexpected scren; use steps (cold drift noise screen" in refused.stderr
 
