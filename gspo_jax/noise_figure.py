@@ -80,7 +80,7 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
         ("Share of the routes, responses", "updates", partial(_shares, level="sequence")),
         ("Routing flip rate", "updates", _flip_rates),
         ("One layer's routes alone", "layer", _layers),
-        ("By flipped experts of a token", "flipped experts, all layers", _squares_by("by_flips", "flips")),
+        ("By flipped experts of a token", "all layers, up to 8 or more", _squares_by("by_flips", "flips")),
         ("By rank of the flipped expert", "best rank in any layer", _squares_by("by_rank", "rank")),
         ("By its router probability", "largest, up to", _squares_by("by_probability", "up_to")),
         ("Share by position", "token of the response", _positions),
@@ -100,6 +100,8 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
             axes.set(title=name, xlabel=x)
             for number, facts in enumerate(runs):
                 fill(axes, facts, PALETTE[number % len(PALETTE)])
+            if not name.startswith("Share"):
+                axes.set_ylim(bottom=0)
         for line, text in enumerate(title):
             figure.text(0.2 / width, 1 - (0.15 + 0.27 * line) / height, text, **HEADING)
         for line, text in enumerate(notes):
@@ -127,7 +129,6 @@ def _flip_rates(axes: "Axes", facts: Facts, color: str) -> None:
     x, rates = [one["updates"] for one in facts["after"]], [one["flip_rate"] for one in facts["after"]]
     error = [[abs(one["flip_rate"] - one["flip_interval"][side]) for one in facts["after"]] for side in (0, 1)]
     axes.errorbar(x, rates, yerr=error, color=color, marker="o", capsize=3)
-    axes.set_ylim(bottom=0)
     _over_updates(axes, x)
     _percent(axes)
 
@@ -136,7 +137,6 @@ def _layers(axes: "Axes", facts: Facts, color: str) -> None:
     last = facts["after"][-1]
     alone = [one["routes"] for one in last["by_layer"]]
     axes.plot(range(1, len(alone) + 1), alone, color=color, marker="o", markersize=4)
-    axes.set_ylim(bottom=0)
     axes.set_ylabel("variance, nats²", fontsize=10)
 
 
@@ -144,13 +144,10 @@ def _squares_by(section: str, key: str) -> Callable[["Axes", Facts, str], None]:
     """Return a panel of the routes' mean square over the classes of a section."""
 
     def fill(axes: "Axes", facts: Facts, color: str) -> None:
-        classes = [one for one in facts["after"][-1].get(section, []) if one["tokens"]]
-        if not classes:
-            return
-        x = range(len(classes))
-        axes.plot(x, [one["routes_squared"] for one in classes], color=color, marker="o")
-        axes.set_xticks(x, [f"{one[key]:g}" for one in classes])
-        axes.set_ylim(bottom=0)
+        classes = facts["after"][-1].get(section, [])
+        known = [(x, one["routes_squared"]) for x, one in enumerate(classes) if one["tokens"]]
+        axes.plot([x for x, _ in known], [y for _, y in known], color=color, marker="o")
+        axes.set_xticks(range(len(classes)), [f"{one[key]:g}" for one in classes])
 
     return fill
 
