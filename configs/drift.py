@@ -1,35 +1,27 @@
-"""A deep mixture of small experts on long answers, in which an update moves as many routes as in large models.
+"""A deep mixture of small experts on long answers, in which updates move many routes.
 
     python -m gspo_jax.coldstart --config=configs/drift.py --workdir=runs/drift-cold
     python -m gspo_jax.train --config=configs/drift.py --config.model.folder=runs/drift-cold --workdir=runs/drift
 
 A loop on three registers (`machine`, data/generated.py) is run for sixteen steps: an answer has about a hundred tokens,
 and one wrong step spoils the rest. The cold start leaves the routers as they were drawn: their scores lie close
-together, and so a small change of the weights moves routes. All on one device. Arguments, joined by commas, change the
-model and the run:
-
-- `12`, `48`: layers; 24 without.
-- `128`: experts; 64 without. 8 of them compute each token.
-- `int8`, `bfloat16`: a sampler whose weights are rounded to that.
+together, and so a small change of the weights moves routes. All on one device. Other depths and numbers of experts are
+`--config.model.architecture.num_layers=48`, `--config.model.architecture.num_experts=128`; a sampler whose weights are
+rounded is `--config.sampling.weights_dtype=int8`.
 
 What moves the flip rate (docs/evidence.md) is measured from the runs of
 
     python -m gspo_jax.sweep --config=configs/drift.py
 """
 
-from collections.abc import Callable
-
 from ml_collections import ConfigDict
 
 from gspo_jax.config import adamw, base
-from gspo_jax.types import Comparison, UserError
+from gspo_jax.types import Comparison
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Return the config; `arg` is a comma-separated list of ARGUMENTS."""
-    chosen = set(arg.split(",")) - {""}
-    if unknown := chosen - ARGUMENTS.keys():
-        raise UserError(f"configs/drift.py takes no argument {min(unknown)!r}; use {', '.join(ARGUMENTS)}")
+def get_config() -> ConfigDict:
+    """Return the config."""
     config = base()
     config.iterations = 100
     config.cpu_devices = 1
@@ -74,18 +66,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.luspo = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
-    for name, change in ARGUMENTS.items():
-        if name in chosen:
-            change(config)
     return config
 
 
-def get_sweep(arg: str = "") -> list[Comparison]:
+def get_sweep() -> list[Comparison]:
     """Return one iteration of GRPO of the testbed, and of models and runs that differ from it in one thing each.
 
     That is past the optimizer's warm-up; `gspo_jax.noise` goes on from there.
     """
-    del arg  # the config has it already
     changes = [
         *({"optimizer.learning_rate": rate} for rate in (1e-4, 3e-4, 1e-3)),
         *({"model.architecture.num_layers": layers} for layers in (12, 48)),
@@ -97,20 +85,3 @@ def get_sweep(arg: str = "") -> list[Comparison]:
     return [
         Comparison(name="one", title="One iteration", runs=[shared | change for change in changes], panels="routing")
     ]
-
-
-def _architecture(**sizes: int) -> Callable[[ConfigDict], None]:
-    return lambda config: config.model.architecture.update(sizes)
-
-
-def _sampler(precision: str) -> Callable[[ConfigDict], None]:
-    return lambda config: config.sampling.update({"weights_dtype": precision})
-
-
-ARGUMENTS: dict[str, Callable[[ConfigDict], None]] = {
-    "12": _architecture(num_layers=12),
-    "48": _architecture(num_layers=48),
-    "128": _architecture(num_experts=128),
-    "int8": _sampler("int8"),
-    "bfloat16": _sampler("bfloat16"),
-}

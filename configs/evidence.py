@@ -49,8 +49,9 @@ DRIFT = runpy.run_path(str(Path(__file__).with_name("drift.py")))
 def get_config(arg: str = "screen") -> ConfigDict:
     """Return what all runs of a step share."""
     check(arg)
-    config = DRIFT["get_config"]("int8")
+    config = DRIFT["get_config"]()
     config.model.folder = COLD
+    config.sampling.weights_dtype = "int8"
     config.iterations = STEPS[arg]
     return config
 

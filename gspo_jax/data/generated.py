@@ -285,9 +285,8 @@ class Machine(_Generated):
         program = [rng.choice("abc") + rng.choice("+-*") for _ in range(self.options.instructions)]
         worked, state = [], start
         for name, operator in itertools.islice(itertools.cycle(program), self.options.steps):
-            registers[name] = {"+": registers[name] + 1, "-": registers[name] - 1, "*": 2 * registers[name]}[
-                operator
-            ] % 10
+            digit = registers[name]
+            registers[name] = {"+": digit + 1, "-": digit - 1, "*": 2 * digit}[operator] % 10
             state = "".join(map(str, registers.values()))
             worked.append(f"{name}{operator} {state}")
         question = f"{start}: {' '.join(program)}"
