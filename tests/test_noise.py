@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from gspo_jax import engine, noise, noise_figure
+from gspo_jax import engine, estimates, noise, noise_figure
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.routing import decomposition
-from gspo_jax.routing.decomposition import LogRatios
+from gspo_jax.routing.decomposition import LogRatios, Moments
 from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.test_family import ADDER, settings
@@ -60,6 +60,18 @@ def test_an_interval_holds_the_share_and_shrinks_with_the_number_of_groups():
     for (low, high), these in zip(spans, (few, many), strict=True):
         assert low < decomposition.split(these.moments(4)).share < high
     assert spans[1][1] - spans[1][0] < 0.3 * (spans[0][1] - spans[0][0])
+
+
+def test_an_interval_is_the_percentiles_of_groups_drawn_anew():
+    moments = some(7, rows=40).moments(4)
+    drawn = np.random.default_rng(3).multinomial(10, np.full(10, 0.1), estimates.RESAMPLES)
+    sums = np.array(moments)
+    shares = [decomposition.split(Moments(*(sums * counts))).share for counts in drawn]
+    found = decomposition.share_interval(moments, seed=3)
+    assert found == pytest.approx(np.quantile(shares, [0.025, 0.975]))
+    nothing = np.zeros((8, 3))
+    still = LogRatios.of(nothing, nothing, nothing, np.ones((8, 3), bool)).moments(4)
+    assert decomposition.share_interval(still, seed=0) == (0.0, 0.0)
 
 
 def test_flips_are_compared_where_tokens_are_predicted():
