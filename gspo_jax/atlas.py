@@ -22,7 +22,7 @@ import numpy as np
 
 from gspo_jax.objectives import Objective, catalogue, make
 from gspo_jax.objectives.surrogates import Batch
-from gspo_jax.reporting.drawing import GREY, Parser, mix, picture, wrap
+from gspo_jax.reporting.drawing import GREY, Head, Parser, mix, picture
 from gspo_jax.reporting.looks import Look, looks
 from gspo_jax.types import UserError
 
@@ -42,9 +42,7 @@ LAYOUTS = {"atlas.png": 4, "atlas-narrow.png": 1}
 """Panels per row of each picture; on a phone, four side by side would be too small to read."""
 COLUMN, ROW = 3.75, 3.5
 """Inches: width of a column, height of a row."""
-NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11.0, "va": "top"}
 HEADLINE = "What each objective makes of the importance ratio"
-HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14.5, "va": "top"}
 HOW_TO_READ = (
     "Above: the gain, less its value at ratio 1. Below: the gradient weight, the factor on Â·∇log π. Thin and dark: "
     "Â = +1, wide and light: Â = −1. Shaded: gated. Computed from the code, at its defaults, for responses of one "
@@ -129,15 +127,12 @@ def draw(path: Path, drawn: Mapping[str, Drawn], *, columns: int) -> None:
     """Draw objectives into one PNG."""
     names = list(drawn)
     width = columns * COLUMN
-    title = wrap(HEADLINE, width - 0.4, HEADING["fontsize"], HEADING["weight"])
-    notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])
-    note_at = 0.27 + 0.26 * len(title)
-    head = note_at + 0.21 * len(notes) + 0.1
-    height = head + -(-len(names) // columns) * ROW
+    head = Head(HEADLINE, HOW_TO_READ, width=width)
+    height = head.height + -(-len(names) // columns) * ROW
     wide, high = COLUMN - 0.8, (ROW - 1.15) / 2
     with picture(path, width=width, height=height) as figure:
         for cell, (name, look) in enumerate(zip(names, looks([(name, name, "none") for name in names]), strict=True)):
-            left, top = COLUMN * (cell % columns) + 0.62, height - head - ROW * (cell // columns) - 0.5
+            left, top = COLUMN * (cell % columns) + 0.62, height - head.height - ROW * (cell // columns) - 0.5
             upper, lower = (
                 figure.add_axes((left / width, bottom / height, wide / width, high / height))
                 for bottom in (top - high, top - 2 * high - 0.12)
@@ -149,10 +144,7 @@ def draw(path: Path, drawn: Mapping[str, Drawn], *, columns: int) -> None:
                     axes.yaxis.set_label_coords(-0.4 / wide, 0.5)
             if cell + columns >= len(names):
                 lower.set_xlabel("importance ratio")
-        for line, text in enumerate(title):
-            figure.text(0.2 / width, 1 - (0.15 + 0.26 * line) / height, text, **HEADING)
-        for line, text in enumerate(notes):
-            figure.text(0.2 / width, 1 - (note_at + 0.21 * line) / height, text, **NOTE)
+        head.write(figure)
 
 
 def draw_objective(upper: "Axes", lower: "Axes", drawn: Drawn, look: Look) -> None:

@@ -45,7 +45,7 @@ def base() -> ConfigDict:
     config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
     config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
     config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
-    config.coldstart.train_router = True  # False: routers stay as they are, and with them the choice between experts
+    config.coldstart.train_router = True  # False: routers get no gradient and, without weight decay, stay as they are
     config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_jax.reporting.drawing import GREY, PALETTE, Parser, picture, wrap
+from gspo_jax.reporting.drawing import PALETTE, Head, Parser, picture
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ LAYOUTS = {"noise.png": 4, "noise-narrow.png": 1}
 COLUMN, ROW = 3.9, 3.4
 """Inches: width of a column, height of a row."""
 HEADLINE = "How much of the importance ratio's noise is routing"
-HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14, "va": "top"}
-NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
 HOW_TO_READ = (
     "Log-ratio = part of the weights (the old policy's routes are replayed) + part of the routes. Share of the routes: "
     "their covariance with the log-ratio, over its variance; bars are 95% intervals over prompts. Lower row: after the "
@@ -86,29 +84,20 @@ def draw(runs: Sequence[Facts], path: Path, *, columns: int) -> None:
         ("Share by position", "token of the response", _positions),
     ]
     width = columns * COLUMN
-    notes = wrap(HOW_TO_READ, width - 0.4, NOTE["fontsize"])
-    title = wrap(HEADLINE, width - 0.4, HEADING["fontsize"], HEADING["weight"])
-    names = labels(runs)
-    note_at = 0.25 + 0.27 * len(title)
-    head = note_at + 0.22 * (len(notes) + len(names)) + 0.15
-    height = head + -(-len(panels) // columns) * ROW
+    colors = [PALETTE[number % len(PALETTE)] for number in range(len(runs))]
+    head = Head(HEADLINE, HOW_TO_READ, width=width, names=list(zip(labels(runs), colors, strict=True)))
+    height = head.height + -(-len(panels) // columns) * ROW
     with picture(path, width=width, height=height) as figure:
         for cell, (name, x, fill) in enumerate(panels):
-            left, top = COLUMN * (cell % columns) + 0.75, head + ROW * (cell // columns) + 0.4
+            left, top = COLUMN * (cell % columns) + 0.75, head.height + ROW * (cell // columns) + 0.4
             size = (COLUMN - 0.95) / width, (ROW - 1.1) / height
             axes = figure.add_axes((left / width, 1 - (top + ROW - 1.1) / height, *size))
             axes.set(title=name, xlabel=x)
-            for number, facts in enumerate(runs):
-                fill(axes, facts, PALETTE[number % len(PALETTE)])
+            for facts, color in zip(runs, colors, strict=True):
+                fill(axes, facts, color)
             if not name.startswith("Share"):
                 axes.set_ylim(bottom=0)
-        for line, text in enumerate(title):
-            figure.text(0.2 / width, 1 - (0.15 + 0.27 * line) / height, text, **HEADING)
-        for line, text in enumerate(notes):
-            figure.text(0.2 / width, 1 - (note_at + 0.22 * line) / height, text, **NOTE)
-        for line, text in enumerate(names):
-            color: dict[str, Any] = {"color": PALETTE[line % len(PALETTE)], "weight": "bold"}
-            figure.text(0.2 / width, 1 - (note_at + 0.22 * (len(notes) + line)) / height, text, **NOTE | color)
+        head.write(figure)
 
 
 def _share(split: Facts) -> str:

@@ -14,9 +14,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gspo_jax.reporting.drawing import GREY, INK, PALETTE, Parser, picture, wrap
+from gspo_jax.reporting.drawing import INK, PALETTE, Head, Parser, picture
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 LAYOUTS = {"scaling.png": 3, "scaling-narrow.png": 1}
 """Panels per row of each picture; on a phone, three side by side would be too small to read."""
-COLUMN, HEAD, ROW = 4.3, 0.55, 3.65
-"""Inches: width of a column, height of the headline without the note, height of a row."""
-HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14, "va": "top"}
+COLUMN, ROW = 4.3, 3.65
+"""Inches: width of a column, height of a row."""
 HOW_TO_READ = "Read off programs compiled for these slices. Times are bounds and projections, not measured."
-NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """Collectives shown by name; all others are summed up as `OTHERS`."""
 OTHERS = "others"
@@ -121,13 +119,13 @@ def table(points: Sequence[Point], program: str) -> str:
 def draw(points: Sequence[Point], path: Path, program: str, *, columns: int = 3) -> None:
     """Draw three panels over the number of chips: flops and their change, bytes sent by kind, time."""
     width = columns * COLUMN
-    notes = wrap(f"In {program}, at the same work per chip. {HOW_TO_READ}", width - 0.4, NOTE["fontsize"])
-    head = HEAD + 0.22 * len(notes)
-    height = head + -(-3 // columns) * ROW
+    note = f"In {program}, at the same work per chip. {HOW_TO_READ}"
+    head = Head("What one chip does", note, width=width)
+    height = head.height + -(-3 // columns) * ROW
     with picture(path, width=width, height=height) as figure:
         x = range(len(points))
         for cell, fill in enumerate((_flops, _sent, _times)):
-            left, top = COLUMN * (cell % columns) + 0.65, head + ROW * (cell // columns) + 0.4
+            left, top = COLUMN * (cell % columns) + 0.65, head.height + ROW * (cell // columns) + 0.4
             size = (COLUMN - 0.8) / width, (ROW - 1.0) / height
             axes = figure.add_axes((left / width, 1 - (top + ROW - 1.0) / height, *size))
             axes.set_xticks(x, [str(p.chips) for p in points])
@@ -135,9 +133,7 @@ def draw(points: Sequence[Point], path: Path, program: str, *, columns: int = 3)
             axes.set_xlabel("chips")
             axes.grid(visible=False, axis="x")
             fill(axes, points)
-        figure.text(0.2 / width, 1 - 0.15 / height, "What one chip does", **HEADING)
-        for line, text in enumerate(notes):
-            figure.text(0.2 / width, 1 - (HEAD - 0.05 + 0.22 * line) / height, text, **NOTE)
+        head.write(figure)
 
 
 def _bars(axes: "Axes", heights: Sequence[float], label: str, *, below: Sequence[float], color: str) -> None:

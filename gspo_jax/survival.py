@@ -2,10 +2,10 @@
 
     python -m gspo_jax.survival RUN RUN … --baseline=RUN --out=DIR
 
-A run has collapsed once the mean reward of five iterations is less than half of the highest such mean before
-(reporting/survival.py). Runs whose configs differ only in the seed are a group. Differences are from the group of the
-run that --baseline names, between runs of the same seed, with 95% intervals over the seeds. Writes `survival.png`,
-`survival-narrow.png` for phones, `survival.md` and `survival.json`.
+A run has collapsed once the mean reward of five iterations is less than half of the highest such mean so far
+(`collapse` in reporting/runs.py). Runs whose configs differ only in the seed are a group. Differences are from the
+group of the run that --baseline names, between runs of the same seed, with 95% intervals over the seeds. Writes
+`survival.png`, `survival-narrow.png` for phones, `survival.md` and `survival.json`.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.reporting.drawing import GREY, Parser, label_ends, picture, text_width, wrap
+from gspo_jax.reporting.drawing import GREY, Head, Parser, label_ends, picture, text_width
 from gspo_jax.reporting.runs import Group, group_runs, load_run
 from gspo_jax.reporting.survival import Course, Difference, course, difference, surviving
 from gspo_jax.types import UserError
@@ -29,8 +29,6 @@ LAYOUTS = {"survival.png": 3, "survival-narrow.png": 1}
 """Panels per row of each picture."""
 COLUMN, LABELS, ROW = 4.6, 1.25, 4.4
 """Inches: width of a panel with its labels, width of its labels, height."""
-HEADING: dict[str, Any] = {"weight": "bold", "fontsize": 14, "va": "top"}
-NOTE: dict[str, Any] = {"color": GREY, "fontsize": 11, "va": "top"}
 MEASURES = {"final": "Reward at the end", "mean": "Reward over the run"}
 """Fields of a course that are compared."""
 
@@ -110,20 +108,14 @@ def draw(arms: Sequence[Arm], path: Path, *, columns: int) -> None:
         "runs of one seed: their mean with its 95% interval, and each seed below it."
     )
     width = columns * COLUMN
-    title = wrap(headline, width - 0.4, HEADING["fontsize"], HEADING["weight"])
-    notes = wrap(how_to_read, width - 0.4, NOTE["fontsize"])
-    note_at = 0.25 + 0.27 * len(title)
-    head = note_at + 0.22 * len(notes) + 0.2
+    head = Head(headline, how_to_read, width=width)
     panels = [_survival, *(lambda axes, arms, name=name: _forest(axes, arms, name) for name in MEASURES)]
-    height = head + -(-len(panels) // columns) * ROW
+    height = head.height + -(-len(panels) // columns) * ROW
     with picture(path, width=width, height=height) as figure:
-        for line, text in enumerate(title):
-            figure.text(0.2 / width, 1 - (0.15 + 0.27 * line) / height, text, **HEADING)
-        for line, text in enumerate(notes):
-            figure.text(0.2 / width, 1 - (note_at + 0.22 * line) / height, text, **NOTE)
+        head.write(figure)
         for cell, fill in enumerate(panels):
             left = COLUMN * (cell % columns) + (0.75 if fill is _survival else LABELS)
-            top = head + ROW * (cell // columns) + 0.4
+            top = head.height + ROW * (cell // columns) + 0.4
             wide = COLUMN - LABELS - (0.75 if fill is _survival else 0.2)
             size = wide / width, (ROW - 1.1) / height
             fill(figure.add_axes((left / width, 1 - (top + ROW - 1.1) / height, *size)), arms)

@@ -28,15 +28,6 @@ for word in "$@"; do
 done
 if [ ${#steps[@]} = 0 ]; then steps=("${all[@]}"); fi
 
-# baseline STEP: prints GRPO's first run of a step.
-baseline() {
-  case $1 in
-    screen) echo runs/evidence-sweep/screen/grpo,learning_rate=0.0001-0 ;;
-    tune) echo runs/evidence-sweep/tune/grpo,learning_rate=0.0001-0 ;;
-    confirm) echo runs/evidence-sweep/confirm/grpo-10 ;;
-  esac
-}
-
 if [ -z "$dry" ]; then ensure_venv report; fi
 for step in "${steps[@]}"; do
   case $step in
@@ -61,11 +52,14 @@ for step in "${steps[@]}"; do
           --workdir="runs/drift-sweep/one/$name-0" --updates=0,1,2,4,16 --out="runs/drift-noise/$name"
       done
       run .venv/bin/python -m gspo_jax.noise_figure "${depths[@]/#/runs/drift-noise/}" --out=docs/evidence/noise
-      run .venv/bin/python -m gspo_jax.noise_figure "${measured[@]/#/runs/drift-noise/}" --out=docs/evidence/drift
+      run .venv/bin/python -m gspo_jax.noise_figure "${measured[@]/#/runs/drift-noise/}" --out=runs/drift-noise/all
+      run cp runs/drift-noise/all/noise.md docs/evidence/drift.md
       ;;
     *)
       run .venv/bin/python -m gspo_jax.sweep --config="configs/evidence.py:$step" --jobs="$jobs"
-      run .venv/bin/python -m gspo_jax.survival runs/evidence-sweep/"$step"/*-[0-9]* --baseline="$(baseline "$step")" \
+      baselines=(runs/evidence-sweep/"$step"/"grpo,"learning_rate=*-[0-9]*) # of any rate: groups are paired by seed
+      if [ "$step" = confirm ]; then baselines=(runs/evidence-sweep/confirm/grpo-10); fi
+      run .venv/bin/python -m gspo_jax.survival runs/evidence-sweep/"$step"/*-[0-9]* --baseline="${baselines[0]}" \
         --out="docs/evidence/$step"
       ;;
   esac

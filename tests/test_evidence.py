@@ -1,4 +1,4 @@
-"""The study's configs: what the testbed's arguments change, and that the sweep has the runs of the protocol."""
+"""The study's configs: that the testbed is a run, and that the sweep has the runs of the protocol."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_testbed_is_a_run_that_train_accepts():
 
 def runs(step: str):
     (comparison,) = comparisons([f"--config={EVIDENCE}:{step}"], [], None)
-    return [run | {"seed": run.get("seed", seed)} for run in comparison.runs for seed in range(comparison.seeds)]
+    return [dict(run) | {"seed": run.get("seed", seed)} for run in comparison.runs for seed in range(comparison.seeds)]
 
 
 @pytest.mark.parametrize(("step", "count"), [("screen", 24), ("tune", 24), ("confirm", 60)])

@@ -68,9 +68,8 @@ class InductionConfig(TaskConfig):
 
 @dataclasses.dataclass
 class MachineConfig(TaskConfig):
-    """Options of machine; a program of `instructions` is run round and round, for `steps` of them."""
+    """Options of machine; a program is run round and round, for `steps` instructions."""
 
-    instructions: int = 3
     steps: int = 0
 
 
@@ -267,9 +266,9 @@ class Induction(_Generated):
 class Machine(_Generated):
     """Last state of a loop on three registers, worked step by step: `371: a+ c* b-` goes by `a+ 471 c* 472 b- 462`.
 
-    A register holds a digit; `+` adds one to it, `-` takes one away, and `*` doubles it, mod 10. The program begins
-    again when it is through. Every step of the worked answer follows from the one before and the program, and a wrong
-    one spoils the rest.
+    A program has three instructions. A register holds a digit; `+` adds one to it, `-` takes one away, and `*` doubles
+    it, mod 10. The program begins again when it is through. Every step of the worked answer follows from the one before
+    and the program, and a wrong one spoils the rest.
     """
 
     BUILDER_CONFIGS = [  # noqa: RUF012 - TFDS's own declaration
@@ -282,7 +281,7 @@ class Machine(_Generated):
     def draw(self, rng: random.Random) -> tuple[Hashable, Record]:
         registers = {name: rng.randrange(10) for name in "abc"}
         start = "".join(map(str, registers.values()))
-        program = [rng.choice("abc") + rng.choice("+-*") for _ in range(self.options.instructions)]
+        program = [rng.choice("abc") + rng.choice("+-*") for _ in range(3)]
         worked, state = [], start
         for name, operator in itertools.islice(itertools.cycle(program), self.options.steps):
             digit = registers[name]

@@ -97,6 +97,33 @@ def wrap(text: str, width: float, size: float, weight: str = "normal") -> list[s
     return lines if text else []
 
 
+class Head:
+    """Headline of a picture, a note on how to read it, and names in their colours, wrapped to its width in inches."""
+
+    def __init__(self, headline: str, note: str, *, width: float, names: Sequence[tuple[str, str]] = ()):
+        self._lines: list[tuple[float, str, dict[str, Any]]] = []
+        self.height = 0.15
+        """Inches from the top of the picture to what is drawn below."""
+        heading = {"weight": "bold", "fontsize": 14}
+        self._add(wrap(headline, width - 0.4, 14, "bold"), 0.27, heading)
+        self.height += 0.1
+        self._add(wrap(note, width - 0.4, 11), 0.22, {"color": GREY, "fontsize": 11})
+        for name, color in names:
+            self._add([name], 0.22, {"color": color, "fontsize": 11, "weight": "bold"})
+        self.height += 0.15
+
+    def _add(self, texts: Sequence[str], line: float, style: dict[str, Any]) -> None:
+        for text in texts:
+            self._lines.append((self.height, text, style))
+            self.height += line
+
+    def write(self, figure: "Figure") -> None:
+        """Write the texts into the picture."""
+        width, height = figure.get_size_inches()
+        for top, text, style in self._lines:
+            figure.text(0.2 / width, 1 - top / height, text, va="top", **style)
+
+
 def label_ends(axes: "Axes", ends: Sequence[tuple[float, str, str]], *, size: float) -> None:
     """Write labels (y, text, colour) at the right ends of their lines, without overlaps.
 

@@ -8,13 +8,13 @@ import numpy as np
 from jaxtyping import Float
 
 from gspo_jax import estimates
-from gspo_jax.reporting.runs import Group, Run, collapse, curve
+from gspo_jax.reporting.runs import Group, collapse, curve, tail_mean
 from gspo_jax.types import UserError
 
 
 @dataclass(frozen=True)
 class Course:
-    """What became of one run."""
+    """The rewards that one run reached, and when it collapsed, if it did."""
 
     seed: int | None
     iterations: int
@@ -48,8 +48,8 @@ def course(group: Group) -> Course:
     if found is None:
         raise UserError(f"{run.folder} has no reward/mean yet; wait for the run's first iteration, or leave it out")
     rewards = found.raw[0]
-    tail = max(1, len(rewards) // 10)
-    return Course(_seed(run), len(rewards), collapse(rewards), float(rewards[-tail:].mean()), float(rewards.mean()))
+    seed = None if run.config is None else run.config.get("seed")
+    return Course(seed, len(rewards), collapse(rewards), tail_mean(rewards), float(rewards.mean()))
 
 
 def surviving(courses: Sequence[Course], iterations: int) -> Float[np.ndarray, " N+1"]:
@@ -72,7 +72,3 @@ def difference(courses: Sequence[Course], baseline: Sequence[Course], field: str
     if not len(values):
         return Difference(math.nan, math.nan, math.nan, 0)
     return Difference(float(values.mean()), *estimates.student_interval(values), len(values))
-
-
-def _seed(run: Run) -> int | None:
-    return None if run.config is None else run.config.get("seed")
