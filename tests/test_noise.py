@@ -52,6 +52,8 @@ def test_moments_of_groups_add_up_and_nothing_has_no_variance():
     nothing = ratios.where(np.zeros_like(ratios.mask))
     assert decomposition.split(nothing.moments(4)) == (0, 0, 0, 0)
     assert decomposition.split(nothing.moments(4)).share == 0
+    one = LogRatios.of(np.zeros((1, 1)), np.full((1, 1), 0.5), np.full((1, 1), 2.0), np.ones((1, 1), bool))
+    assert decomposition.split(one.moments(1)) == (0, 0, 0, 0), "one number does not vary"
 
 
 def test_an_interval_holds_the_share_and_shrinks_with_the_number_of_groups():
@@ -95,10 +97,39 @@ def test_flips_are_compared_where_tokens_are_predicted():
     assert unknown.count.sum() == 0 and unknown.probability is None
 
 
+def test_tokens_are_classed_by_the_number_the_rank_and_the_probability_of_what_they_lost():
+    """Four tokens, two layers of nine experts: one keeps all, one loses two, one loses nine, one loses its last."""
+    old = np.zeros((1, 4, 2, 9), bool)
+    old[0, 1, 0, 3] = old[0, 1, 1, 2] = True
+    old[0, 2, 1] = True
+    old[0, 3, 1, 8] = True
+    probability = np.zeros(old.shape)
+    probability[0, 1, 0, 3], probability[0, 1, 1, 2], probability[0, 2, 1], probability[0, 3, 1, 8] = 0.2, 0.1, 0.5, 0.1
+    probability[0, 0] = 0.9  # of experts that stayed
+    found = decomposition.Flips(old, probability)
+    mask = np.ones((1, 4), bool)
+    ratios = LogRatios.of(np.zeros((1, 4)), np.array([[1.0, 2, 3, 4]]), np.array([[2.0, 4, 6, 8]]), mask)
+
+    counts = decomposition.by_flips(ratios, found)
+    assert [one["flips"] for one in counts] == list(range(9)) and counts[0]["weights_squared"] == 1
+    assert {one["flips"]: one["routes_squared"] for one in counts if one["tokens"]} == {0: 1, 1: 16, 2: 4, 8: 9}
+    ranks = decomposition.by_rank(ratios, found)
+    assert [one["rank"] for one in ranks] == list(range(1, 10))
+    assert {one["rank"]: one["routes_squared"] for one in ranks if one["tokens"]} == {1: 9, 3: 4, 9: 16}
+    shares = decomposition.by_probability(ratios, found, (0.0, 0.1, 0.2, 0.4, 0.5))
+    assert [(one["above"], one["up_to"]) for one in shares] == [(0, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, 0.5)]
+    assert [one["routes_squared"] for one in shares] == [16, 4, 0, 9]
+
+
 def test_positions_divide_the_responses():
-    parts = decomposition.by_position(some(4, rows=16), parts=3)
-    assert [(one["from"], one["to"]) for one in parts] == [(0, 1), (1, 2), (2, 3)]
-    assert sum(one["tokens"] for one in parts) == some(4, rows=16).mask.sum()
+    ratios = some(4, rows=16)
+    for parts, edges in ((3, [0, 1, 2, 3]), (2, [0, 2, 3])):
+        found = decomposition.by_position(ratios, parts=parts)
+        for low, high, one in zip(edges[:-1], edges[1:], found, strict=True):
+            values = ratios.whole[:, low:high][ratios.mask[:, low:high]]
+            assert (one["from"], one["to"], one["tokens"]) == (low, high, len(values))
+            assert one["whole"] == pytest.approx(np.var(values))
+            assert one["share"] * one["whole"] == pytest.approx(one["routes"] + one["covariance"] / 2)
 
 
 @pytest.mark.parametrize("text", ["", "-1,1", "2,1", "1,1", "1;2", "one"])
