@@ -11,6 +11,7 @@ Responses are one token long, so the token ratio is also the sequence ratio.
 import inspect
 import itertools
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,8 @@ LAYOUTS = {"atlas.png": 4, "atlas-narrow.png": 1}
 """Panels per row of each picture; on a phone, four side by side would be too small to read."""
 COLUMN, ROW = 3.75, 3.5
 """Inches: width of a column, height of a row."""
+SETTINGS = 31
+"""Characters of an objective's bounds that fit on a line beside its name."""
 HEADLINE = "What each objective makes of the importance ratio"
 HOW_TO_READ = (
     "Above: the gain, less its value at ratio 1. Below: the gradient weight, the factor on Â·∇log π. Thin and dark: "
@@ -179,7 +182,7 @@ def draw_objective(upper: "Axes", lower: "Axes", drawn: Drawn, look: Look) -> No
     upper.set_title(objective.name, pad=19, color=look.color)
     upper.text(0, 1.05, _composition(objective), transform=upper.transAxes, color=GREY, fontsize=9.5)
     bounds = {"transform": upper.transAxes, "color": GREY, "fontsize": 9.5, "ha": "right"}
-    upper.text(1, 1.2, _settings(objective), **bounds)
+    upper.text(1, 1.2, textwrap.fill(_settings(objective), SETTINGS), **bounds)
 
 
 def _with_gaps(weight: np.ndarray) -> np.ndarray:
@@ -202,7 +205,7 @@ def _mark_gates(upper: "Axes", lower: "Axes", found: Gate, sign: float, color: s
         if above:
             lower.text(0.98, 0.31 if sign > 0 else 0.14, f"{effect} above {_ratio(start)}", ha="right", **place)
         else:
-            lower.text(0.02, 0.84, f"{effect} below {_ratio(end)}", **place)
+            lower.text(0.02, 0.84 if sign < 0 else 0.67, f"{effect} below {_ratio(end)}", **place)
 
 
 def _ratio(ratio: float) -> str:
@@ -225,11 +228,11 @@ def _composition(objective: Objective) -> str:
 
 
 def _settings(objective: Objective) -> str:
-    """Format the bounds of an objective, or its other numeric defaults if it has no bounds."""
+    """Format the bounds of an objective, or its other numeric defaults if it has none; lines may break after commas."""
     signature = inspect.signature(getattr(catalogue, objective.name))
     softness = {key: p.default for key, p in signature.parameters.items() if isinstance(p.default, float)}
-    shown = ", ".join(f"{key} {value:g}" for key, value in (objective.bounds or softness).items())
-    return (shown or "no gate") + (f", dashed: shift {SHIFT}" if objective.router_shift else "")
+    shown = ", ".join(f"{key}\u00a0{value:g}" for key, value in (objective.bounds or softness).items())
+    return (shown or "no gate") + (f", dashed:\u00a0shift\u00a0{SHIFT}" if objective.router_shift else "")
 
 
 def parser() -> Parser:
