@@ -17,8 +17,8 @@ from tests.tiny import EIGHT, params
 
 
 def test_int8_has_a_scale_for_every_output():
-    x = jnp.array([[127.0, 0.0, 1.0], [-50.4, 0.0, 0.5], [0.6, 0.0, -0.26]])
-    want = [[127.0, 0.0, 1.0], [-50.0, 0.0, 64 / 127], [1.0, 0.0, -33 / 127]]
+    x = jnp.array([[-127.0, 0.0, 1.0], [50.4, 0.0, 0.5], [-0.6, 0.0, -0.26]])
+    want = [[-127.0, 0.0, 1.0], [50.0, 0.0, 64 / 127], [-1.0, 0.0, -33 / 127]]
     np.testing.assert_allclose(rounded(x, "int8", inputs=0), want, rtol=1e-6)
     np.testing.assert_allclose(rounded(x.T, "int8", inputs=1), np.transpose(want), rtol=1e-6)
     big = jax.random.normal(jax.random.key(0), (3, 64, 32))
