@@ -4,10 +4,12 @@
     python -m gspo_jax.train --config=configs/drift.py --config.model.folder=runs/drift-cold --workdir=runs/drift
 
 A loop on three registers (`machine`, data/generated.py) is run for sixteen steps: an answer has about a hundred tokens,
-and one wrong step spoils the rest. The cold start leaves the routers as they were drawn: their scores lie close
-together, and so a small change of the weights moves routes. All on one device. Other depths and numbers of experts are
-`--config.model.architecture.num_layers=48`, `--config.model.architecture.num_experts=128`; a sampler whose weights are
-rounded is `--config.sampling.weights_dtype=int8`.
+and one wrong step spoils the rest. With the argument `arithmetic` the task is that of configs/tiny.py: about twenty
+tokens, with more to gain, since the policy has to find out that showing the work pays off. The cold start leaves the
+routers as they were drawn: their scores lie close together, and so a small change of the weights moves routes. All on
+one device. Other depths and numbers of experts are `--config.model.architecture.num_layers=48`,
+`--config.model.architecture.num_experts=128`; a sampler whose weights are rounded is
+`--config.sampling.weights_dtype=int8`.
 
 What moves the flip rate (docs/evidence.md) is measured from the runs of
 
@@ -17,11 +19,13 @@ What moves the flip rate (docs/evidence.md) is measured from the runs of
 from ml_collections import ConfigDict
 
 from gspo_jax.config import adamw, base
-from gspo_jax.types import Comparison
+from gspo_jax.types import Comparison, UserError
 
 
-def get_config() -> ConfigDict:
-    """Return the config."""
+def get_config(arg: str = "") -> ConfigDict:
+    """Return the config; `arg` is "" or "arithmetic"."""
+    if arg not in ("", "arithmetic"):
+        raise UserError(f"configs/drift.py takes no argument {arg!r}; use arithmetic, or none")
     config = base()
     config.iterations = 100
     config.cpu_devices = 1
@@ -66,14 +70,30 @@ def get_config() -> ConfigDict:
     config.objective.gspo_token = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.objective.luspo = ConfigDict({"low": 3e-3, "high": 4e-3})
     config.optimizer = adamw(learning_rate=1e-4, schedule="constant", warmup_updates=10)
+    if arg:
+        arithmetic(config)
     return config
 
 
-def get_sweep() -> list[Comparison]:
+def arithmetic(config: ConfigDict) -> None:
+    """Train on the task of configs/tiny.py, at its numbers of prompts and of tokens."""
+    config.coldstart.terse_steps = 175
+    config.coldstart.terse = 0.6
+    config.coldstart.batch = 32
+    config.data.task = "arithmetic"
+    config.data.options = ConfigDict({"difficulty": "long"})
+    config.data.prompts_per_batch = 32
+    config.data.max_prompt_length = 8
+    config.sampling.max_response_length = 32
+    config.training.row_tokens = 528  # the two groups of an update
+
+
+def get_sweep(arg: str = "") -> list[Comparison]:
     """Return one iteration of GRPO of the testbed, and of models and runs that differ from it in one thing each.
 
     That is past the optimizer's warm-up; `gspo_jax.noise` goes on from there.
     """
+    del arg  # the same for either task
     changes = [
         *({"optimizer.learning_rate": rate} for rate in (1e-4, 3e-4, 1e-3)),
         *({"model.architecture.num_layers": layers} for layers in (12, 48)),

@@ -5,7 +5,13 @@
     python -m gspo_jax.sweep --config=configs/evidence.py:tune --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:confirm --jobs=2
 
-The argument is a step of the study. Every run starts from runs/drift-cold. Killed sweeps go on with the same command.
+The argument is a step of the study. Every run of a testbed starts from the same cold start; that of the second screen's
+is made by
+
+    python -m gspo_jax.coldstart --config=configs/drift.py:arithmetic --workdir=runs/arithmetic-cold
+    python -m gspo_jax.sweep --config=configs/evidence.py:second_screen --jobs=2
+
+Killed sweeps go on with the same command.
 """
 
 import runpy
@@ -17,10 +23,12 @@ from ml_collections import ConfigDict
 
 from gspo_jax.types import Comparison, UserError
 
-STEPS = {"screen": 20, "tune": 20, "confirm": 40}
-"""Steps of the study -> iterations of their runs."""
-COLD = "runs/drift-cold"
-"""The policy that every run starts from."""
+STEPS = {"screen": ("", 20), "second_screen": ("arithmetic", 24), "tune": ("", 20), "confirm": ("", 40)}
+"""Step of the study -> (argument of configs/drift.py, iterations of its runs)."""
+COLD = {"": "runs/drift-cold", "arithmetic": "runs/arithmetic-cold"}
+"""The policy that every run of a testbed starts from."""
+SCREENS = {"screen": (3e-5, 1e-4, 3e-4), "second_screen": (5e-5, 1e-4, 2e-4)}
+"""Learning rates of a screen."""
 RATE = 1e-4
 """Learning rate of the setting; until the screen has found it, the middle of the three."""
 ARMS: Mapping[str, tuple[str, str]] = {
@@ -39,7 +47,7 @@ ARMS: Mapping[str, tuple[str, str]] = {
 }
 """Arm -> (objective, routing replay)."""
 SCREENED = ("grpo", "grpo_r3", "gspo", "minirl")
-"""Arms of the screen."""
+"""Arms of the screens."""
 UNSEEN = range(10, 15)
 """Seeds of the confirmation."""
 DRIFT = runpy.run_path(str(Path(__file__).with_name("drift.py")))
@@ -49,19 +57,21 @@ DRIFT = runpy.run_path(str(Path(__file__).with_name("drift.py")))
 def get_config(arg: str = "screen") -> ConfigDict:
     """Return what all runs of a step share."""
     check(arg)
-    config = DRIFT["get_config"]()
-    config.model.folder = COLD
+    testbed, iterations = STEPS[arg]
+    config = DRIFT["get_config"](testbed)
+    config.model.folder = COLD[testbed]
     config.sampling.weights_dtype = "int8"
-    config.iterations = STEPS[arg]
+    config.iterations = iterations
     return config
 
 
 def get_sweep(arg: str = "screen") -> list[Comparison]:
     """Return the runs of a step."""
     check(arg)
-    if arg == "screen":
-        runs = [{**settings(arm), "optimizer.learning_rate": rate} for rate in (3e-5, 1e-4, 3e-4) for arm in SCREENED]
-        return [Comparison(name=arg, title="Screen", runs=runs, seeds=2, panels="routing")]
+    if arg in SCREENS:
+        runs = [{**settings(arm), "optimizer.learning_rate": rate} for rate in SCREENS[arg] for arm in SCREENED]
+        title = arg.replace("_", " ").capitalize()
+        return [Comparison(name=arg, title=title, runs=runs, seeds=2, panels="routing")]
     if arg == "tune":
         objectives = [arm for arm, (objective, _) in ARMS.items() if arm == objective]
         runs = [

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Repeats the study of docs/evidence/protocol.md from nothing, or goes on with it where it was stopped:
 #   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
-# Steps, all in this order without any: cold (the policy that runs start from), drift (an iteration of models that differ in one
-# thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), screen, tune, confirm. Runs are in
+# Steps, all in this order without any: cold (the policies that runs start from), drift (an iteration of models that differ in one
+# thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), screen, second_screen, tune, confirm. Runs are in
 # runs/, figures and tables in docs/evidence/. With runs that are finished a step only draws. --jobs: runs at a time, 2 by default.
 # --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
@@ -12,7 +12,7 @@ source launch/venv.sh
 # shellcheck source=launch/command.sh
 source launch/command.sh
 
-all=(cold drift noise screen tune confirm)
+all=(cold drift noise screen second_screen tune confirm)
 depths=(num_layers=12 learning_rate=0.0001 num_layers=48)
 measured=("${depths[@]}" learning_rate=0.0003 learning_rate=0.001 num_experts=128 train_router=True
   "weights_dtype=bfloat16,old_logprobs=sampler" "weights_dtype=int8,old_logprobs=sampler")
@@ -22,7 +22,7 @@ for word in "$@"; do
   case $word in
     --jobs=?*) jobs=${word#*=} ;;
     --dry-run) dry=yes ;;
-    cold | drift | noise | screen | tune | confirm) steps+=("$word") ;;
+    cold | drift | noise | screen | second_screen | tune | confirm) steps+=("$word") ;;
     *) refuse "unexpected $word; use steps (${all[*]}), --jobs=, or --dry-run" ;;
   esac
 done
@@ -32,8 +32,12 @@ if [ -z "$dry" ]; then ensure_venv report; fi
 for step in "${steps[@]}"; do
   case $step in
     cold)
-      if [ -d runs/drift-cold ]; then continue; fi
-      run .venv/bin/python -m gspo_jax.coldstart --config=configs/drift.py --workdir=runs/drift-cold
+      for name in drift arithmetic; do
+        if [ -d "runs/$name-cold" ]; then continue; fi
+        config=configs/drift.py
+        if [ "$name" = arithmetic ]; then config+=:arithmetic; fi
+        run .venv/bin/python -m gspo_jax.coldstart --config="$config" --workdir="runs/$name-cold"
+      done
       ;;
     drift)
       run .venv/bin/python -m gspo_jax.sweep --config=configs/drift.py --jobs="$jobs"

@@ -16,10 +16,13 @@ EVIDENCE = str(ROOT / "configs" / "evidence.py")
 
 
 def test_the_testbed_is_a_run_that_train_accepts():
-    config = cli.load_config(str(ROOT / "configs/drift.py"))
-    check(config)
-    longest = config.data.max_prompt_length + config.sampling.group_size * config.sampling.max_response_length
-    assert config.training.row_tokens >= longest, "a group fits in a row"
+    for arg in ("", ":arithmetic"):
+        config = cli.load_config(str(ROOT / "configs/drift.py") + arg)
+        check(config)
+        longest = config.data.max_prompt_length + config.sampling.group_size * config.sampling.max_response_length
+        assert config.training.row_tokens >= longest, "a group fits in a row"
+    with pytest.raises(UserError, match="takes no argument 'adder'; use arithmetic, or none"):
+        cli.load_config(str(ROOT / "configs/drift.py:adder"))
     (comparison,) = comparisons([f"--config={ROOT / 'configs/drift.py'}"], [], None)
     assert len(comparison.runs) == 9 and comparison.seeds == 1
 
@@ -29,13 +32,13 @@ def runs(step: str):
     return [dict(run) | {"seed": run.get("seed", seed)} for run in comparison.runs for seed in range(comparison.seeds)]
 
 
-@pytest.mark.parametrize(("step", "count"), [("screen", 24), ("tune", 24), ("confirm", 60)])
+@pytest.mark.parametrize(("step", "count"), [("screen", 24), ("second_screen", 24), ("tune", 24), ("confirm", 60)])
 def test_the_sweep_has_the_runs_of_the_protocol(step, count):
     found = runs(step)
     assert len({str(sorted(run.items())) for run in found}) == count
     assert f"evidence.py:{step}" in PROTOCOL and f"{count} runs" in PROTOCOL
     seeds = {run["seed"] for run in found}
-    assert seeds == {"screen": {0, 1}, "tune": {0}, "confirm": set(range(10, 15))}[step]
+    assert seeds == ({0, 1} if "screen" in step else {0} if step == "tune" else set(range(10, 15)))
     for run in found:
         assert run["mismatch.correction"] == ("tis" if run["objective.name"] == "minirl" else "")
 
@@ -51,5 +54,5 @@ def test_arms_of_the_confirmation_are_those_of_the_protocol():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(UserError, match=r"has no step 'scren'; use screen, tune, confirm"):
+    with pytest.raises(UserError, match=r"has no step 'scren'; use screen, second_screen, tune, confirm"):
         cli.load_config(f"{EVIDENCE}:scren")

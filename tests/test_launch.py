@@ -267,10 +267,10 @@ def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
     assert done.returncode == 0, done.stderr
     made = [call.split()[1] for call in _calls(copy)]
     noise = ["gspo_jax.noise"] * 9 + ["gspo_jax.noise_figure"] * 2
-    assert made == ["gspo_jax.coldstart", *noise, "gspo_jax.sweep", "gspo_jax.survival"]
+    assert made == ["gspo_jax.coldstart"] * 2 + [*noise, "gspo_jax.sweep", "gspo_jax.survival"]
     assert _calls(copy)[-2] == "-m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=3"
     assert (copy / "docs/evidence/drift.md").read_text() == "table"
-    for made in ("drift-cold", "drift-noise/num_layers=12", "drift-noise/learning_rate=0.0001"):
+    for made in ("drift-cold", "arithmetic-cold", "drift-noise/num_layers=12", "drift-noise/learning_rate=0.0001"):
         (copy / "runs" / made).mkdir(parents=True)
         (copy / "runs" / made / "noise.json").touch()
     again = _bash(copy, "bash launch/evidence.sh cold noise --dry-run").stdout

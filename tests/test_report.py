@@ -83,6 +83,9 @@ def test_runs_that_differ_in_their_seed_only_are_one_group(tmp_path):
     assert [(group.label, len(group.runs)) for group in groups] == [("gspo", 3), ("grpo", 2)]
     alone = runs.group_runs([runs.load_run(folder) for folder in folders[:3]])
     assert [group.caption for group in alone] == ["tiny (3 seeds)"]
+    rates = [_fake(tmp_path / f"rate=3e-05-{seed}", seed=seed, name="rspo") for seed in (10, 11)]
+    (group,) = runs.group_runs([runs.load_run(folder) for folder in rates])
+    assert group.label == "rate=3e-05", "the exponent is not the seed"
     (folders[0] / "config.json").unlink()  # runs without a config are never grouped
     groups = runs.group_runs([runs.load_run(folder) for folder in folders[:2]])
     assert [group.label for group in groups] == ["tiny-0", "tiny-1"]

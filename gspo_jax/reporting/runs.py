@@ -3,10 +3,10 @@
 Reads files and returns NumPy arrays; report.py draws them. The file formats are defined in writers.py.
 """
 
-import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -242,10 +242,8 @@ def _common_name(folders: Sequence[Path]) -> str:
     """Return what folders of different seeds have in common: "tiny" for tiny-0, tiny-1 or tiny/seed0, tiny/seed1."""
     if len(folders) == 1:
         return folders[0].name
-    columns = zip(*(folder.name for folder in folders), strict=False)
-    common = "".join(letters[0] for letters in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-    common = common.rstrip("-_. 0123456789=").removesuffix("seed").rstrip("-_. ")
-    return common or folders[0].parent.name
+    names = {re.sub(r"[-_. =]*(seed)?[-_. =]*\d+$", "", folder.name) for folder in folders}
+    return names.pop() if len(names) == 1 and "" not in names else folders[0].parent.name
 
 
 def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int | None) -> dict[int, float]:
