@@ -77,9 +77,11 @@ def get_config(arg: str = "") -> ConfigDict:
 
 def arithmetic(config: ConfigDict) -> None:
     """Train on the task of configs/tiny.py, at its numbers of prompts and of tokens."""
-    config.coldstart.terse_steps = 175
+    config.coldstart.steps = 1000
+    config.coldstart.terse_steps = 250
     config.coldstart.terse = 0.6
     config.coldstart.batch = 32
+    config.coldstart.optimizer.learning_rate = 3e-3
     config.data.task = "arithmetic"
     config.data.options = ConfigDict({"difficulty": "long"})
     config.data.prompts_per_batch = 32
