@@ -2,16 +2,13 @@
 
     python -m gspo_jax.coldstart --config=configs/drift.py --workdir=runs/drift-cold
     python -m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=2
+    python -m gspo_jax.coldstart --config=configs/drift.py:arithmetic --workdir=runs/arithmetic-cold
+    python -m gspo_jax.sweep --config=configs/evidence.py:second_screen --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:tune --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:confirm --jobs=2
 
-The argument is a step of the study. Every run of a testbed starts from the same cold start; that of the second screen's
-is made by
-
-    python -m gspo_jax.coldstart --config=configs/drift.py:arithmetic --workdir=runs/arithmetic-cold
-    python -m gspo_jax.sweep --config=configs/evidence.py:second_screen --jobs=2
-
-Killed sweeps go on with the same command.
+The argument is a step of the study. Every run of a testbed starts from the same cold start: the first screen is on
+`machine`, all later steps are on `arithmetic`. Killed sweeps go on with the same command.
 """
 
 import runpy
@@ -23,14 +20,19 @@ from ml_collections import ConfigDict
 
 from gspo_jax.types import Comparison, UserError
 
-STEPS = {"screen": ("", 20), "second_screen": ("arithmetic", 24), "tune": ("", 20), "confirm": ("", 40)}
+STEPS = {
+    "screen": ("", 20),
+    "second_screen": ("arithmetic", 24),
+    "tune": ("arithmetic", 20),
+    "confirm": ("arithmetic", 40),
+}
 """Step of the study -> (argument of configs/drift.py, iterations of its runs)."""
 COLD = {"": "runs/drift-cold", "arithmetic": "runs/arithmetic-cold"}
 """The policy that every run of a testbed starts from."""
 SCREENS = {"screen": (3e-5, 1e-4, 3e-4), "second_screen": (5e-5, 1e-4, 2e-4)}
 """Learning rates of a screen."""
 RATE = 1e-4
-"""Learning rate of the setting; until the screen has found it, the middle of the three."""
+"""Learning rate of the setting that the screens found."""
 ARMS: Mapping[str, tuple[str, str]] = {
     "grpo": ("grpo", "none"),
     "grpo_r2": ("grpo", "r2"),

@@ -62,9 +62,13 @@ for step in "${steps[@]}"; do
     *)
       run .venv/bin/python -m gspo_jax.sweep --config="configs/evidence.py:$step" --jobs="$jobs"
       baselines=(runs/evidence-sweep/"$step"/"grpo,"learning_rate=*-[0-9]*) # of any rate: groups are paired by seed
-      if [ "$step" = confirm ]; then baselines=(runs/evidence-sweep/confirm/grpo-10); fi
-      run .venv/bin/python -m gspo_jax.survival runs/evidence-sweep/"$step"/*-[0-9]* --baseline="${baselines[0]}" \
-        --out="docs/evidence/$step"
+      out=runs/evidence-sweep/survival/$step
+      if [ "$step" = confirm ]; then
+        baselines=(runs/evidence-sweep/confirm/grpo-10)
+        out=docs/evidence/confirm
+      fi
+      run .venv/bin/python -m gspo_jax.survival runs/evidence-sweep/"$step"/*-[0-9]* --baseline="${baselines[0]}" --out="$out"
+      if [ "$step" != confirm ]; then run cp "$out/survival.md" "docs/evidence/$step.md"; fi
       ;;
   esac
 done

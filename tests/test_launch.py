@@ -260,16 +260,17 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
 def test_the_study_runs_its_steps_in_order_and_does_not_repeat_them(copy):
     _install(copy)
     shutil.copy(copy / ".venv/installed-test", copy / ".venv/installed-report")
-    for made in ("runs/drift-noise/all", "docs/evidence"):  # where the figure's command would write, and the page is
-        (copy / made).mkdir(parents=True, exist_ok=True)
-    (copy / "runs/drift-noise/all/noise.md").write_text("table")
+    for made in ("runs/drift-noise/all/noise.md", "runs/evidence-sweep/survival/screen/survival.md"):
+        (copy / made).parent.mkdir(parents=True)  # what the figures' commands would write
+        (copy / made).write_text("table")
+    (copy / "docs/evidence").mkdir(parents=True, exist_ok=True)
     done = _bash(copy, 'bash launch/evidence.sh "$@"', "cold", "noise", "screen", "--jobs=3")
     assert done.returncode == 0, done.stderr
     made = [call.split()[1] for call in _calls(copy)]
     noise = ["gspo_jax.noise"] * 9 + ["gspo_jax.noise_figure"] * 2
     assert made == ["gspo_jax.coldstart"] * 2 + [*noise, "gspo_jax.sweep", "gspo_jax.survival"]
     assert _calls(copy)[-2] == "-m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=3"
-    assert (copy / "docs/evidence/drift.md").read_text() == "table"
+    assert all((copy / f"docs/evidence/{page}.md").read_text() == "table" for page in ("drift", "screen"))
     for made in ("drift-cold", "arithmetic-cold", "drift-noise/num_layers=12", "drift-noise/learning_rate=0.0001"):
         (copy / "runs" / made).mkdir(parents=True)
         (copy / "runs" / made / "noise.json").touch()
