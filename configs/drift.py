@@ -16,10 +16,16 @@ What moves the flip rate (docs/evidence.md) is measured from the runs of
     python -m gspo_jax.sweep --config=configs/drift.py
 """
 
+import runpy
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
 from gspo_jax.config import adamw, base
 from gspo_jax.types import Comparison, UserError
+
+TINY = runpy.run_path(str(Path(__file__).with_name("tiny.py")))
+"""The module configs/tiny.py, loaded by path: `configs/` is not importable from other directories."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -76,17 +82,11 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def arithmetic(config: ConfigDict) -> None:
-    """Train on the task of configs/tiny.py, at its numbers of prompts and of tokens."""
-    config.coldstart.steps = 1000
-    config.coldstart.terse_steps = 250
-    config.coldstart.terse = 0.6
-    config.coldstart.batch = 32
-    config.coldstart.optimizer.learning_rate = 3e-3
-    config.data.task = "arithmetic"
-    config.data.options = ConfigDict({"difficulty": "long"})
-    config.data.prompts_per_batch = 32
-    config.data.max_prompt_length = 8
-    config.sampling.max_response_length = 32
+    """Train on the task of configs/tiny.py, with its cold start but for the routers."""
+    tiny = TINY["get_config"]()
+    config.coldstart, config.data = tiny.coldstart, tiny.data
+    config.coldstart.train_router = False
+    config.sampling.max_response_length = tiny.sampling.max_response_length
     config.training.row_tokens = 528  # the two groups of an update
 
 

@@ -2,8 +2,9 @@
 # Repeats the study of docs/evidence/protocol.md from nothing, or goes on with it where it was stopped:
 #   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
 # Steps, all in this order without any: cold (the policies that runs start from), drift (an iteration of models that differ in one
-# thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), screen, second_screen, tune, confirm. Runs are in
-# runs/, figures and tables in docs/evidence/. With runs that are finished a step only draws. --jobs: runs at a time, 2 by default.
+# thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), screen, second_screen, tune,
+# confirm. Runs are in runs/, figures and tables in docs/evidence/. With runs that are finished a step only draws. --jobs: runs at
+# a time, 2 by default.
 # --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -61,14 +62,15 @@ for step in "${steps[@]}"; do
       ;;
     *)
       run .venv/bin/python -m gspo_jax.sweep --config="configs/evidence.py:$step" --jobs="$jobs"
-      baselines=(runs/evidence-sweep/"$step"/"grpo,"learning_rate=*-[0-9]*) # of any rate: groups are paired by seed
-      out=runs/evidence-sweep/survival/$step
+      runs=runs/evidence-sweep/$step
       if [ "$step" = confirm ]; then
-        baselines=(runs/evidence-sweep/confirm/grpo-10)
-        out=docs/evidence/confirm
+        run .venv/bin/python -m gspo_jax.survival "$runs"/*-[0-9]* --baseline="$runs/grpo-10" --out=docs/evidence/confirm
+        continue
       fi
-      run .venv/bin/python -m gspo_jax.survival runs/evidence-sweep/"$step"/*-[0-9]* --baseline="${baselines[0]}" --out="$out"
-      if [ "$step" != confirm ]; then run cp "$out/survival.md" "docs/evidence/$step.md"; fi
+      baselines=("$runs/grpo,"learning_rate=*-[0-9]*) # of any rate: groups are paired by seed
+      out=runs/evidence-sweep/survival/$step # its picture has too many groups to be read
+      run .venv/bin/python -m gspo_jax.survival "$runs"/*-[0-9]* --baseline="${baselines[0]}" --out="$out"
+      run cp "$out/survival.md" "docs/evidence/$step.md"
       ;;
   esac
 done

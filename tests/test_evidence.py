@@ -36,7 +36,10 @@ def runs(step: str):
 def test_the_sweep_has_the_runs_of_the_protocol(step, count):
     found = runs(step)
     assert len({str(sorted(run.items())) for run in found}) == count
-    assert f"evidence.py:{step}" in PROTOCOL and f"{count} runs" in PROTOCOL
+    _, registered, text = PROTOCOL.partition(f"evidence.py:{step}`")
+    assert registered, "the protocol has the step"
+    said = [int(re.findall(rf"(\d+) {what}", text)[0]) for what in ("runs", "iterations")]
+    assert said == [count, cli.load_config(f"{EVIDENCE}:{step}").iterations]
     seeds = {run["seed"] for run in found}
     assert seeds == ({0, 1} if "screen" in step else {0} if step == "tune" else set(range(10, 15)))
     for run in found:
