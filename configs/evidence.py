@@ -4,6 +4,7 @@
     python -m gspo_jax.sweep --config=configs/evidence.py:screen --jobs=2
     python -m gspo_jax.coldstart --config=configs/drift.py:arithmetic --workdir=runs/arithmetic-cold
     python -m gspo_jax.sweep --config=configs/evidence.py:second_screen --jobs=2
+    python -m gspo_jax.sweep --config=configs/evidence.py:bounds --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:tune --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:confirm --jobs=2
 
@@ -23,6 +24,7 @@ from gspo_jax.types import Comparison, UserError
 STEPS = {
     "screen": ("", 20),
     "second_screen": ("arithmetic", 24),
+    "bounds": ("arithmetic", 24),
     "tune": ("arithmetic", 20),
     "confirm": ("arithmetic", 40),
 }
@@ -74,6 +76,10 @@ def get_sweep(arg: str = "screen") -> list[Comparison]:
         runs = [{**settings(arm), "optimizer.learning_rate": rate} for rate in SCREENS[arg] for arm in SCREENED]
         title = arg.replace("_", " ").capitalize()
         return [Comparison(name=arg, title=title, runs=runs, seeds=2, panels="routing")]
+    if arg == "bounds":
+        paper = {"objective.gspo.low": 3e-4, "objective.gspo.high": 4e-4}
+        runs = [{**settings("gspo"), **paper, "optimizer.learning_rate": 5e-5}]
+        return [Comparison(name=arg, title="Bounds of the GSPO paper", runs=runs, seeds=2, panels="routing")]
     if arg == "tune":
         objectives = [arm for arm, (objective, _) in ARMS.items() if arm == objective]
         runs = [

@@ -32,7 +32,9 @@ def runs(step: str):
     return [dict(run) | {"seed": run.get("seed", seed)} for run in comparison.runs for seed in range(comparison.seeds)]
 
 
-@pytest.mark.parametrize(("step", "count"), [("screen", 24), ("second_screen", 24), ("tune", 24), ("confirm", 60)])
+@pytest.mark.parametrize(
+    ("step", "count"), [("screen", 24), ("second_screen", 24), ("bounds", 2), ("tune", 24), ("confirm", 60)]
+)
 def test_the_sweep_has_the_runs_of_the_protocol(step, count):
     found = runs(step)
     assert len({str(sorted(run.items())) for run in found}) == count
@@ -41,7 +43,7 @@ def test_the_sweep_has_the_runs_of_the_protocol(step, count):
     said = [int(re.findall(rf"(\d+) {what}", text)[0]) for what in ("runs", "iterations")]
     assert said == [count, cli.load_config(f"{EVIDENCE}:{step}").iterations]
     seeds = {run["seed"] for run in found}
-    assert seeds == ({0, 1} if "screen" in step else {0} if step == "tune" else set(range(10, 15)))
+    assert seeds == ({"tune": {0}, "confirm": set(range(10, 15))}.get(step, {0, 1}))
     for run in found:
         assert run["mismatch.correction"] == ("tis" if run["objective.name"] == "minirl" else "")
 
@@ -57,5 +59,5 @@ def test_arms_of_the_confirmation_are_those_of_the_protocol():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(UserError, match=r"has no step 'scren'; use screen, second_screen, tune, confirm"):
+    with pytest.raises(UserError, match=r"has no step 'scren'; use screen, second_screen, bounds, tune, confirm"):
         cli.load_config(f"{EVIDENCE}:scren")
