@@ -79,7 +79,7 @@ def test_an_interval_is_the_percentiles_of_groups_drawn_anew():
 def test_flips_are_compared_where_tokens_are_predicted():
     """One response of two tokens to a prompt of one token in two columns, one layer, two experts."""
     old = np.array([[[[3, 1]], [[9, 9]], [[2, 0]], [[5, 6]]]])
-    new = np.array([[[[1, 3]], [[8, 8]], [[2, 4]], [[7, 7]]]])
+    new = np.array([[[[1, 3]], [[8, 8]], [[4, 2]], [[7, 7]]]])
     found = decomposition.flips(
         old, new, np.array([1]), prompt_columns=2, old_logprobs=np.log(np.full(old.shape, 0.25))
     )
