@@ -1,7 +1,8 @@
 """Test session set-up: eight CPU devices, no implicit rank promotion, run-time checks of shape annotations.
 
 Compiling takes most of the time, so most of XLA's optimisations are off, for tests and for the runs that they start;
-semantics and partitioning stay the same. A cache on disk shares the larger programs for as long as the session lives.
+semantics and partitioning stay the same. A cache on disk, which lives as long as the session if it is not given, shares
+the larger programs.
 """
 
 import atexit
@@ -15,8 +16,8 @@ from pathlib import Path
 # Inherited by xdist workers and by the runs that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gspo_jax-compiled-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
