@@ -27,6 +27,7 @@ def some(seed: int, rows: int = 4) -> LogRatios:
 
 def test_the_parts_are_variances_and_covariance_by_numpy():
     ratios = some(0)
+    assert all((x[~MASK] == 0).all() for x in ratios[:3]), "0 outside the mask"
     for these in (ratios, ratios.of_responses):
         d, w, r = (x[these.mask] for x in these[:3])
         one = decomposition.split(these.moments(2))
@@ -42,6 +43,9 @@ def test_responses_are_means_over_their_tokens():
     assert means.mask.tolist() == [[True], [True], [False], [True]]
     np.testing.assert_allclose(means.whole[1, 0], some(1).whole[1].mean())
     np.testing.assert_allclose(means.routes[0, 0], some(1).routes[0, :2].mean())
+    assert means.weights[3, 0] == some(1).weights[3, 0] and means.weights[2, 0] == 0
+    last = some(1).where(np.array([[False, True, True]])).of_responses
+    np.testing.assert_allclose(last.whole[1, 0], some(1).whole[1, 1:].mean())
 
 
 def test_moments_of_groups_add_up_and_nothing_has_no_variance():
@@ -119,6 +123,8 @@ def test_tokens_are_classed_by_the_number_the_rank_and_the_probability_of_what_t
     shares = decomposition.by_probability(ratios, found, (0.0, 0.1, 0.2, 0.4, 0.5))
     assert [(one["above"], one["up_to"]) for one in shares] == [(0, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, 0.5)]
     assert [one["routes_squared"] for one in shares] == [16, 4, 0, 9]
+    still = decomposition.by_flips(ratios, decomposition.Flips(np.zeros_like(old), None))[0]
+    assert (still["tokens"], still["weights_squared"], still["routes_squared"]) == (4, 7.5, 7.5)
 
 
 def test_positions_divide_the_responses():
