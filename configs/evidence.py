@@ -7,6 +7,7 @@
     python -m gspo_jax.sweep --config=configs/evidence.py:bounds --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:tune --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:confirm --jobs=2
+    python -m gspo_jax.sweep --config=configs/evidence.py:tuned --jobs=2
 
 The argument is a step of the study. Every run of a testbed starts from the same cold start: the first screen is on
 `machine`, all later steps are on `arithmetic`. Killed sweeps go on with the same command.
@@ -27,6 +28,7 @@ STEPS = {
     "bounds": ("arithmetic", 24),
     "tune": ("arithmetic", 20),
     "confirm": ("arithmetic", 40),
+    "tuned": ("arithmetic", 40),
 }
 """Step of the study -> (argument of configs/drift.py, iterations of its runs)."""
 COLD = {"": "runs/drift-cold", "arithmetic": "runs/arithmetic-cold"}
@@ -35,6 +37,8 @@ SCREENS = {"screen": (3e-5, 1e-4, 3e-4), "second_screen": (5e-5, 1e-4, 2e-4)}
 """Learning rates of a screen."""
 RATE = 1e-4
 """Learning rate of the setting that the screens found."""
+TUNED = 5e-5
+"""Learning rate at which the tuning saw the highest reward over the run, the same for every objective."""
 ARMS: Mapping[str, tuple[str, str]] = {
     "grpo": ("grpo", "none"),
     "grpo_r2": ("grpo", "r2"),
@@ -86,8 +90,9 @@ def get_sweep(arg: str = "screen") -> list[Comparison]:
             {**settings(arm), "optimizer.learning_rate": times * RATE} for times in (0.5, 1, 2) for arm in objectives
         ]
         return [Comparison(name=arg, title="Tuning", runs=runs, panels="routing")]
-    runs = [{**settings(arm), "optimizer.learning_rate": RATE, "seed": seed} for seed in UNSEEN for arm in ARMS]
-    return [Comparison(name=arg, title="Confirmation", runs=runs, panels="routing")]
+    rate, title = (RATE, "Confirmation") if arg == "confirm" else (TUNED, "Confirmation at the tuned learning rate")
+    runs = [{**settings(arm), "optimizer.learning_rate": rate, "seed": seed} for seed in UNSEEN for arm in ARMS]
+    return [Comparison(name=arg, title=title, runs=runs, panels="routing")]
 
 
 def settings(arm: str) -> dict[str, Any]:
