@@ -8,9 +8,11 @@
     python -m gspo_jax.sweep --config=configs/evidence.py:tune --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:confirm --jobs=2
     python -m gspo_jax.sweep --config=configs/evidence.py:tuned --jobs=2
+    python -m gspo_jax.sweep --config=configs/evidence.py:shallow --jobs=2
 
-The argument is a step of the study. Every run of a testbed starts from the same cold start: the first screen is on
-`machine`, all later steps are on `arithmetic`. Killed sweeps go on with the same command.
+The argument is a step of the study. The first screen is on `machine`, all later steps are on `arithmetic`, and all runs
+of these testbeds starts from the same cold start; `shallow` is the off-policy regime of configs/routing_ablation.py, in
+which a seed has its own. Killed sweeps go on with the same command.
 """
 
 import runpy
@@ -29,16 +31,21 @@ STEPS = {
     "tune": ("arithmetic", 20),
     "confirm": ("arithmetic", 40),
     "tuned": ("arithmetic", 40),
+    "shallow": ("shallow", 50),
 }
-"""Step of the study -> (argument of configs/drift.py, iterations of its runs)."""
+"""Step of the study -> (testbed, iterations of its runs)."""
 COLD = {"": "runs/drift-cold", "arithmetic": "runs/arithmetic-cold"}
-"""The policy that every run of a testbed starts from."""
+"""Argument of configs/drift.py -> the policy that every run of this testbed starts from."""
 SCREENS = {"screen": (3e-5, 1e-4, 3e-4), "second_screen": (5e-5, 1e-4, 2e-4)}
 """Learning rates of a screen."""
 RATE = 1e-4
 """Learning rate of the setting that the screens found."""
-TUNED = 5e-5
-"""Learning rate at which the tuning saw the highest reward over the run, the same for every objective."""
+CONFIRMED = {
+    "confirm": ("Confirmation", RATE),
+    "tuned": ("Confirmation at the tuned learning rate", 5e-5),
+    "shallow": ("Confirmation at four layers", 2e-4),
+}
+"""Step that compares all arms -> (title, learning rate); the tuning found the same rate for every objective."""
 ARMS: Mapping[str, tuple[str, str]] = {
     "grpo": ("grpo", "none"),
     "grpo_r2": ("grpo", "r2"),
@@ -58,17 +65,23 @@ SCREENED = ("grpo", "grpo_r3", "gspo", "minirl")
 """Arms of the screens."""
 UNSEEN = range(10, 15)
 """Seeds of the confirmation."""
-DRIFT = runpy.run_path(str(Path(__file__).with_name("drift.py")))
-"""The module configs/drift.py, loaded by path: `configs/` is not importable from other directories."""
+DRIFT, ABLATION = (
+    runpy.run_path(str(Path(__file__).with_name(f"{name}.py"))) for name in ("drift", "routing_ablation")
+)
+"""The modules of the testbeds, loaded by path: `configs/` is not importable from other directories."""
 
 
 def get_config(arg: str = "screen") -> ConfigDict:
     """Return what all runs of a step share."""
     check(arg)
     testbed, iterations = STEPS[arg]
-    config = DRIFT["get_config"](testbed)
-    config.model.folder = COLD[testbed]
-    config.sampling.weights_dtype = "int8"
+    if testbed == "shallow":
+        config = ABLATION["get_config"]("grpo,offpolicy")
+        config.objective.luspo = config.objective.gspo.copy_and_resolve_references()
+    else:
+        config = DRIFT["get_config"](testbed)
+        config.model.folder = COLD[testbed]
+        config.sampling.weights_dtype = "int8"
     config.iterations = iterations
     return config
 
@@ -90,7 +103,7 @@ def get_sweep(arg: str = "screen") -> list[Comparison]:
             {**settings(arm), "optimizer.learning_rate": times * RATE} for times in (0.5, 1, 2) for arm in objectives
         ]
         return [Comparison(name=arg, title="Tuning", runs=runs, panels="routing")]
-    rate, title = (RATE, "Confirmation") if arg == "confirm" else (TUNED, "Confirmation at the tuned learning rate")
+    title, rate = CONFIRMED[arg]
     runs = [{**settings(arm), "optimizer.learning_rate": rate, "seed": seed} for seed in UNSEEN for arm in ARMS]
     return [Comparison(name=arg, title=title, runs=runs, panels="routing")]
 

@@ -3,8 +3,8 @@
 #   bash launch/evidence.sh [STEP …] [--jobs=N] [--dry-run]
 # Steps, all in this order without any: cold (the policies that runs start from), drift (an iteration of models that differ in one
 # thing each), noise (what moves their flip rates, and how much of the ratio's noise is routing), screen, second_screen,
-# bounds, tune, confirm, tuned. Runs are in runs/, figures and tables in docs/evidence/. With runs that are finished a step only draws.
-# --jobs: runs at a time, 2 by default. --dry-run prints the commands. Creates .venv if it is missing.
+# bounds, tune, confirm, tuned, shallow. Runs are in runs/, figures and tables in docs/evidence/. With runs that are finished a step
+# only draws. --jobs: runs at a time, 2 by default. --dry-run prints the commands. Creates .venv if it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -12,7 +12,7 @@ source launch/venv.sh
 # shellcheck source=launch/command.sh
 source launch/command.sh
 
-all=(cold drift noise screen second_screen bounds tune confirm tuned)
+all=(cold drift noise screen second_screen bounds tune confirm tuned shallow)
 depths=(num_layers=12 learning_rate=0.0001 num_layers=48)
 measured=("${depths[@]}" learning_rate=0.0003 learning_rate=0.001 num_experts=128 train_router=True
   "weights_dtype=bfloat16,old_logprobs=sampler" "weights_dtype=int8,old_logprobs=sampler")
@@ -22,7 +22,7 @@ for word in "$@"; do
   case $word in
     --jobs=?*) jobs=${word#*=} ;;
     --dry-run) dry=yes ;;
-    cold | drift | noise | screen | second_screen | bounds | tune | confirm | tuned) steps+=("$word") ;;
+    cold | drift | noise | screen | second_screen | bounds | tune | confirm | tuned | shallow) steps+=("$word") ;;
     *) refuse "unexpected $word; use steps (${all[*]}), --jobs=, or --dry-run" ;;
   esac
 done
@@ -64,7 +64,7 @@ for step in "${steps[@]}"; do
       runs=runs/evidence-sweep/$step
       case $step in
         bounds) ;; # the sweep's own report has what it is made for
-        confirm | tuned)
+        confirm | tuned | shallow)
           run .venv/bin/python -m gspo_jax.survival "$runs"/*-[0-9]* --baseline="$runs/grpo-10" --out="docs/evidence/$step"
           ;;
         *)

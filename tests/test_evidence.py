@@ -12,6 +12,7 @@ from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
 PROTOCOL = " ".join((ROOT / "docs" / "evidence" / "protocol.md").read_text(encoding="utf-8").split())
+CONFIRMED = "confirm", "tuned", "shallow"
 EVIDENCE = str(ROOT / "configs" / "evidence.py")
 
 
@@ -34,7 +35,15 @@ def runs(step: str):
 
 @pytest.mark.parametrize(
     ("step", "count"),
-    [("screen", 24), ("second_screen", 24), ("bounds", 2), ("tune", 24), ("confirm", 60), ("tuned", 60)],
+    [
+        ("screen", 24),
+        ("second_screen", 24),
+        ("bounds", 2),
+        ("tune", 24),
+        ("confirm", 60),
+        ("tuned", 60),
+        ("shallow", 60),
+    ],
 )
 def test_the_sweep_has_the_runs_of_the_protocol(step, count):
     found = runs(step)
@@ -44,13 +53,13 @@ def test_the_sweep_has_the_runs_of_the_protocol(step, count):
     said = [int(re.findall(rf"(\d+) {what}", text)[0]) for what in ("runs", "iterations")]
     assert said == [count, cli.load_config(f"{EVIDENCE}:{step}").iterations]
     seeds = {run["seed"] for run in found}
-    assert seeds == ({"tune": {0}, "confirm": set(range(10, 15)), "tuned": set(range(10, 15))}.get(step, {0, 1}))
+    assert seeds == ({0} if step == "tune" else {0, 1} if count < 60 else set(range(10, 15)))
     for run in found:
         assert run["mismatch.correction"] == ("tis" if run["objective.name"] == "minirl" else "")
 
 
 def test_arms_of_the_confirmation_are_those_of_the_protocol():
-    arms = {(run["objective.name"], run["routing.replay"]) for step in ("confirm", "tuned") for run in runs(step)}
+    arms = {(run["objective.name"], run["routing.replay"]) for step in CONFIRMED for run in runs(step)}
     (listed,) = re.findall(r"evidence\.py:confirm`: (.*?); \d+ iterations", PROTOCOL)
     named = {
         (re.findall(r"`(\w+)`", word)[0], "r2" if "R2" in word else "r3" if "R3" in word else "none")
@@ -60,5 +69,7 @@ def test_arms_of_the_confirmation_are_those_of_the_protocol():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(UserError, match=r"no step 'scren'; use screen, second_screen, bounds, tune, confirm, tuned"):
+    with pytest.raises(
+        UserError, match=r"no step 'scren'; use screen, second_screen, bounds, tune, confirm, tuned, shallow"
+    ):
         cli.load_config(f"{EVIDENCE}:scren")
