@@ -296,6 +296,11 @@ def test_labels_leave_out_what_is_not_there(tmp_path):
     assert [group.label for group in runs.group_runs(weights)] == ["balance_weight=0.0", "balance_weight=0.5"]
     with_and_without = [runs.load_run(folder) for folder in (folders[1], folders[2])]
     assert [group.label for group in runs.group_runs(with_and_without)] == ["replay=none", "replay=r2"]
+    objectives = []
+    for name, replay, correction in (("grpo", "none", ""), ("minirl", "none", "tis"), ("minirl", "r2", "tis")):
+        settings = {"mismatch.correction": correction, "objective.name": name, "routing.replay": replay}
+        objectives.append(runs.Run(tmp_path / f"{name}-{replay}", [], settings, ""))
+    assert [group.label for group in runs.group_runs(objectives)] == ["grpo", "minirl, tis", "minirl, tis, r2"]
 
 
 def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures):

@@ -21,7 +21,7 @@ from gspo_jax.types import UserError
 
 IGNORED_FIELDS = ("seed", "workdir", "command")
 """Config fields, by the last part of their name, in which runs of one group may differ."""
-LABELLED_BY_VALUE = ("name", "replay")
+LABELLED_BY_VALUE = ("name", "replay", "correction")
 """Settings, by the last part of their name, whose value alone identifies them in a label."""
 SUMMARY = {
     "eval/accuracy": ("Held-out accuracy", "share of problems", ".3f"),
@@ -107,7 +107,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         label = _common_name([run.folder.resolve() for run in group])
         if 0 < len(differing) <= 3 and all(run.config is not None for run in runs):
             settings = group[0].config or {}
-            values = {name: settings.get(name) for name in differing}
+            objective_first = sorted(differing, key=lambda name: name != "objective.name")
+            values = {name: settings.get(name) for name in objective_first}
             switched_on = {name: value for name, value in values.items() if not _is_off(value)}
             by_value = LABELLED_BY_VALUE if len(values) > 1 else ("name",)
             label = ", ".join(_setting_label(*item, by_value) for item in (switched_on or values).items())
