@@ -303,8 +303,10 @@ def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed
     assert running.returncode == 0 and "stopped: 0 of 2 runs are finished; the same command goes on\n" in said, said
     assert (folder / "logs" / "grpo-0.log").exists() and not _trainers(folder) and not (folder / "report").exists()
 
+    saved = folder / "gspo-0" / "saved.json"
+    before = saved.read_bytes() if saved.exists() else b""  # the stop may have saved iteration 0
     with _sweep(folder, *words) as running:  # Ctrl-C in the first
-        wait_for((folder / "gspo-0" / "saved.json").exists, running, 900)
+        wait_for(lambda: saved.exists() and saved.read_bytes() != before, running, 900)
         running.send_signal(signal.SIGINT)
         said, _ = running.communicate(timeout=300)
     assert running.returncode == 130 and "the same command goes on\n" in said and not _trainers(folder), said
