@@ -11,7 +11,7 @@
     python -m gspo_jax.sweep --config=configs/evidence.py:shallow --jobs=2
 
 The argument is a step of the study. The first screen is on `machine`, all later steps are on `arithmetic`, and all runs
-of these testbeds starts from the same cold start; `shallow` is the off-policy regime of configs/routing_ablation.py, in
+of a testbed start from the same policy; `shallow` is the off-policy regime of configs/routing_ablation.py, in
 which a seed has its own. Killed sweeps go on with the same command.
 """
 
