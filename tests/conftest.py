@@ -1,8 +1,8 @@
 """Test session set-up: eight CPU devices, no implicit rank promotion, run-time checks of shape annotations.
 
 Compiling takes most of the time, so most of XLA's optimisations are off, for tests and for the runs that they start;
-semantics and partitioning stay the same. A cache on disk, which lives as long as the session if it is not given, shares
-the larger programs.
+semantics and partitioning stay the same. A cache on disk shares the larger programs: the session's own, unless
+JAX_COMPILATION_CACHE_DIR names one.
 """
 
 import atexit

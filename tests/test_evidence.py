@@ -12,7 +12,6 @@ from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
 PROTOCOL = " ".join((ROOT / "docs" / "evidence" / "protocol.md").read_text(encoding="utf-8").split())
-CONFIRMED = "confirm", "tuned", "shallow"
 EVIDENCE = str(ROOT / "configs" / "evidence.py")
 
 
@@ -58,8 +57,19 @@ def test_the_sweep_has_the_runs_of_the_protocol(step, count):
         assert run["mismatch.correction"] == ("tis" if run["objective.name"] == "minirl" else "")
 
 
-def test_arms_of_the_confirmation_are_those_of_the_protocol():
-    arms = {(run["objective.name"], run["routing.replay"]) for step in CONFIRMED for run in runs(step)}
+def test_the_tuned_rate_is_the_best_of_the_tuning_for_every_objective():
+    cells = [line.split("|") for line in (ROOT / "docs/evidence/tune.md").read_text(encoding="utf-8").splitlines()[2:]]
+    reached = {}  # objective -> (reward over the run, learning rate) of each of its runs
+    for cell in cells:
+        name, rate = cell[1].strip().split(",")[0], cell[1].split("learning_rate=")[1]
+        reached.setdefault(name, []).append((float(cell[7].split()[0]), float(rate)))
+    rates = {run["objective.name"]: run["optimizer.learning_rate"] for run in runs("tuned")}
+    assert {name: max(found)[1] for name, found in reached.items()} == rates and len(rates) == 8
+
+
+@pytest.mark.parametrize("step", ["confirm", "tuned", "shallow"])
+def test_arms_of_a_confirmation_are_those_of_the_protocol(step):
+    arms = {(run["objective.name"], run["routing.replay"]) for run in runs(step)}
     (listed,) = re.findall(r"evidence\.py:confirm`: (.*?); \d+ iterations", PROTOCOL)
     named = {
         (re.findall(r"`(\w+)`", word)[0], "r2" if "R2" in word else "r3" if "R3" in word else "none")
