@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -524,13 +524,28 @@ def in_turns(experience: Experience, *, of_tokens: bool) -> Experience:
     return dataclasses.replace(experience, rollout=rollout, mask=mask, advantages=advantages)
 
 
-def check_packed(name: str, sizes, turns: int, batch: Experience) -> None:
-    """Check that packed rows give the gradient and all metrics of padded ones."""
-    trainer = make_trainer(name=name, sizes=sizes, replay=OWN[name], kl=0.1, entropy=0.01, balance=0.1, router_z=0.1)
-    batch = in_turns(batch, of_tokens=objectives.make(name).token_advantages)
+@pytest.fixture(scope="module")
+def padded(whole) -> Callable[[str], tuple[Experience, Any, Any]]:
+    """Return a function from an objective to a batch and its gradient and metrics in padded rows on one device."""
+
+    @cache
+    def found(name: str) -> tuple[Experience, Any, Any]:
+        batch = in_turns(whole, of_tokens=objectives.make(name).token_advantages)
+        return batch, *gradient_and_loss(batch, trainer=with_every_term(name))
+
+    return found
+
+
+def with_every_term(name: str, sizes=None) -> Trainer:
+    """Return an objective's trainer with its replay and all penalties."""
+    return make_trainer(name=name, sizes=sizes, replay=OWN[name], kl=0.1, entropy=0.01, balance=0.1, router_z=0.1)
+
+
+def check_packed(name: str, sizes, turns: int, padded: Callable[[str], tuple[Experience, Any, Any]]) -> None:
+    """Check that packed rows on a mesh give the gradient and all metrics of padded ones on one device."""
+    batch, expected, expected_metrics = padded(name)
     shards = math.prod((sizes or {}).values()) // (sizes or {}).get("tensor", 1)
-    expected, expected_metrics = gradient_and_loss(batch, trainer=trainer)
-    grads, metrics = gradient_and_loss(packed(batch, shards=shards, turns=turns), trainer=trainer)
+    grads, metrics = gradient_and_loss(packed(batch, shards=shards, turns=turns), trainer=with_every_term(name, sizes))
     assert distance(expected, grads) < 1e-6
     assert metrics.keys() == expected_metrics.keys()
     for metric, value in expected_metrics.items():
@@ -541,9 +556,9 @@ def check_packed(name: str, sizes, turns: int, batch: Experience) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gspo", "ppo"])  # rspo: on other meshes, below
-def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, whole):
+def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, padded):
     """On eight devices in two micro-batches: critic, KL, corrections, replay, turns, step rewards."""
-    check_packed(name, EIGHT, 2, whole)
+    check_packed(name, EIGHT, 2, padded)
 
 
 @pytest.mark.slow
@@ -552,8 +567,8 @@ def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, whole):
     [(None, 4), ({"fsdp": 2, "expert": 2}, 2), (EIGHT, 1), ({"data": 2, "expert": 2, "tensor": 2}, 2)],
     ids=lambda x: str(x) if isinstance(x, int) else mesh_id(x or {"unsharded": 1}),
 )
-def test_packed_rows_agree_on_any_number_of_devices_and_micro_batches(sizes, turns, whole):
-    check_packed("rspo", sizes, turns, whole)
+def test_packed_rows_agree_on_any_number_of_devices_and_micro_batches(sizes, turns, padded):
+    check_packed("rspo", sizes, turns, padded)
 
 
 def test_one_program_serves_every_number_of_micro_batches(whole):
