@@ -30,14 +30,18 @@ from gspo_jax.training.state import CriticRule, TrainState, step
 from gspo_jax.training.terms import Penalties, Seen
 from gspo_jax.types import Experience, RouterRecord, Weights
 
-Gradients = tuple[nnx.State, nnx.State | None]
-"""Gradients of the policy's trainable parameters and of the critic's, None without a critic."""
+Trained = tuple[nnx.State, nnx.State | None]
+"""The policy's trainable parameters and the critic's, None without a critic."""
+Gradients = Trained
+"""Their gradients."""
 GradientFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[Gradients, Metrics]]
 """(objective, state, frozen weights, experience, mini-batch) -> the gradients and the loss's metrics."""
 UpdateFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[TrainState, Metrics]]
 """(objective, state, frozen weights, experience, mini-batch) -> the new state and the update's metrics."""
-PartFn = Callable[[Experience, Array, Layout], tuple[tuple[Array, tuple[Metrics, Metrics]], Gradients]]
-"""(micro-batch, weights of its tokens, its rows) -> (loss, (sums, maxima) for the metrics) and gradients."""
+Loss = tuple[Array, tuple[Metrics, Metrics]]
+"""The loss of a micro-batch, and its (sums, maxima) for the metrics."""
+LossFn = Callable[[Trained, Experience, Array, Layout], Loss]
+"""(parameters, micro-batch, weights of its tokens, its rows) -> the loss."""
 BlameFn = Callable[[Objective, TrainState, nnx.State, Experience, Array | int], tuple[Array, dict[str, Any]]]
 """(objective, state, frozen weights, experience, mini-batch) -> the loss, and non-finite elements by leaf."""
 
@@ -91,11 +95,10 @@ def make_gradient(
             replay=replay,
             terms=terms_lib.chosen(penalties, objective, scoring, critic, reference=reference),
         )
-        of_part = partial(jax.value_and_grad(loss, has_aux=True), trained)
-        given = batch, objective.weights(batch.mask)
+        given = loss, trained, batch, objective.weights(batch.mask)
         if packing is None:
-            return _of_padded(of_part, *given, microbatches=microbatches, group_size=group_size)
-        return _of_packed(of_part, *given, packing=packing, minibatch=index, group_size=group_size)
+            return _of_padded(*given, microbatches=microbatches, group_size=group_size)
+        return _of_packed(*given, packing=packing, minibatch=index, group_size=group_size)
 
     return gradient
 
@@ -160,14 +163,14 @@ class _Sums:
     maxima: Metrics
 
     @classmethod
-    def zeros(cls, of_part: Callable[[], Any]) -> "_Sums":
-        """Nothing yet, in the shapes that a part will have."""
-        (_, (sums, maxima)), gradients = jax.eval_shape(of_part)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cls(gradients, sums, maxima))
+    def zeros(cls, trained: Trained, part: Callable[[Trained], Loss]) -> "_Sums":
+        """Nothing yet, in the shapes that a part will have. Traces its loss, but not the loss's gradient."""
+        _, (sums, maxima) = jax.eval_shape(part, trained)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cls(trained, sums, maxima))
 
-    def plus(self, part: tuple[tuple[Array, tuple[Metrics, Metrics]], Gradients]) -> "_Sums":
-        """The sums and maxima with one more part."""
-        (_, (sums, maxima)), gradients = part
+    def plus(self, trained: Trained, part: Callable[[Trained], Loss]) -> "_Sums":
+        """The sums and maxima with one more part's, whose loss this is."""
+        (_, (sums, maxima)), gradients = jax.value_and_grad(part, has_aux=True)(trained)
         gradients, sums = jax.tree.map(jnp.add, (self.gradients, self.sums), (gradients, sums))
         return _Sums(gradients, sums, jax.tree.map(jnp.maximum, self.maxima, maxima))
 
@@ -177,21 +180,28 @@ class _Sums:
 
 
 def _of_padded(
-    of_part: PartFn, batch: Experience, weights: Float[Array, "B T"], *, microbatches: int, group_size: int
+    loss: LossFn,
+    trained: Trained,
+    batch: Experience,
+    weights: Float[Array, "B T"],
+    *,
+    microbatches: int,
+    group_size: int,
 ) -> tuple[Gradients, Metrics]:
     """Gradients and metrics of a mini-batch, a part of its rows at a time."""
+
+    def of(part: tuple[Experience, Array]) -> Callable[[Trained], Loss]:
+        layout = Padded.of(part[0].rollout, group_size=group_size)
+        return lambda trained: loss(trained, *part, layout)
+
     parts = cut_rows((batch, weights), microbatches, group_size=group_size)
-
-    def add(total: _Sums, part: tuple[Experience, Array]) -> tuple[_Sums, None]:
-        return total.plus(of_part(*part, Padded.of(part[0].rollout, group_size=group_size))), None
-
-    first = jax.tree.map(lambda x: x[0], parts)
-    nothing = _Sums.zeros(partial(of_part, *first, Padded.of(first[0].rollout, group_size=group_size)))
-    return jax.lax.scan(add, nothing, parts)[0].results()
+    nothing = _Sums.zeros(trained, of(jax.tree.map(lambda x: x[0], parts)))
+    return jax.lax.scan(lambda total, part: (total.plus(trained, of(part)), None), nothing, parts)[0].results()
 
 
 def _of_packed(
-    of_part: PartFn,
+    loss: LossFn,
+    trained: Trained,
     batch: Experience,
     weights: Float[Array, "B T"],
     *,
@@ -202,13 +212,14 @@ def _of_packed(
     """Gradients and metrics of a mini-batch, a row of each shard at a time."""
     batch, weights = deal((batch, weights), packing, minibatch)
 
-    def one(layout: Packed) -> Any:
-        own = dataclasses.replace(batch, mask=batch.mask & layout.live[:, None])
-        return of_part(own, jnp.where(layout.live[:, None], weights, 0), layout)
+    def of(layout: Packed) -> Callable[[Trained], Loss]:
+        live = layout.live[:, None]
+        own = dataclasses.replace(batch, mask=batch.mask & live)
+        return lambda trained: loss(trained, own, jnp.where(live, weights, 0), layout)
 
-    nothing = _Sums.zeros(lambda: one(Packed.of(batch.rollout, packing, minibatch, 0, 0)))
+    nothing = _Sums.zeros(trained, of(Packed.of(batch.rollout, packing, minibatch, 0, 0)))
     rows = partial(fold_rows, responses=batch.rollout, packing=packing, minibatch=minibatch, group_size=group_size)
-    return rows(lambda total, layout: total.plus(one(layout)), nothing).results()
+    return rows(lambda total, layout: total.plus(trained, of(layout)), nothing).results()
 
 
 def _apply(
@@ -233,7 +244,7 @@ def _apply(
 
 
 def _loss(
-    trained: tuple[nnx.State, nnx.State | None],
+    trained: Trained,
     batch: Experience,
     weights: Float[Array, "B T"],
     layout: Layout,
@@ -245,7 +256,7 @@ def _loss(
     objective: Objective,
     replay: Replay,
     terms: list[terms_lib.Term],
-) -> tuple[Array, tuple[Metrics, Metrics]]:
+) -> Loss:
     """A micro-batch's share of the loss, and its (sums, maxima) for the metrics."""
     params, critic_params = trained
     policy = Weights(params, frozen)
