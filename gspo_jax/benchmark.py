@@ -31,7 +31,6 @@ from gspo_jax.data.pipeline import EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts, processes
-from gspo_jax.rewards import isolated
 from gspo_jax.rewards.certain import announced
 from gspo_jax.rewards.functions import final_answer, number
 from gspo_jax.rewards.scorer import Scorer
@@ -189,6 +188,8 @@ class Benchmark:
 
     def _protocol(self, answering: Answering, batches: EvalBatches) -> dict[str, Any]:
         """Everything that the numbers depend on."""
+        from gspo_jax.rewards import isolated  # here, as it takes a second
+
         config = self.config
         first, math = next(iter(batches)), any(name in isolated.__all__ for name in config.rewards)
         packages = ["jax", "math-verify"] if math else ["jax"]

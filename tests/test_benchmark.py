@@ -35,6 +35,12 @@ def summarize(written, **named):
     return benchmark.summarize(written, ("r",), lambda row: "r", seed=0, **{"majority": True, **named})
 
 
+def test_training_starts_without_math_verify():
+    """Which takes a second to import, and is needed in workers alone."""
+    code = "import sys, gspo_jax.train; sys.exit('math_verify' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_the_numbers_of_answers():
     verdicts = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, None], [None] * 4]
     found = summarize(rows(verdicts, [["a", "b", "c", "c"], ["x", "x", "y", "z"], ["a"] * 4]))
