@@ -36,7 +36,7 @@ def summarize(written, **named):
 
 
 def test_training_starts_without_math_verify():
-    """Which takes a second to import, and is needed in workers alone."""
+    """Which takes a second to import; the workers of rewards do it."""
     code = "import sys, gspo_jax.train; sys.exit('math_verify' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

@@ -82,8 +82,8 @@ def test_compiled_programs_are_counted_and_those_in_memory_are_not():
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
+    settings = {"model.folder": "tests/golden/adder", "data.data_dir": tmp_path / "data", "iterations": 1}
     for name in ("one", "two"):
-        settings = {"model.folder": "tests/golden/adder", "data.data_dir": tmp_path / "data", "iterations": 1}
         words = train_flags("tests/pod_config.py", tmp_path / name, settings)
         command = [sys.executable, "-m", "gspo_jax.train", *words, f"--json={tmp_path}/{name}.json"]
         subprocess.run(command, cwd=ROOT, env=environment(tmp_path), check=True, timeout=400)

@@ -169,7 +169,7 @@ class _Sums:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cls(trained, sums, maxima))
 
     def plus(self, trained: Trained, part: Callable[[Trained], Loss]) -> "_Sums":
-        """The sums and maxima with one more part's, whose loss this is."""
+        """The sums and maxima with those of one more part, of which this is the loss."""
         (_, (sums, maxima)), gradients = jax.value_and_grad(part, has_aux=True)(trained)
         gradients, sums = jax.tree.map(jnp.add, (self.gradients, self.sums), (gradients, sums))
         return _Sums(gradients, sums, jax.tree.map(jnp.maximum, self.maxima, maxima))
