@@ -128,9 +128,10 @@ def simulate_devices(count: int) -> None:
 def reuse_memory() -> None:
     """Keep freed memory for the next allocation, if the C library is glibc, except around compilations.
 
-    Call it before any device is used. XLA's CPU backend allocates a program's temporaries anew in every call. By
-    default glibc maps and unmaps so large a buffer each time, and touching its fresh pages takes a fifth of an update.
-    One arena for all threads, without maps of their own, keeps the pages instead.
+    Call it before any device is used, and before any thread has allocated memory: an arena that a thread has cannot be
+    taken back, and XLA's threads would share it. XLA's CPU backend allocates a program's temporaries anew in every
+    call. By default glibc maps and unmaps so large a buffer each time, and touching its fresh pages takes a fifth of an
+    update. One arena for all threads, without maps of their own, keeps the pages instead.
 
     Before and after each compilation freed memory returns to the system. Otherwise a process's peak memory would be the
     sum of its largest compilation and of its data.

@@ -317,3 +317,11 @@ cli.prepare(config)
     fresh = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=fresh, capture_output=True, text=True)
     assert done.stdout == "3\n", done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+def test_no_import_gives_a_thread_memory_of_its_own():
+    """Temporaries that XLA's threads allocated there would be mapped anew in every update (`cli.reuse_memory`)."""
+    code = "import ctypes, gspo_jax.train, gspo_jax.coldstart, gspo_jax.noise; ctypes.CDLL(None).malloc_stats()"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stderr
+    assert said.count("Arena ") == 1, said

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from absl import logging
 
 from gspo_jax.data import prepared
@@ -353,6 +351,9 @@ def _no_constant(name: str) -> None:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow  # starts a thread with memory of its own, which must not come before `cli.reuse_memory`
+    import pyarrow.parquet
+
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
