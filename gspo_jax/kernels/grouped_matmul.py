@@ -6,7 +6,7 @@ kernels. Elsewhere: `jax.lax.ragged_dot`.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -183,25 +183,39 @@ def _products(
     rows: Array, weights: Sequence[Array], group_sizes: Array, tail: bool, likely: int | None
 ) -> tuple[Array, ...]:
     if platform() == "tpu":
-        out = grouped_matmul_tpu.matmuls(rows, weights, group_sizes, likely=likely)
+        out = _in_calls(partial(grouped_matmul_tpu.matmuls, rows, group_sizes=group_sizes, likely=likely), weights)
         return tuple(_tail_zeroed(y, group_sizes) for y in out) if tail else out
     if platform() == "cpu":
         return _blocked_products(rows, weights, group_sizes)
     return _ragged_products(rows, weights, group_sizes)
 
 
+def _in_calls(run: Callable[..., tuple[Array, ...]], weights: Sequence[Array]) -> tuple[Array, ...]:
+    """The products of all weights, each call of `run` with those of one shape, as the kernels need."""
+    found: dict[int, Array] = {}
+    for alike in _alike(weights):
+        found |= zip(alike, run([weights[i] for i in alike]), strict=True)
+    return tuple(found[i] for i in range(len(weights)))
+
+
+def _alike(weights: Sequence[Array]) -> list[list[int]]:
+    """The numbers of the weights of each shape."""
+    shapes = [w.shape for w in weights]
+    return [[i for i, each in enumerate(shapes) if each == shape] for shape in dict.fromkeys(shapes)]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmuls(
     rows: Float[Array, "N D"],
-    weights: tuple[Float[Array, "E D F"], ...],
+    weights: tuple[Float[Array, "E D _"], ...],
     group_sizes: Int[Array, " E"],
     tail: bool = True,
     likely: int | None = None,
-) -> tuple[Float[Array, "N F"], ...]:
+) -> tuple[Float[Array, "N _"], ...]:
     """Multiply each row by the matrices of its group: out_i[n] = rows[n] @ weights_i[e(n)].
 
     Several weights in one call cost less than separate calls: rows are read once, and the sum of their gradients is
-    written once.
+    written once. Widths F may differ. Weights that are not differentiated cost no gradient.
 
     Args:
       rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
@@ -213,39 +227,67 @@ def grouped_matmuls(
     return _products(rows, weights, group_sizes, tail, likely)
 
 
+class _Weight(NamedTuple):
+    """A weight, in the field that says whether it is differentiated: the tree's structure is known when tracing."""
+
+    trained: Array | None = None
+    frozen: Array | None = None
+
+    @property
+    def value(self) -> Array:
+        """The weight."""
+        value = self.frozen if self.trained is None else self.trained
+        assert value is not None
+        return value
+
+
 def _forward(
-    rows: Array, weights: tuple[Array, ...], group_sizes: Array, tail: bool, likely: int | None
-) -> tuple[tuple[Array, ...], tuple[Array, tuple[Array, ...], Array]]:
-    return _products(rows, weights, group_sizes, tail, likely), (rows, weights, group_sizes)
+    rows: Any, weights: tuple[Any, ...], group_sizes: Any, tail: bool, likely: int | None
+) -> tuple[tuple[Array, ...], tuple[Array, list[_Weight], Array]]:
+    values = [w.value for w in weights]
+    kept = [_Weight(trained=w.value) if w.perturbed else _Weight(frozen=w.value) for w in weights]
+    out = _products(rows.value, values, group_sizes.value, tail, likely)
+    return out, (rows.value, kept, group_sizes.value)
 
 
 def _backward(
-    tail: bool, likely: int | None, residuals: tuple[Array, tuple[Array, ...], Array], grads: tuple[Array, ...]
-) -> tuple[Array, tuple[Array, ...], None]:
-    rows, weights, group_sizes = residuals
+    tail: bool, likely: int | None, residuals: tuple[Array, list[_Weight], Array], given: tuple[Any, ...]
+) -> tuple[Array, tuple[Array | None, ...], None]:
+    rows, kept, group_sizes = residuals
+    zero = jax.custom_derivatives.SymbolicZero
+    weights = [w.value for w in kept]
+    none = [jnp.zeros((rows.shape[0], w.shape[2]), rows.dtype) for w in weights]
+    grads = [varying_like(n, rows) if isinstance(g, zero) else g for g, n in zip(given, none, strict=True)]
+    own = [g for g, w in zip(grads, kept, strict=True) if w.trained is not None]
     if platform() == "tpu":
-        d_rows = grouped_matmul_tpu.matmuls_transposed(grads, weights, group_sizes, likely=likely)
+        parts = (
+            grouped_matmul_tpu.matmuls_transposed(
+                [grads[i] for i in alike], [weights[i] for i in alike], group_sizes, likely=likely
+            )
+            for alike in _alike(weights)
+        )
+        d_rows = reduce(jnp.add, parts)
         d_rows = _tail_zeroed(d_rows, group_sizes) if tail else d_rows
-        d_weights = tuple(grouped_matmul_tpu.outer(rows, g, group_sizes, likely=likely) for g in grads)
+        found = iter([grouped_matmul_tpu.outer(rows, g, group_sizes, likely=likely) for g in own])
     else:
         blocked, ragged = (_blocked_transposed, _blocked_outer), (_ragged_transposed, _ragged_outer)
         transposed, outer = blocked if platform() == "cpu" else ragged
-        d_rows, d_weights = transposed(grads, weights, group_sizes), outer(rows, grads, group_sizes)
-    d_weights = (d.astype(w.dtype) for d, w in zip(d_weights, weights, strict=True))
-    return d_rows, tuple(d_weights), None
+        d_rows = transposed(grads, weights, group_sizes)
+        found = iter(outer(rows, own, group_sizes) if own else ())
+    return d_rows, tuple(None if w.trained is None else next(found).astype(w.trained.dtype) for w in kept), None
 
 
-grouped_matmuls.defvjp(_forward, _backward)
+grouped_matmuls.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def stacked_matmuls(
     rows: Float[Array, "N D"],
-    weights: tuple[Float[Array, "L E D F"], ...],
+    weights: tuple[Float[Array, "L E D _"], ...],
     group_sizes: Int[Array, " E"],
     *,
     layer: Int[Array, ""],
     likely: int | None = None,
-) -> tuple[Float[Array, "N F"], ...]:
+) -> tuple[Float[Array, "N _"], ...]:
     """Like `grouped_matmuls` of each weights[layer] with tail=False, but reads the layer's weights in place.
 
     Meant for a loop over layers, such as a decoder's, in which copying the weights out would cost as much as the

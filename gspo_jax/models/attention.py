@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
+from gspo_jax.models.lora import project
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -153,14 +154,14 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the attention output, and what `attend` kept (keys and values for the cache, or None)."""
         theta = self.config.rope_theta
-        q, k, v = (self._heads(x @ w.astype(x.dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (self._heads(project(self, name, x)) for name in ("q", "k", "v"))
         q = rope(self.q_norm(q), positions, theta)
         k = rope(self.k_norm(k), positions, theta)
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
-        return checkpoint_name(out.reshape(*x.shape[:2], -1) @ self.o.astype(x.dtype), "dot"), kept
+        return checkpoint_name(project(self, "o", out.reshape(*x.shape[:2], -1)), "dot"), kept
 
     def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
         """Move heads before tokens, as attention wants them; before norm and rotation, which make it float32."""

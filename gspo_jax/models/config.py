@@ -166,10 +166,22 @@ def parameter(
     init: Callable[..., Any] | None = None,
     *,
     float32: bool = False,
+    kind: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param[jax.Array]:
     """Declare a parameter once: its shape, its logical axes (see parallel/mesh.py) and its initialiser.
 
     The trainer stores parameters in float32. `float32` marks those that the forward also reads in float32, whatever
-    the compute dtype; the sampler's copy therefore keeps them as they are.
+    the compute dtype; the sampler's copy therefore keeps them as they are. `kind` tells parameters apart that are
+    trained from those that are not.
     """
-    return nnx.Param((init or normal())(rngs.params(), shape, jnp.float32), axes=axes, float32=float32)
+    return kind((init or normal())(rngs.params(), shape, jnp.float32), axes=axes, float32=float32)
+
+
+def dotted(key: jax.tree_util.KeyPath) -> str:
+    """The path of a parameter, such as "layers.0.mlp.gate"; a leaf's last key is the value inside its nnx.Param."""
+    return jax.tree_util.keystr(key[:-1], simple=True, separator=".")
+
+
+def by_path(params: nnx.State) -> dict[str, Any]:
+    """The leaves of parameters, or of their shapes, by path."""
+    return {dotted(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(params)}

@@ -17,7 +17,7 @@ load.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import grouped_matmuls, stacked_matmuls
+from gspo_jax.models.lora import LowRank
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
@@ -73,6 +74,9 @@ class ExpertKernels(NamedTuple):
     gate: Float[Array, "*L E D F"]
     up: Float[Array, "*L E D F"]
     down: Float[Array, "*L E F D"]
+    gate_adapter: LowRank | None = None
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
 
 def check_dispatch(dispatch: Dispatch, platform: str) -> None:
@@ -223,8 +227,10 @@ def _combine(
         slot = jnp.where(held, place.reshape(N, K), room)
         token, slots = source // K, _first_slots(slot, min(K, E), room)
         rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
-        gated, raised = (checkpoint_name(y, "dot") for y in matmuls(rows, (kernels.gate, kernels.up), sizes))
-        (out,) = matmuls(jax.nn.silu(gated) * raised * shares, (kernels.down,), sizes)
+        wide = (kernels.gate, kernels.up), (kernels.gate_adapter, kernels.up_adapter)
+        gated, raised = (checkpoint_name(y, "dot") for y in _adapted(matmuls, rows, *wide, sizes))
+        tall = (kernels.down,), (kernels.down_adapter,)
+        (out,) = _adapted(matmuls, jax.nn.silu(gated) * raised * shares, *tall, sizes)
         return gather_up(out, token, slots)
 
     def rarely() -> Array:
@@ -235,6 +241,23 @@ def _combine(
     if usual == worst:
         return within(worst)
     return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
+
+
+def _adapted(
+    matmuls: Callable[..., tuple[Array, ...]],
+    rows: Float[Array, "N D"],
+    matrices: Sequence[Array],
+    adapters: Sequence[LowRank | None],
+    sizes: Int[Array, " E"],
+) -> list[Array]:
+    """Each row times its expert's matrices, plus the shares of those adapters that there are."""
+    beside = [low for low in adapters if low is not None]
+    outs = matmuls(rows, (*matrices, *(low.a for low in beside)), sizes)
+    inner = iter(outs[len(matrices) :])
+    return [
+        y if low is None else y + matmuls(next(inner), (low.b,), sizes)[0]
+        for y, low in zip(outs, adapters, strict=False)
+    ]
 
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
@@ -397,19 +420,24 @@ def exchange(
     ) -> tuple[Array, Array]:
         # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients
         # are summed over these. If fsdp holds whole experts, they are gathered and their gradients reduce-scattered.
-        kernels = ExpertKernels(*(varying(w, "data", "fsdp") for w in kernels))
+        # An adapter's narrow side is the same on every tensor shard.
+        kernels = jax.tree.map(lambda w: varying(w, "data", "fsdp", "tensor"), kernels)
         if "fsdp" in held_by:
-            kernels = ExpertKernels(*(jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in kernels))
+            kernels = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), kernels)
         tokens = varying(_flat(x), "tensor")
         y, dropped = _route(dispatch, shards)(tokens, _flat(experts), _flat(weights), kernels, layer=layer)
         return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
 
     stack = () if layer is None else (None,)
-    layouts: Any = ((BATCH_AXES,), (*stack, held_by, None, "tensor"), (*stack, held_by, "tensor", None))
-    rows, wide, tall = (without_axes(PartitionSpec(*axes), manual) for axes in layouts)
+    layouts: Any = ((None, None), (None, "tensor"), ("tensor", None))
+    whole, wide, tall = (without_axes(PartitionSpec(*stack, held_by, *axes), manual) for axes in layouts)
+    rows = without_axes(PartitionSpec(BATCH_AXES), manual)
+    beside: Any = LowRank(*cast(Any, (whole, wide))), LowRank(*cast(Any, (tall, whole)))
+    places: Any = wide, wide, tall, beside[0], beside[0], beside[1]
+    there: Any = (None if own is None else place for own, place in zip(kernels, places, strict=True))
     return jax.shard_map(
         shard,
-        in_specs=(rows, rows, rows, ExpertKernels(cast(Any, wide), cast(Any, wide), cast(Any, tall)), PartitionSpec()),
+        in_specs=(rows, rows, rows, ExpertKernels(*there), PartitionSpec()),
         out_specs=(rows, rows),
         axis_names=set(AXES) - manual,
     )(x, experts, weights, kernels, layer)

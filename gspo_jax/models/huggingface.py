@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from gspo_jax.models import families
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
 from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule
 from gspo_jax.models.transformer import Transformer, abstract
@@ -52,11 +52,6 @@ def read_config(folder: Path) -> ModelConfig:
 def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     """Return the fields of a config.json that transformers from 4.51 on and 5 both read."""
     return families.of(config).write(config) | {"torch_dtype": dtype.name}
-
-
-def _path(key: jax.tree_util.KeyPath) -> str:
-    """The dotted path of a leaf of the parameters' state; the last key is the value inside its nnx.Param."""
-    return jax.tree_util.keystr(key[:-1], simple=True, separator=".")
 
 
 def with_dtype(shapes: nnx.State, dtype: np.dtype) -> nnx.State:
@@ -93,13 +88,15 @@ def load_params(
     with contextlib.ExitStack() as files:
         checkpoint = Checkpoint(pathlib.Path(folder), files)
         layout = families.of(config).rules(config, checkpoint.handles)
-        ours = {_path(key): leaf.shape for key, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+        ours = {path: leaf.shape for path, leaf in by_path(shapes).items()}
         expected = {name: r.shape(ours[path]) for path, r in layout.items() for _, name in r.entries(ours[path])}
         checkpoint.check(expected, tied=config.tie_word_embeddings)
 
         def build(key: Any, leaf: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> jax.Array:
             # One read per distinct slice: replicas of a shard share it.
-            read = functools.cache(functools.partial(layout[_path(key)].read, checkpoint, leaf.shape, dtype=leaf.dtype))
+            read = functools.cache(
+                functools.partial(layout[dotted(key)].read, checkpoint, leaf.shape, dtype=leaf.dtype)
+            )
             if sharding is None:
                 return jnp.asarray(read(tuple(range(n) for n in leaf.shape)))
 
@@ -152,7 +149,7 @@ def save(
     """
     folder = pathlib.Path(folder).absolute()
     state = nnx.state(model) if isinstance(model, nnx.Module) else model
-    params = {_path(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    params = by_path(state)
     kind = jnp.dtype(params["embed"].dtype if dtype is None else dtype)
     entries = _entries(config, params)
     sizes = [math.prod(rule.shape(params[path].shape)) * kind.itemsize for _, path, rule, _ in entries]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.models.config import ModelConfig, Stack, parameter
 from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.models.lora import beside, project
 from gspo_jax.types import RouterRecord
 
 
@@ -141,10 +142,11 @@ def softmax_router(
 
 
 def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Split a stack's parameters into the experts' kernels (none in a dense stack) and all others."""
+    """Split a stack's parameters into those of the experts (none in a dense stack) and all others."""
 
     def is_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
-        return path[-1] in ExpertKernels._fields and leaf.get_metadata("axes")[1] == "expert"
+        del path
+        return leaf.get_metadata("axes")[1] == "expert"
 
     experts, others = nnx.split_state(block, is_kernel, ...)
     return experts, others
@@ -176,10 +178,11 @@ class MoE(nnx.Module):
         With `layer` the kernels are those of all layers of the stack, so that a loop over layers need not copy each
         layer's experts.
         """
-        logits = checkpoint_name(jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.router[...]), "dot")
+        logits = checkpoint_name(project(self, "router", x.astype(jnp.float32)), "dot")
         routes, weights = self.choose(logits, self.config, asked)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
-        kernels = ExpertKernels(*(w.astype(x.dtype) for w in (self.gate, self.up, self.down)))
+        matrices = (getattr(self, name).astype(x.dtype) for name in ("gate", "up", "down"))
+        kernels = ExpertKernels(*matrices, *(beside(self, name, x.dtype) for name in ("gate", "up", "down")))
         y, dropped = exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer)
         return y, routes._replace(dropped=dropped)
 
@@ -199,6 +202,5 @@ class MLP(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], None]:
         """Return no routes, so that dense and routed blocks are called alike."""
         del valid, asked, layer  # a dense layer has no router to ask and no experts to select
-        gate, up, down = (w.astype(x.dtype) for w in (self.gate, self.up, self.down))
-        gated, raised = (checkpoint_name(x @ w, "dot") for w in (gate, up))
-        return (jax.nn.silu(gated) * raised) @ down, None
+        gated, raised = (checkpoint_name(project(self, name, x), "dot") for name in ("gate", "up"))
+        return project(self, "down", jax.nn.silu(gated) * raised), None

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows
 from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.models import lora
 from gspo_jax.models.attention import (
     Attend,
     attend_cached,
@@ -292,14 +293,43 @@ def _decode_stack(
 
 
 def abstract(
-    config: ModelConfig, *, dtype: DTypeLike = jnp.float32, dispatch: Dispatch = GATHER
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    dispatch: Dispatch = GATHER,
+    adapters: lora.Adapters | None = None,
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
-    """Return the model's graph and the shapes of its parameters, without allocating any."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, dispatch=dispatch)))
+    """Return the model's graph and the shapes of its parameters, without allocating any.
+
+    Raises:
+      UserError: as `lora.add`.
+    """
+    of = {"dtype": dtype, "dispatch": dispatch, "adapters": adapters}
+    return nnx.split(nnx.eval_shape(lambda: _make(config, nnx.Rngs(0), **of)))
 
 
-def init_params(config: ModelConfig, key: jax.Array, *, mesh: jax.sharding.Mesh | None = None) -> nnx.State:
-    """Return random float32 parameters, each created in its own sharding on `mesh` (None: the default device)."""
-    _, shapes = abstract(config)
-    shardings = None if mesh is None else mesh_lib.param_shardings(shapes, mesh)
-    return jax.jit(lambda k: nnx.state(Transformer(config, rngs=nnx.Rngs(k))), out_shardings=shardings)(key)
+def _make(config: ModelConfig, rngs: nnx.Rngs, adapters: lora.Adapters | None = None, **options: Any) -> Transformer:
+    model = Transformer(config, rngs=rngs, **options)
+    if adapters is not None:
+        lora.add(model, adapters, rngs=rngs)
+    return model
+
+
+def init_params(
+    config: ModelConfig,
+    key: jax.Array,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    adapters: lora.Adapters | None = None,
+) -> nnx.State:
+    """Return random float32 parameters, each created in its own sharding on `mesh` (None: the default device).
+
+    With `adapters`, those of the adapters alone, which change nothing yet.
+    """
+
+    def make(key: jax.Array) -> nnx.State:
+        params = nnx.state(_make(config, nnx.Rngs(key), adapters))
+        return params if adapters is None else lora.split(params)[0]
+
+    shardings = None if mesh is None else mesh_lib.param_shardings(jax.eval_shape(make, key), mesh)
+    return jax.jit(make, out_shardings=shardings)(key)

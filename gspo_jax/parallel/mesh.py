@@ -37,6 +37,7 @@ TRAINER: Rules = {
     "mlp": ("tensor",),
     "expert": ("expert",),
     "router": (),
+    "rank": (),
 }
 """Trainer layout: weights sharded over fsdp, expert and tensor."""
 

@@ -1,0 +1,173 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + s · (x A) B beside a matrix W that stays as it is.
+
+The scale s is α / √rank (rank-stabilised, arXiv 2312.03732), so that the size of an update does not shrink as the rank
+grows. B starts at zero: a new adapter changes nothing. Base and adapter are never added up; sampler and trainer compute
+both products by this code.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gspo_jax.models.config import by_path, dotted, parameter
+from gspo_jax.types import UserError, choices
+
+TARGETS = {
+    "q_proj": "attention.q",
+    "k_proj": "attention.k",
+    "v_proj": "attention.v",
+    "o_proj": "attention.o",
+    "gate_proj": "mlp.gate",
+    "up_proj": "mlp.up",
+    "down_proj": "mlp.down",
+    "router": "mlp.router",
+}
+"""Matrices of a layer that may have an adapter: the name of the field, and the parameter's path in a block."""
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Matrices that every expert of a routed layer has one of."""
+SUFFIX = "_adapter"
+"""End of the name of a module beside a parameter: an `Adapter`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Which matrices have an adapter, and of which rank; hashable, a static part of the model."""
+
+    rank: int = 0
+    """Rank beside the matrices that all tokens pass, `targets`; 0: these have none."""
+    expert_rank: int = 0
+    """Rank beside each expert's matrices, `expert_targets`; 0: experts have none."""
+    alpha: float = 8.0
+    """α of the scale α / √rank."""
+    targets: tuple[str, ...] = tuple(name for name in TARGETS if name != "router")
+    """Names among `TARGETS`; those of a feed-forward mean dense layers."""
+    expert_targets: tuple[str, ...] = EXPERTS
+    """Names among `EXPERTS`."""
+
+    def __post_init__(self) -> None:
+        """Raise a UserError for an unknown target, or if no matrix would have an adapter."""
+        for field, names, known in (
+            ("targets", self.targets, tuple(TARGETS)),
+            ("expert_targets", self.expert_targets, EXPERTS),
+        ):
+            for name in names:
+                if name not in known:
+                    raise UserError(f"adapter.{field} has no {name!r}; {choices(name, known)}")
+        if not ((self.rank and self.targets) or (self.expert_rank and self.expert_targets)):
+            raise UserError("no matrix has an adapter; set adapter.rank or adapter.expert_rank, with targets")
+
+    def scale(self, rank: int) -> float:
+        """Factor of the product of an adapter of this rank."""
+        return self.alpha / math.sqrt(rank)
+
+    def rank_of(self, name: str, axes: tuple[str, ...]) -> int:
+        """Rank of the adapter beside a matrix, of this name and these logical axes; 0 if it has none."""
+        if "expert" in axes:
+            return self.expert_rank if name in self.expert_targets else 0
+        return self.rank if name in self.targets else 0
+
+
+class LowRank(NamedTuple):
+    """The matrices of an adapter, the first one scaled; experts have one pair each, [E, n, r] and [E, r, m]."""
+
+    a: Float[Array, "*E n r"]
+    b: Float[Array, "*E r m"]
+
+    def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
+        """(x A) B, in x's dtype."""
+        return x @ self.a @ self.b
+
+
+class Adapter(nnx.Module):
+    """The trainable matrices beside a block's parameter; they lead with its layers, and a layer gets its slice."""
+
+    def __init__(self, matrix: nnx.Variable, rank: int, scale: float, *, rngs: nnx.Rngs):
+        *outer, inner, across = matrix.shape
+        *where, row, column = matrix.get_metadata("axes")
+        batch = tuple(range(len(outer)))
+        # Uniform within ±1/√n, as `peft` has it.
+        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch)
+        zeros = jax.nn.initializers.zeros
+        self.a = parameter(rngs, (*outer, inner, rank), (*where, row, "rank"), uniform, kind=nnx.LoRAParam)
+        self.b = parameter(rngs, (*outer, rank, across), (*where, "rank", column), zeros, kind=nnx.LoRAParam)
+        self.scale = scale
+
+    def arrays(self, dtype: Any) -> LowRank:
+        """The arrays in the dtype that they are computed with.
+
+        Rounded before they are scaled, as in the sampler, whose copy is stored rounded.
+        """
+        return LowRank(self.a.astype(dtype) * self.scale, self.b.astype(dtype))
+
+
+def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
+    """Give a transformer its adapters.
+
+    Raises:
+      UserError: no matrix of the model is a target.
+    """
+    found = False
+    for block in model.layers:
+        for name, path in TARGETS.items():
+            part, _, own = path.partition(".")
+            module = getattr(block, part)
+            matrix = getattr(module, own, None)
+            if matrix is not None and (rank := adapters.rank_of(name, matrix.get_metadata("axes"))):
+                setattr(module, _attribute(own), Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
+                found = True
+    if not found:
+        has = "experts" if model.config.is_routed else "dense layers"
+        raise UserError(f"adapter.targets name no matrix of this model, which has {has}; add others")
+
+
+def _attribute(name: str) -> str:
+    return name + SUFFIX
+
+
+def matrix_of(path: str) -> tuple[str, str]:
+    """The path of the matrix that an adapter's parameter is beside, and which it is: "a" or "b"."""
+    beside, _, which = path.rpartition(".")
+    return beside.removesuffix(SUFFIX), which
+
+
+def beside(module: nnx.Module, name: str, dtype: Any) -> LowRank | None:
+    """The adapter beside a module's parameter, computing in `dtype`; None if it has none."""
+    adapter = getattr(module, _attribute(name), None)
+    return None if adapter is None else adapter.arrays(dtype)
+
+
+def project(module: nnx.Module, name: str, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
+    """x times the module's matrix `name`, plus its adapter's share if it has one."""
+    y, low = x @ getattr(module, name).astype(x.dtype), beside(module, name, x.dtype)
+    return y if low is None else y + low(x)
+
+
+def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The adapters' parameters, and all others."""
+    adapters, others = nnx.split_state(params, nnx.LoRAParam, ...)
+    return adapters, others
+
+
+def merge(adapters: nnx.State, base: nnx.State, rule: Adapters) -> nnx.State:
+    """The base with s A B added to every matrix that has an adapter: a model without adapters, in the base's dtypes."""
+    beside = {matrix_of(path): leaf for path, leaf in by_path(adapters).items()}
+
+    def one(path: jax.tree_util.KeyPath, w: jax.Array) -> jax.Array:
+        own = dotted(path)
+        if (own, "a") not in beside:
+            return w
+        a, b = beside[own, "a"], beside[own, "b"]
+        scale = rule.scale(a.shape[-1])
+
+        def layer(xs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            w, a, b = xs
+            return (w.astype(jnp.float32) + scale * (a @ b)).astype(w.dtype)
+
+        return jax.jit(lambda *xs: jax.lax.map(layer, xs))(w, a, b)  # a layer at a time, for the float32 copy
+
+    return jax.tree.map_with_path(one, base)

@@ -1,0 +1,146 @@
+"""Adapters: gradients by the chain rule, nothing added before they learn, and no gradient of the base anywhere."""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gspo_jax.models import lora, transformer
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.lora import Adapters
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.types import UserError, Weights
+from tests.tiny import CONFIG, leaf_errors, mesh_id, params
+
+DENSE = dataclasses.replace(CONFIG, num_experts=0, experts_per_token=0, moe_intermediate_size=0)
+EVERYWHERE = Adapters(rank=3, expert_rank=2, alpha=4.0, targets=tuple(lora.TARGETS))
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, CONFIG.vocab_size, (8, 9)))
+
+
+class Adapted(NamedTuple):
+    """A model with adapters that have learned something."""
+
+    config: ModelConfig
+    graph: nnx.GraphDef
+    weights: Weights
+
+
+def adapted(config: ModelConfig) -> Adapted:
+    """Return the tiny model with random adapters beside every matrix that may have one."""
+    graph, shapes = transformer.abstract(config, adapters=EVERYWHERE)
+    rng = np.random.default_rng(1)
+    trainable = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape).astype(np.float32)), lora.split(shapes)[0]
+    )
+    return Adapted(config, graph, Weights(trainable, params(config)))
+
+
+def by_matrix(tree: nnx.State) -> dict[str, dict[str, np.ndarray]]:
+    """Return the leaves of adapters in float64: the path of the matrix -> {"a": …, "b": …}."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name, _, own = jax.tree_util.keystr(path[:-1], simple=True, separator=".").rpartition(".")
+        found.setdefault(name.removesuffix("_adapter"), {})[own] = np.asarray(leaf, np.float64)
+    return found
+
+
+def loss(graph: nnx.GraphDef, weights: Weights) -> jax.Array:
+    """Return a loss that every parameter has a part in."""
+    logits = weights.model(graph)(TOKENS).logits
+    return jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), TOKENS[:, 1:, None], -1).mean()
+
+
+def gradient(graph: nnx.GraphDef, weights: Weights) -> nnx.State:
+    """Return the loss's gradient of what is trainable."""
+    return jax.jit(jax.grad(lambda trainable: loss(graph, Weights(trainable, weights.frozen))))(weights.trainable)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
+def test_gradients_are_the_chain_rule_of_the_full_gradient(config):
+    """Of W + s A B: dA = s dW Bᵀ and dB = s Aᵀ dW, in float64, beside every target."""
+    model = adapted(config)
+    pairs = by_matrix(model.weights.trainable)
+
+    def merge(path, w):
+        name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+        if name not in pairs:
+            return w
+        a, b = pairs[name]["a"], pairs[name]["b"]
+        return jnp.asarray(np.asarray(w, np.float64) + 4.0 / np.sqrt(a.shape[-1]) * a @ b, jnp.float32)
+
+    whole = jax.tree.map_with_path(merge, model.weights.frozen)
+    graph, _ = transformer.abstract(config)
+    assert loss(graph, Weights.full(whole)) == pytest.approx(float(loss(model.graph, model.weights)), rel=1e-5)
+    full = dict(jax.tree_util.tree_leaves_with_path(gradient(graph, Weights.full(whole))))
+    full = {
+        jax.tree_util.keystr(k[:-1], simple=True, separator="."): np.asarray(v, np.float64) for k, v in full.items()
+    }
+    found = by_matrix(gradient(model.graph, model.weights))
+    kinds = {name.split(".", 2)[2] for name in found}
+    assert kinds == {path for path in lora.TARGETS.values() if config.is_routed or path != "mlp.router"}
+    for name, own in found.items():
+        a, b, dw = pairs[name]["a"], pairs[name]["b"], full[name]
+        scale = 4.0 / np.sqrt(a.shape[-1])
+        for which, expected in (("a", scale * dw @ b.mT), ("b", scale * a.mT @ dw)):
+            error = np.abs(own[which] - expected).max() / np.abs(expected).max()
+            assert error < 2e-5, (name, which, error)
+
+
+@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
+def test_new_adapters_change_no_bit(config):
+    new = transformer.init_params(config, jax.random.key(0), adapters=EVERYWHERE)
+    base, (graph, _) = params(config), transformer.abstract(config)
+    expected = Weights.full(base).model(graph)(TOKENS).logits
+    model = Weights(new, base).model(transformer.abstract(config, adapters=EVERYWHERE)[0])
+    np.testing.assert_array_equal(model(TOKENS).logits, expected)
+    for name, own in by_matrix(new).items():
+        bound = 1 / np.sqrt(own["a"].shape[-2])
+        assert not own["b"].any() and 0.9 * bound < np.abs(own["a"]).max() <= bound, name
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"expert": 8}], ids=mesh_id)
+def test_a_mesh_changes_no_gradient(sizes):
+    model = adapted(CONFIG)
+    expected = gradient(model.graph, model.weights)
+    mesh = mesh_lib.make_mesh(sizes)
+    _, shapes = transformer.abstract(CONFIG, adapters=EVERYWHERE)
+    placed = Weights(*lora.split(mesh_lib.param_shardings(shapes, mesh)))
+    with jax.set_mesh(mesh):
+        found = gradient(model.graph, jax.device_put(model.weights, placed))
+    assert leaf_errors(expected, found) < 2e-5
+
+
+def test_no_array_of_the_gradient_is_as_large_as_the_base():
+    """No stacked gradient of a matrix, and none of one layer's experts, in the compiled program."""
+    model = adapted(CONFIG)
+    run = jax.jit(jax.grad(lambda trainable, frozen: loss(model.graph, Weights(trainable, frozen))))
+    text = run.lower(model.weights.trainable, model.weights.frozen).compile().as_text()
+    assert text is not None
+    made = re.findall(r"= f32\[([\d,]+)\]\S* (\w[\w-]*)\(", text)
+    matrices = {w.shape for w in jax.tree.leaves(model.weights.frozen) if w.ndim > 2}
+    for shape in matrices:
+        ops = {op for dims, op in made if dims == ",".join(map(str, shape))}
+        assert ops <= {"parameter", "get-tuple-element", "copy", "bitcast"}, (shape, ops)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rank": 4, "targets": ("q_prj",)}, r"adapter.targets has no 'q_prj'; did you mean 'q_proj'\? there are"),
+        ({"expert_rank": 4, "expert_targets": ("router",)}, "adapter.expert_targets has no 'router'"),
+        ({"rank": 4, "targets": ()}, "no matrix has an adapter; set adapter.rank or adapter.expert_rank, with targets"),
+    ],
+)
+def test_mistakes(fields, says):
+    with pytest.raises(UserError, match=says):
+        Adapters(**fields)
+
+
+def test_targets_that_the_model_does_not_have():
+    with pytest.raises(UserError, match="name no matrix of this model, which has dense layers"):
+        transformer.abstract(DENSE, adapters=Adapters(expert_rank=4))
