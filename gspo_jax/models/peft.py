@@ -1,0 +1,275 @@
+"""Reads and writes adapters as `peft` folders: adapter_config.json and adapter_model.safetensors.
+
+Experts have two layouts there. With `target_modules` every expert's matrix has a pair of tensors of its own. With
+`target_parameters` those of all experts are one pair, beside the fused `experts.gate_up_proj` and `experts.down_proj`
+of transformers 5. Both are read, and the second is written.
+"""
+
+import collections
+import itertools
+import json
+import math
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, Sharding
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from gspo_jax.models import families, lora, transformer
+from gspo_jax.models.config import ModelConfig, by_path, dotted
+from gspo_jax.models.config_json import Path, read_json
+from gspo_jax.models.lora import Adapters
+from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.types import UserError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_MODEL = "base_model.model."
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+_SUPPORTED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+}
+"""Fields of adapter_config.json and the values that are supported, of which a missing field has the first."""
+_SWAPPED = (0, 19)
+"""The version of peft since which a fused parameter [E, m, n] has A beside n, and not beside m."""
+
+
+class Pair(NamedTuple):
+    """The adapter beside one matrix [n, m]: y += scale · (x A) B."""
+
+    a: np.ndarray
+    """[n, r]."""
+    b: np.ndarray
+    """[r, m]."""
+    scale: float
+
+
+def load(folder: Path, config: ModelConfig, adapters: Adapters, mesh: Mesh | None = None) -> nnx.State:
+    """Return a folder's adapters, float32 and in the trainer's layout (None: on the default device).
+
+    Where the folder's scale is not that of `adapters`, B makes up for it.
+
+    Raises:
+      UserError: a file is missing or damaged, or has a feature that is not supported, or the folder has other targets
+        or ranks than `adapters`.
+    """
+    shapes, _ = lora.split(transformer.abstract(config, adapters=adapters)[1])
+    pairs, found = read_pairs(folder, config), {}
+    used = set()
+    for path, shape in by_path(shapes).items():
+        matrix, which = lora.matrix_of(path)
+        own = np.empty(shape.shape, np.float32)
+        for at, module in _modules(config, matrix, own.shape):
+            pair = pairs.get(module)
+            if pair is None:
+                raise UserError(f"{folder} has no adapter beside {module}; leave its matrix out of the targets")
+            value = pair.a if which == "a" else pair.b * (pair.scale / adapters.scale(pair.b.shape[0]))
+            if value.shape != own[at].shape:
+                raise UserError(
+                    f"{folder} has matrices {list(pair.a.shape)} and {list(pair.b.shape)} beside {module}, of rank "
+                    f"{pair.b.shape[0]}, which are not those of the config; set adapter.rank and adapter.expert_rank"
+                )
+            own[at] = value
+            used.add(module)
+        found[path] = own
+    if left := pairs.keys() - used:
+        raise UserError(f"{folder} has an adapter beside {min(left)}; add its matrix to the targets")
+
+    def place(path: jax.tree_util.KeyPath, _: Any, sharding: Sharding | None = None) -> jax.Array:
+        value = found[dotted(path)]
+        if sharding is None:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    places = () if mesh is None else (mesh_lib.param_shardings(shapes, mesh),)
+    return jax.tree.map_with_path(place, shapes, *places)
+
+
+def save(params: nnx.State, config: ModelConfig, adapters: Adapters, folder: Path, *, base: str) -> None:
+    """Write adapters as a folder that `peft` from 0.19 on loads. With several processes, all must call this.
+
+    Args:
+      params: the adapters.
+      config: the model's.
+      adapters: their rule.
+      folder: the folder to write, which appears when it is complete.
+      base: name or folder of the model that they are beside.
+
+    Raises:
+      UserError: `folder` exists and is not empty.
+    """
+    folder = pathlib.Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; give another one for the adapters")
+    leaves, pairs = by_path(params), {}
+    for path, leaf in leaves.items():
+        matrix, which = lora.matrix_of(path)
+        if which == "b":
+            continue
+        a, b = _on_host(leaf), _on_host(leaves[path.removesuffix(".a") + ".b"])
+        scale = adapters.scale(a.shape[-1])
+        pairs |= {module: Pair(a[at], b[at], scale) for at, module in _modules(config, matrix, a.shape)}
+    if jax.process_index() == 0:
+        temporary = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        tensors, fields = _written(pairs, adapters)
+        save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
+        fields["base_model_name_or_path"] = base
+        (temporary / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        shutil.copymode(temporary / CONFIG, temporary / TENSORS)  # safetensors makes its files private
+        temporary.rename(folder)
+    multihost_utils.sync_global_devices("peft.save")
+
+
+def _modules(config: ModelConfig, matrix: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield every index into the outer axes of a parameter of this shape with the module that has its matrix."""
+    for at, name in families.of(config).rules(config, ())[matrix].entries(shape):
+        yield at, name.removesuffix(".weight")
+
+
+def read_pairs(folder: Path, config: ModelConfig) -> dict[str, Pair]:
+    """Return a folder's adapters by module, such as "model.layers.0.mlp.experts.3.gate_proj".
+
+    Raises:
+      UserError: a file is missing or damaged, or has a feature that is not supported.
+    """
+    folder = pathlib.Path(folder)
+    file = folder / CONFIG
+    fields = read_json(file, f"{file} does not exist; give a folder that peft's save_pretrained wrote")
+    for field, allowed in _SUPPORTED.items():
+        value = fields.get(field, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{file}: {field} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+    try:
+        tensors = load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / TENSORS} cannot be read ({error}); save the adapters again") from error
+    halves: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
+    for name, tensor in tensors.items():
+        parts = re.fullmatch(rf"{re.escape(_MODEL)}(.*)\.lora_([AB])\.weight", name)
+        if parts is None:
+            raise UserError(f"{folder / TENSORS} has {name}; supported: the lora_A and lora_B of linear layers")
+        halves[parts[1]][parts[2]] = tensor.astype(np.float32).T
+    pairs: dict[str, Pair] = {}
+    for module, half in halves.items():
+        if half.keys() != {"A", "B"} or half["A"].shape[1] != half["B"].shape[0]:
+            raise UserError(f"{folder / TENSORS}: lora_A and lora_B of {module} do not fit; save the adapters again")
+        of_all = module.removesuffix(".base_layer")
+        if of_all.endswith(".experts"):
+            pairs |= _of_experts(of_all, half["A"], half["B"], config, fields)
+        else:
+            pairs[module] = Pair(half["A"], half["B"], _scale(fields, module, half["A"].shape[1]))
+    return pairs
+
+
+def _scale(fields: Mapping[str, Any], target: str, rank: int) -> float:
+    """The scale beside a module or parameter, as peft finds it."""
+    patterns = fields.get("alpha_pattern") or {}
+    alpha = next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", target)), None)
+    alpha = fields.get("lora_alpha", 8) if alpha is None else alpha
+    return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+
+
+def _of_experts(
+    module: str, a: np.ndarray, b: np.ndarray, config: ModelConfig, fields: Mapping[str, Any]
+) -> dict[str, Pair]:
+    """Each expert's adapters, of the pair beside a fused parameter: a is [n, E r] and b [r E, m]."""
+    E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    n, m, r = a.shape[0], b.shape[1], a.shape[1] // E
+    each = zip(np.split(a, E, axis=1), b.reshape(r, E, m).swapaxes(0, 1), strict=True)
+    version = tuple(map(int, re.findall(r"\d+", str(fields.get("peft_version", "")))[:2]))
+    if (n, m) in ((2 * F, D), (D, F)) and (n != m or version < _SWAPPED):
+        each, n, m = [(b.T, a.T) for a, b in each], m, n
+    if (n, m) == (F, D):
+        scale = _scale(fields, f"{module}.down_proj", r)
+        return {f"{module}.{e}.down_proj": Pair(*pair, scale) for e, pair in enumerate(each)}
+    if (n, m) != (D, 2 * F):
+        raise UserError(f"an adapter beside {module} is for matrices [{n}, {m}]; the model has [{D}, {2 * F}]")
+    scale, found = _scale(fields, f"{module}.gate_up_proj", r), {}
+    for e, (a, b) in enumerate(each):
+        half, gate, up = r // 2, b[:, :F], b[:, F:]
+        apart = r % 2 == 0 and b.any() and not gate[half:].any() and not up[:half].any()
+        first, second = ((a[:, :half], gate[:half]), (a[:, half:], up[half:])) if apart else ((a, gate), (a, up))
+        for target, pair, other in (("gate_proj", first, second), ("up_proj", second, first)):
+            if pair[1].any() or not other[1].any():  # of two, one whose output is zero was no target
+                found[f"{module}.{e}.{target}"] = Pair(*pair, scale)
+    return found
+
+
+def _written(pairs: Mapping[str, Pair], adapters: Adapters) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors of a folder, and the fields of its config."""
+    tensors: dict[str, np.ndarray] = {}
+    of_experts: dict[str, dict[str, list[Pair]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    targets: dict[str, set[str]] = {"target_modules": set(), "target_parameters": set()}
+    ranks, alphas = {}, {}
+
+    def write(module: str, a: np.ndarray, b: np.ndarray) -> None:
+        for which, half in (("A", a), ("B", b)):
+            tensors[f"{_MODEL}{module}.lora_{which}.weight"] = np.ascontiguousarray(half.T)
+
+    for module, pair in pairs.items():
+        if parts := _EXPERT.fullmatch(module):
+            of_experts[parts[1]][parts[3]].append(pair)
+            continue
+        write(module, pair.a, pair.b)
+        if module.endswith("mlp.gate"):  # the router is no linear layer in transformers 5
+            targets["target_parameters"].add("mlp.gate.weight")
+        else:
+            targets["target_modules"].add(module.rpartition(".")[2])
+    for module, own in of_experts.items():
+        both = itertools.zip_longest(own.get("gate_proj", ()), own.get("up_proj", ()))
+        fused = {"gate_up_proj": list(itertools.starmap(_joined, both)), "down_proj": own.get("down_proj", [])}
+        for target, each in fused.items():
+            if not each:
+                continue
+            inner = module + ".base_layer" * (target == "gate_up_proj" and bool(fused["down_proj"]))
+            a, b = np.concatenate([pair.a for pair in each], axis=1), np.stack([pair.b for pair in each], axis=1)
+            write(inner, a, b.reshape(-1, b.shape[2]))
+            targets["target_parameters"].add(f"mlp.experts.{target}")
+            ranks[f".*experts.{target}"] = rank = each[0].b.shape[0]
+            alphas[f".*experts.{target}"] = each[0].scale * math.sqrt(rank)
+    fields = {name: value for name, (value, *_) in _SUPPORTED.items()} | {
+        "r": adapters.rank or adapters.expert_rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": True,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "peft_version": ".".join(map(str, (*_SWAPPED, 0))),
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        **{name: sorted(found) for name, found in targets.items()},
+    }
+    return tensors, fields
+
+
+def _joined(gate: Pair | None, up: Pair | None) -> Pair:
+    """One adapter beside [gate, up], in which neither has a part in the other's output; None: that output is zero."""
+    if gate is None or up is None:
+        some = gate or up
+        assert some is not None
+        nothing = np.zeros_like(some.b)
+        return some._replace(b=np.concatenate([nothing, some.b] if gate is None else [some.b, nothing], axis=1))
+    nothing = np.zeros_like(gate.b)
+    b = np.block([[gate.b, nothing], [nothing, up.b]])
+    return Pair(np.concatenate([gate.a, up.a], axis=1), b, gate.scale)
+
+
+def _on_host(value: Any) -> np.ndarray:
+    return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
