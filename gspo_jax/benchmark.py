@@ -39,7 +39,7 @@ from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import open_folder
-from gspo_jax.training.digest import digests
+from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
 
 FOLDER = "benchmarks"
@@ -196,7 +196,7 @@ class Benchmark:
         return {
             "benchmark": self.name,
             "model": answering.name,
-            "weights": _digest(answering.weights),
+            "weights": digest_tree(answering.weights.whole),
             "gspo_jax": gspo_jax.__version__,
             "commit": _commit(),
             "first_prompt": first.texts[0],
@@ -446,13 +446,6 @@ class _Answers:
             file.flush()
             os.fsync(file.fileno())
         storage.sync(self.file.parent)
-
-
-def _digest(weights: Weights) -> str:
-    """One digest of all weights, the same on any mesh."""
-    leaves = jax.tree_util.tree_leaves_with_path(weights.whole)
-    found = digests({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
-    return hashlib.sha256(json.dumps({name: one.words for name, one in found.items()}).encode()).hexdigest()[:16]
 
 
 def _commit() -> str:

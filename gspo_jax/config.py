@@ -37,6 +37,17 @@ def base() -> ConfigDict:
     config.model.capacity_factor = placeholder(float)
     config.model.architecture = ConfigDict()  # fields of ModelConfig for the model that the cold start makes
 
+    # Low-rank adapters (LoRA): the model's own weights stay as they are, and matrices beside them are trained.
+    config.adapter = ConfigDict()
+    config.adapter.rank = 0  # rank beside matrices that every token passes; this and expert_rank 0: train all weights
+    config.adapter.expert_rank = 0  # rank beside the matrices of every expert; 0: experts stay as they are
+    config.adapter.alpha = 8.0  # an adapter's product is multiplied by alpha / √rank
+    # Matrices with adapters; those of a feed-forward are of dense layers here. "router" may be added.
+    config.adapter.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    config.adapter.expert_targets = ("gate_proj", "up_proj", "down_proj")
+    config.adapter.folder = ""  # folder of `peft` with the adapters to start with; empty: new ones
+    config.adapter.base_dtype = ""  # the model's own weights are stored in "bfloat16" or "float32"; empty: model.dtype
+
     config.coldstart = ConfigDict()  # supervised training of an initial policy; unused if model.folder is set
     config.coldstart.steps = 0  # optimizer steps; 0: no cold start
     # File of conversations to learn, whose assistant's turns are the demonstrations; empty: the task's worked answers.

@@ -2,9 +2,11 @@
 
     python -m gspo_jax.convert --from=HF_FOLDER --to=FOLDER
     python -m gspo_jax.convert --from=FOLDER --to=HF_FOLDER [--dtype=bfloat16]
+    python -m gspo_jax.convert --from=RUN_WITH_ADAPTERS --to=FOLDER [--merge]
 
 An Orbax folder has the parameters in `checkpoints/`, beside a config.json in Hugging Face format. The source may also
-be a run folder: its newest checkpoint becomes a Hugging Face folder, which inference servers can load.
+be a run folder: its newest checkpoint becomes a Hugging Face folder, which inference servers can load. That of a run
+with adapters becomes a folder of `peft` with these alone or, with --merge, a model that has them in its weights.
 """
 
 import json
@@ -12,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, storage
-from gspo_jax.models import huggingface, transformer
+from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
@@ -28,7 +30,7 @@ from gspo_jax.reporting.writers import read_config
 from gspo_jax.setup import policy
 from gspo_jax.storage import CHECKPOINTS, RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, Weights
 
 DTYPES = ("float32", "bfloat16")
 TOKENIZER_FILES = (
@@ -43,7 +45,7 @@ TOKENIZER_FILES = (
 )
 
 
-def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str, Any]:
+def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool = False) -> dict[str, Any]:
     """Write the model in `source` to the new folder `target` in the other format and return a summary.
 
     Args:
@@ -51,6 +53,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str
       target: a folder that does not exist or is empty.
       dtype: "float32" or "bfloat16"; by default that of `source`, which is float32 for a run. The Orbax format keeps
         norms and routers in float32.
+      merge: write a run's adapters as part of the model's weights.
 
     Raises:
       UserError: `source` is none of these folders, or `target` is not empty.
@@ -61,27 +64,51 @@ def convert(source: Path, target: Path, *, dtype: str | None = None) -> dict[str
         raise UserError(f"{source} is not a folder; give a Hugging Face folder, a converted folder or a run folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
-    ours = (source / CHECKPOINTS).is_dir()
-    if ours:
-        params, config, tokenizer = _load(source)
-        huggingface.save(params, config, target, dtype=dtype)
+    if (source / CHECKPOINTS).is_dir():
+        model = _load(source)
     else:
         config = huggingface.read_config(source)
-        params, tokenizer = huggingface.load_params(source, config, dtype=dtype), source
-        _save(params, config, target)
+        params = huggingface.load_params(source, config, dtype=dtype)
+        model = _Model(Weights.full(params), config, source, in_hugging_face_format=True)
+    if merge and model.adapters is None:
+        raise UserError(f"{source} has no adapters to merge; leave out --merge")
+    params, written = model.weights.whole, "huggingface"
+    if model.adapters is not None and merge:
+        params = lora.merge(model.weights.trainable, model.weights.frozen, model.adapters)
+    if model.adapters is not None and not merge:
+        params, written = model.weights.trainable, "peft"
+        peft.save(params, model.config, model.adapters, target, base=str(model.tokenizer))
+    elif model.in_hugging_face_format:
+        written = "orbax"
+        _save(params, model.config, target)
+    else:
+        huggingface.save(params, model.config, target, dtype=dtype)
     for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, target / name)
-    written = json.loads((target / huggingface.CONFIG).read_text())
+        if (model.tokenizer / name).is_file():
+            shutil.copyfile(model.tokenizer / name, target / name)
+    stored = "float32" if written == "peft" else json.loads((target / huggingface.CONFIG).read_text())["torch_dtype"]
+    kind = jnp.dtype(stored)
     return {
         "from": str(source),
         "to": str(target),
-        "format": "huggingface" if ours else "orbax",
-        "model_type": written["model_type"],
-        "dtype": written["torch_dtype"],
+        "format": written,
+        "model_type": huggingface.config_json(model.config, kind)["model_type"],
+        "dtype": kind.name,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "bytes": sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
     }
+
+
+class _Model(NamedTuple):
+    """A model that was read."""
+
+    weights: Weights
+    config: ModelConfig
+    tokenizer: Path
+    """The folder that holds its tokenizer, which is that of a run's first model."""
+    adapters: lora.Adapters | None = None
+    """The rule of its adapters; None if it has none."""
+    in_hugging_face_format: bool = False
 
 
 def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
@@ -93,15 +120,15 @@ def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
     (folder / huggingface.CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _load(folder: Path) -> tuple[nnx.State, ModelConfig, Path]:
-    """Return parameters and shape of a folder with checkpoints, and the folder that holds its tokenizer."""
+def _load(folder: Path) -> _Model:
+    """Return the model of a folder with checkpoints."""
     fields = read_config(folder)
     if fields is None:
         raise UserError(f"{folder} has {CHECKPOINTS} but no {huggingface.CONFIG}; it is incomplete, write it again")
     return _load_converted(folder, fields) if "model_type" in fields else _load_run(folder, fields)
 
 
-def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
+def _load_converted(folder: Path, fields: dict[str, Any]) -> _Model:
     """Load a folder written by `_save`, in the dtype it was saved in."""
     config = huggingface.read_config(folder)
     shapes = huggingface.with_dtype(transformer.abstract(config)[1], jnp.dtype(fields["torch_dtype"]))
@@ -109,17 +136,18 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, Mo
     restored = load_newest(folder / CHECKPOINTS, {"params": shapes}, {"params": shardings})
     if restored is None:
         raise UserError(f"{folder / CHECKPOINTS} holds no checkpoint; convert the model again")
-    return restored.state["params"], config, folder
+    return _Model(Weights.full(restored.state["params"]), config, folder)
 
 
-def _load_run(folder: Path, fields: dict[str, Any]) -> tuple[nnx.State, ModelConfig, Path]:
+def _load_run(folder: Path, fields: dict[str, Any]) -> _Model:
     """Load a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
     config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
     first = policy.initial_folder(config, folder)
     model, _ = policy.read_folder(config, first)
     files = RunFolder(name=str(folder), local=folder)
-    weights, _ = policy.newest_weights(config, files, policy.make_policy(config, model), _one_device())
-    return weights.whole, model, first
+    made = policy.make_policy(config, model)
+    weights, _ = policy.newest_weights(config, files, made, _one_device())
+    return _Model(weights, model, first, made.adapters)
 
 
 def _one_device() -> jax.sharding.Mesh:
@@ -132,13 +160,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="folder to convert")
     parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="new folder to write")
     parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; by default the source's")
+    parser.add_argument("--merge", action="store_true", help="add a run's adapters to the weights of its model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the same facts as JSON")
     try:
         given = parser.parse_args(arguments)
         cli.check_facts_file(given.json)
         cli.check_output_folder(given.target, flag="to")
         jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
-        done = convert(given.source, given.target, dtype=given.dtype)
+        done = convert(given.source, given.target, dtype=given.dtype, merge=given.merge)
         cli.write_facts(given.json, done)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
-from gspo_jax.parallel.mesh import batch_shards
+from gspo_jax.parallel.mesh import SAMPLER, batch_shards, param_shardings
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import StopRule
-from gspo_jax.setup import learning, policy, sampling
+from gspo_jax.setup import keys, learning, policy, sampling
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import Policy
 from gspo_jax.training.experience import ExperienceFn, make_experience
@@ -81,8 +80,8 @@ class Engine:
         return jax.jit(self._new, out_shardings=self.shardings)(weights)
 
     def load(self, folder: Path) -> Weights:
-        """Weights of a Hugging Face folder, all trainable, read straight into the trainer's layout."""
-        return Weights.full(huggingface.load_params(folder, self.policy.config, self.meshes.trainer))
+        """Weights of a Hugging Face folder, read straight into the trainer's layout, with new adapters, if any."""
+        return self.policy.first(folder, self.meshes.trainer, keys.adapter_key(self.config))
 
     def _new(self, weights: Weights) -> TrainState:
         return new_state(weights, self.optimizer, critic=self.critic)
@@ -154,6 +153,7 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
         learning.make_scoring(config),
         recompute=recompute,
         replay=config.routing.replay,
+        reference_graph=made.base,
         critic=None if critic is None else critic.graph,
         microbatches=config.training.microbatches,
     )
@@ -173,4 +173,15 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         poll_steps=config.sampling.poll_steps,
         router_logprobs=sampling.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,
+        shares_frozen=_shares_frozen(config, made, meshes),
     )
+
+
+def _shares_frozen(config: ConfigDict, made: Policy, meshes: Meshes) -> bool:
+    """Whether the trainer has the frozen weights in the sampler's layout and precision."""
+    frozen = made.shapes.frozen
+    if made.adapters is None or made.base_dtype != jnp.dtype(config.model.dtype) or config.sampling.weights_dtype:
+        return False
+    ours, theirs = param_shardings(frozen, meshes.trainer), param_shardings(frozen, meshes.sampler, SAMPLER)
+    leaves = zip(*map(jax.tree.leaves, (frozen, ours, theirs)), strict=True)
+    return all(one.is_equivalent_to(other, len(x.shape)) for x, one, other in leaves)

@@ -131,7 +131,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             state, frozen, name = _state(config, files, made)
             folder = policy.initial_folder(config, files.local)
-            reference = policy.reference_weights(config, folder, made.policy, meshes.trainer)
+            reference = policy.reference_weights(config, folder, made.policy, meshes.trainer, frozen)
             experience = _experience(config, tokenizer, scorer, made, state, frozen, reference)
             old, rollout, packing = experience.old, experience.rollout, experience.packing
             host_rollout, host_old = hosts.allgather((rollout, old))
@@ -168,9 +168,11 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
 def _state(config: ConfigDict, files: RunFolder, made: Engine) -> tuple[TrainState, Any, str]:
     """The state of the newest checkpoint, or before the first update; frozen weights; and its name."""
     restored = load_newest(files.checkpoints, made.state_shapes, made.shardings, field_of=policy.field_of)
+    folder = policy.initial_folder(config, files.local)
     if restored is not None:
-        return restored.state, made.policy.shapes.frozen, f"iteration {restored.step}"
-    weights = made.load(policy.initial_folder(config, files.local))
+        frozen = made.policy.frozen(folder, made.meshes.trainer, digest=restored.run.get("base"))
+        return restored.state, frozen, f"iteration {restored.step}"
+    weights = made.load(folder)
     return made.begin(weights), weights.frozen, "the first policy"
 
 

@@ -171,6 +171,11 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
         ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
         ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8', or '' for model.dtype"),
+        ({"adapter.rank": 4, "adapter.base_dtype": "int4"}, "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16'"),
+        ({"adapter.rank": -4}, "adapter.rank is -4; use 0 to"),
+        ({"adapter.rank": 4, "adapter.targets": ("q",)}, "adapter.targets has no 'q'; there are q_proj, k_proj"),
+        ({"adapter.folder": "some"}, "adapter.folder is 'some' and both ranks are 0; set them to the folder's"),
+        ({"adapter.rank": 4, "objective.name": "ppo"}, "ppo has a critic with a trunk of its own, .*; set critic"),
         ({"benchmarks.aime24.every": 5}, r"benchmarks.aime24.data is empty; .* or benchmarks.aime24.every to 0"),
         ({"benchmarks.aime24.every": -5}, "benchmarks.aime24.every is -5; use 0 to"),
         (

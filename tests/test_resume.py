@@ -6,10 +6,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from gspo_jax.convert import convert
 from gspo_jax.data import tasks
-from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, train_flags, wait_for
+from gspo_jax.types import UserError
+from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, state_of, train_flags, wait_for
 
 ITERATIONS = 4
 
@@ -56,7 +60,8 @@ def get_config():
 
 
 @pytest.mark.slow
-def test_a_mixture_of_three_files_resumes_to_the_same_bits(tmp_path):
+def test_adapters_on_a_mixture_of_three_files_resume_to_the_same_bits(tmp_path):
+    """Their checkpoints go with one base alone, and become folders that others load."""
     records = list(
         tasks.load("arithmetic", split="train", data_dir=str(tmp_path / "tfds"), difficulty="easy", limit=120)
     )
@@ -64,7 +69,9 @@ def test_a_mixture_of_three_files_resumes_to_the_same_bits(tmp_path):
         lines = [json.dumps({"prompt": record["question"], "answer": record["answer"]}) for record in part]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "mixture.py").write_text(MIXTURE.replace("DATA", str(tmp_path)), encoding="utf-8")
-    settings = {"model.folder": ROOT / "tests" / "golden" / "adder", "iterations": ITERATIONS, "checkpoint.every": 1}
+    base = shutil.copytree(ROOT / "tests" / "golden" / "adder", tmp_path / "base")
+    settings = {"model.folder": base, "iterations": ITERATIONS, "checkpoint.every": 1, "reference.kl_weight": 0.01}
+    settings |= {"adapter.rank": 4, "adapter.expert_rank": 2, "optimizer.learning_rate": 1e-2}
 
     def mixed(workdir: Path) -> list[str]:
         return ["-m", "gspo_jax.train", *train_flags(str(tmp_path / "mixture.py"), workdir, settings)]
@@ -75,6 +82,21 @@ def test_a_mixture_of_three_files_resumes_to_the_same_bits(tmp_path):
     for name in ("reward/exact_answer", "reward/answer_format"):
         assert any(row.get(name) is not None for row in found)
     assert all(row["reward/failed"] == 0 for row in found if "reward/failed" in row), "no reward is asked in vain"
+    assert max(row.get("reference/kl", 0) for row in found) > 1e-6, "adapters move the policy away from its base"
+    params = {name for name in state_of(tmp_path / "whole" / "checkpoints", ITERATIONS) if ".params." in name}
+    assert params and all(name.endswith(("_adapter.a.value", "_adapter.b.value")) for name in params)
+
+    whole, parts, merged = tmp_path / "whole", tmp_path / "adapters", tmp_path / "merged"
+    assert convert(whole, parts)["format"] == "peft"
+    assert convert(whole, merged, merge=True)["format"] == "huggingface"
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, merged))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if np.any(before[name] != after[name])}
+    assert moved == {name for name in before if "_proj" in name}
+    assert json.loads((parts / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    save_file(after, base / "model.safetensors")
+    with pytest.raises(UserError, match="are not those that the checkpoint's adapters were trained beside"):
+        convert(whole, tmp_path / "again")
 
 
 @pytest.mark.slow

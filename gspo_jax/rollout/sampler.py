@@ -42,6 +42,7 @@ class Sampler:
         poll_steps: int | None = None,
         router_logprobs: bool = False,
         precision: Precision | None = None,
+        shares_frozen: bool = False,
     ):
         """Create a sampler without weights, which compiles nothing yet.
 
@@ -57,9 +58,11 @@ class Sampler:
           poll_steps: decode steps after which `poll` is called; None: only before a sampling call.
           router_logprobs: also record the router's log-probs of the experts it chose.
           precision: what the weights, except those declared float32, are rounded to; None: to `dtype` alone.
+          shares_frozen: the trainer has the frozen weights in this layout and dtype, so that there is no copy of them.
         """
-        self._graph, self._shapes = graph, shapes
-        self.reshard = decoder.make_reshard(shapes, mesh, dtype, precision)
+        self._graph, self._shapes, self._shares_frozen = graph, shapes, shares_frozen
+        self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
+        """Casts and reshards the trainer's `moved` weights."""
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
         self._poll_steps = poll_steps
@@ -92,13 +95,22 @@ class Sampler:
             return None
         return PolledDecode(graph=self._graph, **options, early_exit=early_exit, poll_steps=steps)
 
+    def moved(self, weights: Weights) -> Weights:
+        """Those of the trainer's weights that the sampler has a copy of."""
+        return Weights.full(weights.trainable) if self._shares_frozen else weights
+
+    def copied(self, weights: Weights) -> Weights:
+        """The sampler's weights: a copy of what is `moved`, beside the trainer's own arrays."""
+        copy = self.reshard(self.moved(weights))
+        return Weights(copy.trainable, weights.frozen) if self._shares_frozen else copy
+
     def load(self, weights: Weights) -> None:
         """Cast and reshard the trainer's weights into the sampler's copy, and reset `stats`."""
         with jax.set_mesh(self.mesh):
-            self._weights = jax.block_until_ready(self.reshard(weights))
+            self._weights = copied = jax.block_until_ready(self.copied(weights))
         self.copy_bytes = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * leaf.sharding.num_devices
-            for leaf in jax.tree.leaves(self._weights)
+            for leaf in jax.tree.leaves(self.moved(copied))
         )
         self.stats = SamplerStats()
 

@@ -38,6 +38,7 @@ from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import PUBLISH_S, RunFolder, check_place, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
+from gspo_jax.training.digest import digest_tree
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
@@ -82,6 +83,8 @@ class Run:
     tokenizer: Tokenizer
     frozen: nnx.State
     """Weights that no update changes; empty in full training."""
+    base: str | None
+    """Digest of the frozen weights; None in full training."""
     reference: Weights | None
     """Weights of the reference policy; None without a KL to it."""
     boundary: Boundary
@@ -344,6 +347,8 @@ class Run:
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
         run["key"] = jax.random.key_data(self.key).tolist()
+        if self.base is not None:
+            run["base"] = self.base
         left = at.unfinished
         if left is not None:
             run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
@@ -443,7 +448,8 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             engine=made,
             tokenizer=tokenizer,
             frozen=start.frozen,
-            reference=policy.reference_weights(config, folder, made.policy, meshes.trainer),
+            base=None if made.policy.adapters is None else digest_tree(start.frozen),
+            reference=policy.reference_weights(config, folder, made.policy, meshes.trainer, start.frozen),
             boundary=Boundary.of(start, prompts),
             key=start.key,
             prompts=prompts,

@@ -91,6 +91,7 @@ def _check_settings(config: ConfigDict) -> None:
     _check_partial_rollouts(config)
     sampling.make_sampling(config)
     policy.make_dispatch(config)
+    _check_adapters(config)
     objective = learning.make_objective(config)
     _check_learning(config, objective)
     _check_routing(config, objective)
@@ -210,6 +211,21 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
         )
 
 
+def _check_adapters(config: ConfigDict) -> None:
+    """Check the adapters, and that nothing needs a second model beside them."""
+    if policy.make_adapters(config) is None:
+        return
+    if config.adapter.base_dtype not in ("", "float32", "bfloat16"):
+        raise UserError(
+            f"adapter.base_dtype is {config.adapter.base_dtype!r}; use 'float32', 'bfloat16', or '' for model.dtype"
+        )
+    if learning.make_objective(config).critic is not None and config.critic.trunk == "own":
+        raise UserError(
+            f"{config.objective.name} has a critic with a trunk of its own, a second model beside the adapters' base; "
+            "set critic.trunk to 'policy'"
+        )
+
+
 def _check_updates(config: ConfigDict) -> None:
     """Check the number of updates, which int32 counts, and the optimizers' schedules."""
     updates = learning.total_updates(config)
@@ -271,6 +287,8 @@ def check_dense(config: ConfigDict, model: ModelConfig) -> None:
         (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
         (f"routing.noise_every {routing.noise_every}", routing.noise_every, "0"),
         (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
+        (f"adapter.expert_rank {config.adapter.expert_rank}", config.adapter.expert_rank, "0 and adapter.rank"),
+        ("'router' among adapter.targets", "router" in config.adapter.targets, "other matrices"),
     ):
         if asked:
             raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")

@@ -14,6 +14,11 @@ def run_key(config: ConfigDict) -> jax.Array:
     return jax.random.split(jax.random.key(config.seed))[1]
 
 
+def adapter_key(config: ConfigDict) -> jax.Array:
+    """Key for the initial weights of adapters."""
+    return jax.random.fold_in(init_key(config), 1)
+
+
 def sample_key(key: jax.Array, iteration: int) -> jax.Array:
     """Key for the rollout of one iteration; `key` is the run's."""
     return jax.random.fold_in(jax.random.fold_in(key, 0), iteration)

@@ -4,22 +4,24 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
-from gspo_jax.models import huggingface, transformer
+from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.writers import existing_folder
-from gspo_jax.setup import sampling
+from gspo_jax.setup import keys, sampling
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import load_newest
+from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import UserError, Weights
 
 _LAYER = ("num_layers", "hidden_size")
@@ -49,14 +51,74 @@ class Policy:
     """Shape of the model."""
     graph: nnx.GraphDef[transformer.Transformer]
     """The model without its parameters, computing in the config's dtype."""
+    base: nnx.GraphDef[transformer.Transformer]
+    """The same model without adapters; `graph` itself if it has none."""
     shapes: Weights
     """Shapes and dtypes of the parameters."""
+    adapters: lora.Adapters | None = None
+    """The adapters that are trained; None in full training."""
+    adapter_folder: str = ""
+    """Folder of the adapters that training starts with; empty: new ones."""
+
+    def first(self, folder: Path, mesh: Mesh, key: jax.Array) -> Weights:
+        """Weights of a Hugging Face folder, in the trainer's layout, with new adapters if there are any."""
+        if self.adapters is None:
+            return Weights.full(huggingface.load_params(folder, self.config, mesh))
+        if self.adapter_folder:
+            adapters = peft.load(self.adapter_folder, self.config, self.adapters, mesh)
+        else:
+            adapters = transformer.init_params(self.config, key, mesh=mesh, adapters=self.adapters)
+        return Weights(adapters, self.frozen(folder, mesh))
+
+    def frozen(self, folder: Path, mesh: Mesh, *, digest: str | None = None) -> nnx.State:
+        """Weights of a Hugging Face folder that no update changes; empty, without reading it, in full training.
+
+        Raises:
+          UserError: they do not have this digest, that of the weights that a checkpoint's adapters were beside.
+        """
+        if self.adapters is None:
+            return self.shapes.frozen
+        base = huggingface.load_params(folder, self.config, mesh, dtype=self.base_dtype)
+        if digest is not None and digest_tree(base) != digest:
+            raise UserError(
+                f"the weights in {folder} are not those that the checkpoint's adapters were trained beside; put the "
+                "folder back that the run began from, and leave adapter.base_dtype as it was"
+            )
+        return base
+
+    @property
+    def base_dtype(self) -> jnp.dtype:
+        """Dtype of the frozen weights, but for those that are always float32."""
+        frozen: Any = self.shapes.frozen
+        return frozen["embed"].dtype
 
 
 def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
     """The policy for a model of this shape; nothing is allocated."""
-    graph, shapes = transformer.abstract(model, dtype=jnp.dtype(config.model.dtype), dispatch=make_dispatch(config))
-    return Policy(model, graph, Weights.full(shapes))
+    options: dict[str, Any] = {"dtype": jnp.dtype(config.model.dtype), "dispatch": make_dispatch(config)}
+    base, shapes = transformer.abstract(model, **options)
+    adapters = make_adapters(config)
+    if adapters is None:
+        return Policy(model, base, base, Weights.full(shapes))
+    graph, whole = transformer.abstract(model, **options, adapters=adapters)
+    stored = huggingface.with_dtype(shapes, jnp.dtype(config.adapter.base_dtype or config.model.dtype))
+    return Policy(model, graph, base, Weights(lora.split(whole)[0], stored), adapters, config.adapter.folder)
+
+
+def make_adapters(config: ConfigDict) -> lora.Adapters | None:
+    """The adapters of `config.adapter`; None if it has none, and all weights are trained."""
+    section = config.adapter
+    if not (section.rank or section.expert_rank):
+        if section.folder:
+            raise UserError(f"adapter.folder is {section.folder!r} and both ranks are 0; set them to the folder's")
+        return None
+    return lora.Adapters(
+        rank=section.rank,
+        expert_rank=section.expert_rank,
+        alpha=section.alpha,
+        targets=tuple(section.targets),
+        expert_targets=tuple(section.expert_targets),
+    )
 
 
 def make_dispatch(config: ConfigDict) -> Dispatch:
@@ -103,9 +165,10 @@ def field_of(leaf: str) -> str:
     empty for a leaf, such as a counter, that every train state has alike.
     """
     path = leaf.split(".")
-    name = next((key for key in reversed(path) if key in _SHAPED_BY), None)
+    matrices = [key.removesuffix(lora.SUFFIX) for key in path]
+    name = next((key for key in reversed(matrices) if key in _SHAPED_BY), None)
     fields = [] if name is None else list(_SHAPED_BY[name])
-    where = []
+    where = [] if matrices == path else ["adapter.rank", "adapter.expert_rank"]
     if path[0] == "critic":
         where = ["objective.name", "critic.trunk"]
         fields = ["hidden_size"] if name == "head" else fields
@@ -169,10 +232,17 @@ def read_run(config: ConfigDict, files: RunFolder) -> tuple[ModelConfig, Tokeniz
     return read_folder(config, initial)
 
 
-def reference_weights(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> Weights | None:
-    """Weights of the reference (initial) policy, in the compute dtype and trainer's layout; None without a KL."""
+def reference_weights(
+    config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh, frozen: nnx.State
+) -> Weights | None:
+    """Weights of the reference (initial) policy, in the compute dtype and trainer's layout; None without a KL.
+
+    Under adapters they are the frozen weights themselves.
+    """
     if not config.reference.kl_weight:
         return None
+    if policy.adapters is not None:
+        return Weights.full(frozen)
     return Weights.full(huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype)))
 
 
@@ -182,7 +252,8 @@ def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: M
     wanted = {"policy": {"params": trainable}}
     places = {"policy": {"params": mesh_lib.param_shardings(trainable, mesh)}}
     restored = load_newest(files.checkpoints, wanted, places, field_of=field_of)
+    folder = initial_folder(config, files.local)
     if restored is None:
-        params = huggingface.load_params(initial_folder(config, files.local), policy.config, mesh)
-        return Weights.full(params), "the first policy"
-    return Weights(restored.state["policy"]["params"], policy.shapes.frozen), f"iteration {restored.step}"
+        return policy.first(folder, mesh, keys.adapter_key(config)), "the first policy"
+    frozen = policy.frozen(folder, mesh, digest=restored.run.get("base"))
+    return Weights(restored.state["policy"]["params"], frozen), f"iteration {restored.step}"

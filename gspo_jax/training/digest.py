@@ -6,10 +6,12 @@ bijection of the bits at every index: a change to a single element always change
 leaves them equal with a probability of 2^-64. It guards against damage, not against forgery.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,12 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, Digest]:
     leaves = list(arrays.values())
     facts = np.asarray(digest_all(leaves, places=tuple(x.sharding for x in leaves)))
     return {name: Digest(f"{one:08x}{two:08x}", int(bad)) for name, (one, two, bad) in zip(arrays, facts, strict=True)}
+
+
+def digest_tree(tree: Any) -> str:
+    """One digest of all leaves of a tree and of their paths, the same on any mesh. Every process has to call it."""
+    found = digests({jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)})
+    return hashlib.sha256(json.dumps({name: one.words for name, one in found.items()}).encode()).hexdigest()[:16]
 
 
 @partial(jax.jit, static_argnames="places")

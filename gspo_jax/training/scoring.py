@@ -98,13 +98,15 @@ def make_old_policy(
     *,
     recompute: bool,
     replay: Replay = "none",
+    reference_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
     microbatches: int = 1,
 ) -> OldPolicyFn:
     """A jitted `old_policy(weights, critic_params, reference, rollout, packing)`, called before an iteration's updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
-    the sampler's under `replay` "r3". The reference policy always uses its own routes. The compiler removes forward
+    the sampler's under `replay` "r3". The reference policy, whose graph may lack the policy's adapters, always uses its
+    own routes. The compiler removes forward
     passes whose results are unused. Without a packing, rows are processed in `microbatches` parts.
     """
 
@@ -116,7 +118,7 @@ def make_old_policy(
             asked = Routing(experts_to_replay(replay, jax.tree.map(layout.rows, rollout.routes), None))
         scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
         if reference is not None:
-            found["reference_logprobs"] = score(graph, reference, layout, scoring).logprobs
+            found["reference_logprobs"] = score(reference_graph or graph, reference, layout, scoring).logprobs
         if critic is not None:
             assert critic_params is not None
             found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
