@@ -28,7 +28,7 @@ def base() -> ConfigDict:
     config.model = ConfigDict()
     config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE; empty: a cold start makes the model
     config.model.published = ""  # model the folder must hold, such as "Qwen3-30B-A3B"; lets `plan` run without a folder
-    config.model.dtype = "bfloat16"  # compute dtype, "bfloat16" or "float32"; parameters are always float32
+    config.model.dtype = "bfloat16"  # compute dtype, "bfloat16" or "float32"; what is trained is always float32
     # What each layer keeps for the backward pass. "full": its input; "offload": its input, in host memory; "dots": its
     # input and the outputs of its matmuls; "none": all activations, nothing is recomputed.
     config.model.remat = "full"
@@ -42,7 +42,7 @@ def base() -> ConfigDict:
     config.adapter.rank = 0  # rank beside matrices that every token passes; this and expert_rank 0: train all weights
     config.adapter.expert_rank = 0  # rank beside the matrices of every expert; 0: experts stay as they are
     config.adapter.alpha = 8.0  # an adapter's product is multiplied by alpha / √rank
-    # Matrices with adapters; those of a feed-forward are of dense layers here. "router" may be added.
+    # Matrices with adapters: gate_proj, up_proj and down_proj mean those of dense layers; "router" may be added.
     config.adapter.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     config.adapter.expert_targets = ("gate_proj", "up_proj", "down_proj")
     config.adapter.folder = ""  # folder of `peft` with the adapters to start with; empty: new ones

@@ -66,6 +66,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
     if (source / CHECKPOINTS).is_dir():
         model = _load(source)
+    elif merge:
+        raise UserError(f"{source} is not a run and has no adapters to merge; leave out --merge")
     else:
         config = huggingface.read_config(source)
         params = huggingface.load_params(source, config, dtype=dtype)
@@ -74,15 +76,18 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         raise UserError(f"{source} has no adapters to merge; leave out --merge")
     params, written = model.weights.whole, "huggingface"
     if model.adapters is not None and merge:
-        params = lora.merge(model.weights.trainable, model.weights.frozen, model.adapters)
+        kind = jnp.dtype(dtype or "float32")
+        params = lora.merge(model.weights.trainable, model.weights.frozen, model.adapters, dtype=kind)
     if model.adapters is not None and not merge:
+        if dtype is not None:
+            raise UserError(f"dtype is {dtype!r}, and adapters are written in float32; leave out --dtype")
         params, written = model.weights.trainable, "peft"
         peft.save(params, model.config, model.adapters, target, base=str(model.tokenizer))
     elif model.in_hugging_face_format:
         written = "orbax"
         _save(params, model.config, target)
     else:
-        huggingface.save(params, model.config, target, dtype=dtype)
+        huggingface.save(params, model.config, target, dtype=dtype or ("float32" if merge else None))
     for name in TOKENIZER_FILES:
         if (model.tokenizer / name).is_file():
             shutil.copyfile(model.tokenizer / name, target / name)

@@ -80,7 +80,7 @@ class Engine:
         return jax.jit(self._new, out_shardings=self.shardings)(weights)
 
     def load(self, folder: Path) -> Weights:
-        """Weights of a Hugging Face folder, read straight into the trainer's layout, with new adapters, if any."""
+        """Weights that a run starts from, read straight into the trainer's layout; see `Policy.first`."""
         return self.policy.first(folder, self.meshes.trainer, keys.adapter_key(self.config))
 
     def _new(self, weights: Weights) -> TrainState:
@@ -153,7 +153,7 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
         learning.make_scoring(config),
         recompute=recompute,
         replay=config.routing.replay,
-        reference_graph=made.base,
+        reference_graph=made.reference,
         critic=None if critic is None else critic.graph,
         microbatches=config.training.microbatches,
     )

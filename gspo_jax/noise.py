@@ -170,7 +170,7 @@ def _state(config: ConfigDict, files: RunFolder, made: Engine) -> tuple[TrainSta
     restored = load_newest(files.checkpoints, made.state_shapes, made.shardings, field_of=policy.field_of)
     folder = policy.initial_folder(config, files.local)
     if restored is not None:
-        frozen = made.policy.frozen(folder, made.meshes.trainer, digest=restored.run.get("base"))
+        frozen = made.policy.frozen(folder, made.meshes.trainer, run=restored.run)
         return restored.state, frozen, f"iteration {restored.step}"
     weights = made.load(folder)
     return made.begin(weights), weights.frozen, "the first policy"

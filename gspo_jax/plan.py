@@ -47,6 +47,7 @@ from gspo_jax.planning.timeline import draw
 from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
+from gspo_jax.setup.policy import make_adapters
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.types import UserError, choices
 
@@ -224,6 +225,10 @@ def plan(
     """
     wanted = chosen(only)
     model = check(config)
+    if make_adapters(config) is not None:
+        raise UserError(
+            "plan does not count the memory and work of adapters yet; set adapter.rank and adapter.expert_rank to 0"
+        )
     drawn_from = None
     if lengths is not None:
         drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")

@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
+from gspo_jax import cli, engine
+from gspo_jax.kernels import grouped_matmul
 from gspo_jax.models import lora, transformer
-from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config import ModelConfig, by_path
 from gspo_jax.models.lora import Adapters
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.rollout.sampling import StopRule
+from gspo_jax.setup import policy
+from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.types import UserError, Weights
 from tests.tiny import CONFIG, leaf_errors, mesh_id, params
 
@@ -115,17 +121,53 @@ def test_a_mesh_changes_no_gradient(sizes):
     assert leaf_errors(expected, found) < 2e-5
 
 
-def test_no_array_of_the_gradient_is_as_large_as_the_base():
-    """No stacked gradient of a matrix, and none of one layer's experts, in the compiled program."""
+@pytest.mark.parametrize("sizes", [{}, {"expert": 8}], ids=["one device", "expert8"])
+def test_no_gradient_of_the_base_is_computed(sizes, monkeypatch):
+    """Neither a stacked one in the compiled program, nor one of an expert while tracing, on one device or several."""
+    widths = []
+
+    def outer(rows, grads, group_sizes):
+        widths.extend(g.shape[1] for g in grads)
+        return blocked_outer(rows, grads, group_sizes)
+
+    blocked_outer = grouped_matmul._blocked_outer
+    monkeypatch.setattr(grouped_matmul, "_blocked_outer", outer)
     model = adapted(CONFIG)
     run = jax.jit(jax.grad(lambda trainable, frozen: loss(model.graph, Weights(trainable, frozen))))
-    text = run.lower(model.weights.trainable, model.weights.frozen).compile().as_text()
+    with jax.set_mesh(mesh_lib.make_mesh(sizes, jax.devices()[: 8 if sizes else 1])):
+        text = run.lower(model.weights.trainable, model.weights.frozen).compile().as_text()
+    # A of gate and up, then B of these and of down, then A of down.
+    assert sorted(set(widths)) == [2, 16, 32] and widths.count(2) == 3 * len(widths) // 6
     assert text is not None
     made = re.findall(r"= f32\[([\d,]+)\]\S* (\w[\w-]*)\(", text)
-    matrices = {w.shape for w in jax.tree.leaves(model.weights.frozen) if w.ndim > 2}
-    for shape in matrices:
+    for shape in {w.shape for w in jax.tree.leaves(model.weights.frozen) if w.ndim > 2}:
         ops = {op for dims, op in made if dims == ",".join(map(str, shape))}
         assert ops <= {"parameter", "get-tuple-element", "copy", "bitcast"}, (shape, ops)
+
+
+@pytest.mark.parametrize(("sizes", "shares"), [({"expert": 8}, True), ({"fsdp": 2, "expert": 4}, False)])
+def test_sampler_and_trainer_compute_the_same_in_bfloat16(sizes, shares):
+    """With one base, or with a copy of it; the sampler's adapters are rounded, and its routers' are not."""
+    config = cli.load_config("configs/tiny.py")
+    config.update_from_flattened_dict({"adapter.rank": 3, "adapter.expert_rank": 2, "model.dtype": "bfloat16"})
+    config.adapter.targets = tuple(lora.TARGETS)
+    config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1} | sizes)
+    meshes = make_meshes(config, CONFIG)
+    made = policy.make_policy(config, CONFIG)
+    sampler = engine.make_sampler(config, made, meshes, StopRule(max_length=8, eos_ids=(1,)))
+    places = mesh_lib.param_shardings(made.shapes, meshes.trainer)
+    stored = jax.tree.map(lambda x, like: x.astype(like.dtype), params(CONFIG), made.shapes.frozen)
+    weights = jax.device_put(Weights(adapted(CONFIG).weights.trainable, stored), places)
+    with jax.set_mesh(meshes.sampler):
+        copy = sampler.copied(weights)
+    shared = [x is y for x, y in zip(jax.tree.leaves(copy.frozen), jax.tree.leaves(weights.frozen), strict=True)]
+    assert all(shared) if shares else not any(shared)
+    kinds = {path.rpartition(".")[0].rpartition(".")[2]: x.dtype for path, x in by_path(copy.trainable).items()}
+    assert kinds["router_adapter"] == jnp.float32 and kinds["q_adapter"] == kinds["gate_adapter"] == jnp.bfloat16
+    with jax.set_mesh(meshes.trainer):
+        ours, theirs = (each.model(made.graph)(TOKENS) for each in (weights, copy))
+    np.testing.assert_array_equal(ours.routes.experts, theirs.routes.experts)
+    np.testing.assert_array_equal(ours.logits, theirs.logits)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +183,13 @@ def test_mistakes(fields, says):
         Adapters(**fields)
 
 
-def test_targets_that_the_model_does_not_have():
-    with pytest.raises(UserError, match="name no matrix of this model, which has dense layers"):
-        transformer.abstract(DENSE, adapters=Adapters(expert_rank=4))
+@pytest.mark.parametrize(
+    ("config", "adapters", "says"),
+    [
+        (DENSE, Adapters(expert_rank=4), "adapter.expert_rank is 4, and the model has no experts; set it to 0"),
+        (CONFIG, Adapters(rank=4, targets=("up_proj",)), "adapter.targets is up_proj, none of .*; use some of q_proj,"),
+    ],
+)
+def test_targets_that_the_model_does_not_have(config, adapters, says):
+    with pytest.raises(UserError, match=says):
+        lora.check(config, adapters)

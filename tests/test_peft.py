@@ -63,12 +63,14 @@ def test_what_is_written_is_read_again_and_merges(of, tmp_path):
     np.testing.assert_allclose(merged, Weights(trained, base).model(graph)(tokens).logits, atol=2e-4)
 
 
-@pytest.mark.parametrize("targets", [("gate_proj",), ("up_proj", "down_proj")])
-def test_some_of_an_experts_matrices(targets, tmp_path):
+@pytest.mark.parametrize("targets", [("gate_proj",), ("up_proj", "down_proj"), lora.EXPERTS])
+@pytest.mark.parametrize("untrained", [1, 8])
+def test_some_experts_are_new(untrained, targets, tmp_path):
+    """And have adapters beside some of their matrices alone; the first experts' B is still zero."""
     config = huggingface.read_config(GOLDEN / "qwen3_moe")
     adapters = Adapters(expert_rank=2, expert_targets=targets)
-    shapes, _ = lora.split(transformer.abstract(config, adapters=adapters)[1])
-    trained = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), shapes)
+    new = transformer.init_params(config, jax.random.key(0), adapters=adapters)
+    trained = jax.tree.map(lambda x: x.at[:, untrained:].add(1.0), new)
     peft.save(trained, config, adapters, tmp_path / "out", base="")
     jax.tree.map(np.testing.assert_allclose, peft.load(tmp_path / "out", config, adapters), trained)
 
@@ -86,13 +88,14 @@ def changed(tmp_path, **fields):
     [
         ({"use_dora": True}, "use_dora is True; supported: False"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; supported: 'LORA'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the model's weights; convert it"),
         ({"bias": "all"}, "bias is 'all'; supported: 'none'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; supported: None, \[\]"),
     ],
 )
 def test_features_that_are_not_supported(fields, says, tmp_path):
     with pytest.raises(UserError, match=says):
-        peft.read_pairs(changed(tmp_path, **fields), huggingface.read_config(GOLDEN / "qwen3"))
+        peft.check(changed(tmp_path, **fields), huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,12 @@ def test_files_that_are_missing_or_damaged(tmp_path):
     (folder / peft.TENSORS).unlink()
     with pytest.raises(UserError, match=r"cannot be read .*; save the adapters again"):
         peft.load(folder, config, Adapters(rank=4))
+
+
+def test_adapters_of_a_model_with_experts_for_one_without():
+    config = huggingface.read_config(GOLDEN / "qwen3")
+    with pytest.raises(UserError, match=r"mlp.experts has \d+ rows for 0 experts; give the adapters' model"):
+        peft.check(GOLDEN / "adapters" / "qwen3_moe_before", config, Adapters(rank=4))
 
 
 def test_a_target_that_the_folder_lacks():

@@ -66,9 +66,9 @@ def test_a_leaf_of_the_critic_depends_on_the_objective_and_a_counter_on_nothing(
         "objective.name, critic.trunk, model.architecture.hidden_size, model.folder"
     )
     assert field_of("policy.opt_state.1.0.count") == field_of("updates") == ""
-    assert field_of("policy.params.layers.0.mlp_norm_adapter.a.value") == (
-        "adapter.rank, adapter.expert_rank, model.architecture.num_layers, model.architecture.hidden_size, model.folder"
-    )
+    says = field_of("policy.params.layers.0.attention.q_adapter.a.value").split(", ")
+    assert says[:4] == [f"adapter.{name}" for name in ("rank", "targets", "expert_rank", "expert_targets")]
+    assert "model.architecture.num_heads" in says
     assert field_of("policy.opt_state.1.0.mu.embed.value") == (
         "coldstart.vocab_size, model.architecture.hidden_size, model.folder"
     )

@@ -214,8 +214,8 @@ def grouped_matmuls(
 ) -> tuple[Float[Array, "N _"], ...]:
     """Multiply each row by the matrices of its group: out_i[n] = rows[n] @ weights_i[e(n)].
 
-    Several weights in one call cost less than separate calls: rows are read once, and the sum of their gradients is
-    written once. Widths F may differ. Weights that are not differentiated cost no gradient.
+    Several weights of one width F in one call cost less than separate calls: rows are read once, and the sum of their
+    gradients is written once. Weights that are not differentiated cost no gradient.
 
     Args:
       rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
@@ -296,7 +296,8 @@ def stacked_matmuls(
     L, E = weights[0].shape[:2]
     whole = tuple(w.reshape(L * E, *w.shape[2:]) for w in weights)
     if platform() == "tpu":
-        return grouped_matmul_tpu.matmuls(rows, whole, group_sizes, layer=layer, likely=likely)
+        run = partial(grouped_matmul_tpu.matmuls, rows, group_sizes=group_sizes, layer=layer, likely=likely)
+        return _in_calls(run, whole)
     if platform() == "cpu":
         return _blocked_products(rows, whole, group_sizes, first=layer * E)
     own = [jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights]

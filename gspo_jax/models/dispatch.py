@@ -194,10 +194,18 @@ def _combine_usually(
     return _combine(x, experts, weights, kernels, layer, likely, HEADROOM * likely)
 
 
-@_combine_usually.defjvp
+@partial(_combine_usually.defjvp, symbolic_zeros=True)
 def _(likely: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    _, experts, _, kernels, _ = primals
-    return jax.jvp(partial(_combine, likely=likely, usual=_most_pairs(experts, kernels)), primals, tangents)
+    """Differentiates what has a tangent alone, so that frozen kernels get no gradient."""
+    usual, zero = _most_pairs(primals[1], primals[3]), jax.custom_derivatives.SymbolicZero
+    leaves, tree = jax.tree.flatten(primals)
+    moving = {i: t for i, t in enumerate(tree.flatten_up_to(tangents)) if not isinstance(t, zero)}
+
+    def run(*values: Array) -> Array:
+        own = dict(zip(moving, values, strict=True))
+        return _combine(*tree.unflatten([own.get(i, x) for i, x in enumerate(leaves)]), likely=likely, usual=usual)
+
+    return jax.jvp(run, [leaves[i] for i in moving], list(moving.values()))
 
 
 def _most_pairs(experts: Int[Array, "N K"], kernels: ExpertKernels) -> int:
@@ -253,7 +261,7 @@ def _adapted(
     """Each row times its expert's matrices, plus the shares of those adapters that there are."""
     beside = [low for low in adapters if low is not None]
     outs = matmuls(rows, (*matrices, *(low.a for low in beside)), sizes)
-    inner = iter(outs[len(matrices) :])
+    inner = (checkpoint_name(y, "dot") for y in outs[len(matrices) :])
     return [
         y if low is None else y + matmuls(next(inner), (low.b,), sizes)[0]
         for y, low in zip(outs, adapters, strict=False)

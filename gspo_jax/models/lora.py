@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gspo_jax.models.config import by_path, dotted, parameter
+from gspo_jax.models.config import ModelConfig, by_path, dotted, parameter
 from gspo_jax.types import UserError, choices
 
 TARGETS = {
@@ -93,8 +93,9 @@ class Adapter(nnx.Module):
         # Uniform within ±1/√n, as `peft` has it.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=batch)
         zeros = jax.nn.initializers.zeros
-        self.a = parameter(rngs, (*outer, inner, rank), (*where, row, "rank"), uniform, kind=nnx.LoRAParam)
-        self.b = parameter(rngs, (*outer, rank, across), (*where, "rank", column), zeros, kind=nnx.LoRAParam)
+        options: dict[str, Any] = {"float32": matrix.get_metadata("float32"), "kind": nnx.LoRAParam}
+        self.a = parameter(rngs, (*outer, inner, rank), (*where, row, "rank"), uniform, **options)
+        self.b = parameter(rngs, (*outer, rank, across), (*where, "rank", column), zeros, **options)
         self.scale = scale
 
     def arrays(self, dtype: Any) -> LowRank:
@@ -105,28 +106,29 @@ class Adapter(nnx.Module):
         return LowRank(self.a.astype(dtype) * self.scale, self.b.astype(dtype))
 
 
-def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
-    """Give a transformer its adapters.
+def check(config: ModelConfig, adapters: Adapters) -> None:
+    """Raise a UserError if a rank is given and none of its targets is a matrix of the model."""
+    dense = not all(stack.is_routed for stack in config.stacks)
+    has = [name for name in TARGETS if name not in EXPERTS or dense]
+    has = [name for name in has if name != "router" or config.is_routed]
+    if adapters.rank and not set(adapters.targets).intersection(has):
+        raise UserError(
+            f"adapter.targets is {', '.join(adapters.targets)}, none of which every token of this model passes; use "
+            f"some of {', '.join(has)}, or set adapter.rank to 0"
+        )
+    if adapters.expert_rank and not config.is_routed:
+        raise UserError(f"adapter.expert_rank is {adapters.expert_rank}, and the model has no experts; set it to 0")
 
-    Raises:
-      UserError: no matrix of the model is a target.
-    """
-    found = False
+
+def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
+    """Give a transformer its adapters."""
     for block in model.layers:
         for name, path in TARGETS.items():
             part, _, own = path.partition(".")
             module = getattr(block, part)
             matrix = getattr(module, own, None)
             if matrix is not None and (rank := adapters.rank_of(name, matrix.get_metadata("axes"))):
-                setattr(module, _attribute(own), Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
-                found = True
-    if not found:
-        has = "experts" if model.config.is_routed else "dense layers"
-        raise UserError(f"adapter.targets name no matrix of this model, which has {has}; add others")
-
-
-def _attribute(name: str) -> str:
-    return name + SUFFIX
+                setattr(module, own + SUFFIX, Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
 
 
 def matrix_of(path: str) -> tuple[str, str]:
@@ -137,7 +139,7 @@ def matrix_of(path: str) -> tuple[str, str]:
 
 def beside(module: nnx.Module, name: str, dtype: Any) -> LowRank | None:
     """The adapter beside a module's parameter, computing in `dtype`; None if it has none."""
-    adapter = getattr(module, _attribute(name), None)
+    adapter = getattr(module, name + SUFFIX, None)
     return None if adapter is None else adapter.arrays(dtype)
 
 
@@ -153,8 +155,8 @@ def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     return adapters, others
 
 
-def merge(adapters: nnx.State, base: nnx.State, rule: Adapters) -> nnx.State:
-    """The base with s A B added to every matrix that has an adapter: a model without adapters, in the base's dtypes."""
+def merge(adapters: nnx.State, base: nnx.State, rule: Adapters, *, dtype: Any = jnp.float32) -> nnx.State:
+    """The base with s A B added to every matrix that has an adapter, in `dtype`: a model without adapters."""
     beside = {matrix_of(path): leaf for path, leaf in by_path(adapters).items()}
 
     def one(path: jax.tree_util.KeyPath, w: jax.Array) -> jax.Array:
@@ -166,7 +168,7 @@ def merge(adapters: nnx.State, base: nnx.State, rule: Adapters) -> nnx.State:
 
         def layer(xs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             w, a, b = xs
-            return (w.astype(jnp.float32) + scale * (a @ b)).astype(w.dtype)
+            return (w.astype(jnp.float32) + scale * (a @ b)).astype(dtype)
 
         return jax.jit(lambda *xs: jax.lax.map(layer, xs))(w, a, b)  # a layer at a time, for the float32 copy
 

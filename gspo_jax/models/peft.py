@@ -43,6 +43,8 @@ _SUPPORTED = {
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "layer_replication": (None,),
 }
 """Fields of adapter_config.json and the values that are supported, of which a missing field has the first."""
 _SWAPPED = (0, 19)
@@ -69,8 +71,26 @@ def load(folder: Path, config: ModelConfig, adapters: Adapters, mesh: Mesh | Non
         or ranks than `adapters`.
     """
     shapes, _ = lora.split(transformer.abstract(config, adapters=adapters)[1])
-    pairs, found = read_pairs(folder, config), {}
-    used = set()
+    found = _arrays(folder, config, adapters, shapes)
+
+    def place(path: jax.tree_util.KeyPath, _: Any, sharding: Sharding | None = None) -> jax.Array:
+        value = found[dotted(path)]
+        if sharding is None:
+            return jnp.asarray(value)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    places = () if mesh is None else (mesh_lib.param_shardings(shapes, mesh),)
+    return jax.tree.map_with_path(place, shapes, *places)
+
+
+def check(folder: Path, config: ModelConfig, adapters: Adapters) -> None:
+    """Raise the UserError that `load` would, without touching a device."""
+    _arrays(folder, config, adapters, lora.split(transformer.abstract(config, adapters=adapters)[1])[0])
+
+
+def _arrays(folder: Path, config: ModelConfig, adapters: Adapters, shapes: nnx.State) -> dict[str, np.ndarray]:
+    """The values of the adapters' parameters by path."""
+    pairs, found, used = read_pairs(folder, config, adapters), {}, set()
     for path, shape in by_path(shapes).items():
         matrix, which = lora.matrix_of(path)
         own = np.empty(shape.shape, np.float32)
@@ -89,15 +109,7 @@ def load(folder: Path, config: ModelConfig, adapters: Adapters, mesh: Mesh | Non
         found[path] = own
     if left := pairs.keys() - used:
         raise UserError(f"{folder} has an adapter beside {min(left)}; add its matrix to the targets")
-
-    def place(path: jax.tree_util.KeyPath, _: Any, sharding: Sharding | None = None) -> jax.Array:
-        value = found[dotted(path)]
-        if sharding is None:
-            return jnp.asarray(value)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-    places = () if mesh is None else (mesh_lib.param_shardings(shapes, mesh),)
-    return jax.tree.map_with_path(place, shapes, *places)
+    return found
 
 
 def save(params: nnx.State, config: ModelConfig, adapters: Adapters, folder: Path, *, base: str) -> None:
@@ -143,8 +155,10 @@ def _modules(config: ModelConfig, matrix: str, shape: tuple[int, ...]) -> Iterat
         yield at, name.removesuffix(".weight")
 
 
-def read_pairs(folder: Path, config: ModelConfig) -> dict[str, Pair]:
+def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[str, Pair]:
     """Return a folder's adapters by module, such as "model.layers.0.mlp.experts.3.gate_proj".
+
+    `adapters` tells whether one beside [gate, up] is two.
 
     Raises:
       UserError: a file is missing or damaged, or has a feature that is not supported.
@@ -156,6 +170,8 @@ def read_pairs(folder: Path, config: ModelConfig) -> dict[str, Pair]:
         value = fields.get(field, allowed[0])
         if value not in allowed:
             raise UserError(f"{file}: {field} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+    if str(begun := fields.get("init_lora_weights")).lower().startswith(("pissa", "olora", "corda", "loftq")):
+        raise UserError(f"{file}: init_lora_weights is {begun!r}, which changes the model's weights; convert it")
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -172,7 +188,7 @@ def read_pairs(folder: Path, config: ModelConfig) -> dict[str, Pair]:
             raise UserError(f"{folder / TENSORS}: lora_A and lora_B of {module} do not fit; save the adapters again")
         of_all = module.removesuffix(".base_layer")
         if of_all.endswith(".experts"):
-            pairs |= _of_experts(of_all, half["A"], half["B"], config, fields)
+            pairs |= _of_experts(of_all, half["A"], half["B"], config, adapters, fields)
         else:
             pairs[module] = Pair(half["A"], half["B"], _scale(fields, module, half["A"].shape[1]))
     return pairs
@@ -187,10 +203,12 @@ def _scale(fields: Mapping[str, Any], target: str, rank: int) -> float:
 
 
 def _of_experts(
-    module: str, a: np.ndarray, b: np.ndarray, config: ModelConfig, fields: Mapping[str, Any]
+    module: str, a: np.ndarray, b: np.ndarray, config: ModelConfig, adapters: Adapters, fields: Mapping[str, Any]
 ) -> dict[str, Pair]:
     """Each expert's adapters, of the pair beside a fused parameter: a is [n, E r] and b [r E, m]."""
     E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    if not E or a.shape[1] % E:
+        raise UserError(f"an adapter beside {module} has {a.shape[1]} rows for {E} experts; give the adapters' model")
     n, m, r = a.shape[0], b.shape[1], a.shape[1] // E
     each = zip(np.split(a, E, axis=1), b.reshape(r, E, m).swapaxes(0, 1), strict=True)
     version = tuple(map(int, re.findall(r"\d+", str(fields.get("peft_version", "")))[:2]))
@@ -202,13 +220,17 @@ def _of_experts(
     if (n, m) != (D, 2 * F):
         raise UserError(f"an adapter beside {module} is for matrices [{n}, {m}]; the model has [{D}, {2 * F}]")
     scale, found = _scale(fields, f"{module}.gate_up_proj", r), {}
-    for e, (a, b) in enumerate(each):
-        half, gate, up = r // 2, b[:, :F], b[:, F:]
-        apart = r % 2 == 0 and b.any() and not gate[half:].any() and not up[:half].any()
-        first, second = ((a[:, :half], gate[:half]), (a[:, half:], up[half:])) if apart else ((a, gate), (a, up))
-        for target, pair, other in (("gate_proj", first, second), ("up_proj", second, first)):
-            if pair[1].any() or not other[1].any():  # of two, one whose output is zero was no target
-                found[f"{module}.{e}.{target}"] = Pair(*pair, scale)
+    each, rank, half = list(each), adapters.expert_rank, r // 2
+    targets = {"gate_proj", "up_proj"}.intersection(adapters.expert_targets)
+    if len(targets) == 2 and r == 2 * rank and not any(b[half:, :F].any() or b[:half, F:].any() for _, b in each):
+        parts = {"gate_proj": (slice(half), slice(F)), "up_proj": (slice(half, r), slice(F, None))}  # as `save` writes
+    else:
+        parts = {"gate_proj": (slice(r), slice(F)), "up_proj": (slice(r), slice(F, None))}
+    for target, (inner, columns) in parts.items():
+        if target in targets or any(b[:, columns].any() for _, b in each):
+            found |= {
+                f"{module}.{e}.{target}": Pair(a[:, inner], b[inner, columns], scale) for e, (a, b) in enumerate(each)
+            }
     return found
 
 

@@ -261,13 +261,15 @@ def make_reshard(
     gathered into a second copy of the weights first.
     """
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    adapters = {i for i, v in enumerate(variables) if isinstance(v, nnx.LoRAParam)}
     dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
     specs = {i: mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked}
     layer_shardings = {i: NamedSharding(mesh, spec) for i, spec in specs.items()}
 
     def convert(i: int, x: Array) -> Array:
-        if precision is not None and not variables[i].get_metadata("float32"):
+        # Adapters are not rounded, as in rollout engines, which quantise a base alone.
+        if precision is not None and not (variables[i].get_metadata("float32") or i in adapters):
             # Matrices are [input, output], but for the embedding, whose rows are its outputs.
             x = rounded(x, precision, inputs=-1 if variables[i].get_metadata("axes")[0] == "vocab" else -2)
         return x.astype(dtypes[i])

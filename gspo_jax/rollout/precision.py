@@ -24,5 +24,6 @@ def rounded(x: Float[Array, "..."], precision: Precision, *, inputs: int) -> Flo
     """
     if precision == "bfloat16":
         return x.astype(jnp.bfloat16).astype(x.dtype)
-    scale = jnp.max(jnp.abs(x), axis=inputs, keepdims=True) / _LARGEST
-    return jnp.round(x / jnp.where(scale > 0, scale, 1)) * scale
+    values = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(values), axis=inputs, keepdims=True) / _LARGEST
+    return (jnp.round(values / jnp.where(scale > 0, scale, 1)) * scale).astype(x.dtype)

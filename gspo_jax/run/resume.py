@@ -97,7 +97,7 @@ def start(
         step=int(restored.state.updates),
         key=jax.random.wrap_key_data(jnp.asarray(run["key"], jnp.uint32)),
         state=restored.state,
-        frozen=engine.policy.frozen(folder, engine.meshes.trainer, digest=run.get("base")),
+        frozen=engine.policy.frozen(folder, engine.meshes.trainer, run=run),
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
         evaluated=run["evaluated"],
     )

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from gspo_jax import sandbox
 from gspo_jax.data import rows, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
-from gspo_jax.models import published, transformer
+from gspo_jax.models import lora, peft, published, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
@@ -40,6 +40,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     weights_and_biases.check(config.log.wandb)
     model = policy.model_config(config)
     check_dense(config, model)
+    _check_adapters_of(config, model)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
         if count_devices is not None:
@@ -70,6 +71,8 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
         left.append(f"the model in {folder}")
     else:
         check_dense(config, model)
+        if (adapters := policy.make_adapters(config)) is not None:
+            lora.check(model, adapters)
     sizes: dict[str, int] = dict(config.mesh)
     if devices:
         sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
@@ -226,6 +229,18 @@ def _check_adapters(config: ConfigDict) -> None:
         )
 
 
+def _check_adapters_of(config: ConfigDict, model: ModelConfig) -> None:
+    """Check that adapters are for this model, and so are those of `adapter.folder`."""
+    adapters = policy.make_adapters(config)
+    if adapters is None:
+        return
+    lora.check(model, adapters)
+    if config.adapter.folder:
+        if not config.model.folder:
+            raise UserError("adapter.folder has adapters of a model that is trained already; give it in model.folder")
+        peft.check(config.adapter.folder, model, adapters)
+
+
 def _check_updates(config: ConfigDict) -> None:
     """Check the number of updates, which int32 counts, and the optimizers' schedules."""
     updates = learning.total_updates(config)
@@ -287,8 +302,6 @@ def check_dense(config: ConfigDict, model: ModelConfig) -> None:
         (f"routing.z_weight {routing.z_weight}", routing.z_weight, "0"),
         (f"routing.noise_every {routing.noise_every}", routing.noise_every, "0"),
         (f"model.dispatch {dispatch!r}", dispatch != "gather", "'gather'"),
-        (f"adapter.expert_rank {config.adapter.expert_rank}", config.adapter.expert_rank, "0 and adapter.rank"),
-        ("'router' among adapter.targets", "router" in config.adapter.targets, "other matrices"),
     ):
         if asked:
             raise UserError(f"{what} is for mixtures of experts, and the model is dense; use {instead}")

@@ -1,6 +1,7 @@
 """The policy's shape, tokenizer and initial weights, from a config."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +62,7 @@ class Policy:
     """Folder of the adapters that training starts with; empty: new ones."""
 
     def first(self, folder: Path, mesh: Mesh, key: jax.Array) -> Weights:
-        """Weights of a Hugging Face folder, in the trainer's layout, with new adapters if there are any."""
+        """Weights that a run starts from, in the trainer's layout: a Hugging Face folder's, and adapters, if any."""
         if self.adapters is None:
             return Weights.full(huggingface.load_params(folder, self.config, mesh))
         if self.adapter_folder:
@@ -70,21 +71,34 @@ class Policy:
             adapters = transformer.init_params(self.config, key, mesh=mesh, adapters=self.adapters)
         return Weights(adapters, self.frozen(folder, mesh))
 
-    def frozen(self, folder: Path, mesh: Mesh, *, digest: str | None = None) -> nnx.State:
+    def frozen(self, folder: Path, mesh: Mesh, *, run: Mapping[str, Any] | None = None) -> nnx.State:
         """Weights of a Hugging Face folder that no update changes; empty, without reading it, in full training.
 
+        Args:
+          folder: the folder that a run starts from.
+          mesh: the trainer's.
+          run: what a checkpoint of the run says of it, to compare with; None: there is none.
+
         Raises:
-          UserError: they do not have this digest, that of the weights that a checkpoint's adapters were beside.
+          UserError: the checkpoint's adapters were trained beside other weights, or with another alpha.
         """
         if self.adapters is None:
             return self.shapes.frozen
+        alpha = None if run is None else run.get("config", {}).get("adapter", {}).get("alpha")
+        if alpha not in (None, self.adapters.alpha):
+            raise UserError(f"adapter.alpha is {self.adapters.alpha} here and {alpha} in the checkpoint; set it back")
         base = huggingface.load_params(folder, self.config, mesh, dtype=self.base_dtype)
-        if digest is not None and digest_tree(base) != digest:
+        if run is not None and digest_tree(base) != run.get("base"):
             raise UserError(
                 f"the weights in {folder} are not those that the checkpoint's adapters were trained beside; put the "
-                "folder back that the run began from, and leave adapter.base_dtype as it was"
+                "folder back that the run began from, with its model.dtype and adapter.base_dtype"
             )
         return base
+
+    @property
+    def reference(self) -> nnx.GraphDef[transformer.Transformer]:
+        """The model of the reference policy: without adapters, unless a run starts with those of a folder."""
+        return self.graph if self.adapter_folder else self.base
 
     @property
     def base_dtype(self) -> jnp.dtype:
@@ -107,7 +121,9 @@ def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
 
 def make_adapters(config: ConfigDict) -> lora.Adapters | None:
     """The adapters of `config.adapter`; None if it has none, and all weights are trained."""
-    section = config.adapter
+    section = config.get("adapter")
+    if section is None:  # a run of an earlier version
+        return None
     if not (section.rank or section.expert_rank):
         if section.folder:
             raise UserError(f"adapter.folder is {section.folder!r} and both ranks are 0; set them to the folder's")
@@ -168,7 +184,9 @@ def field_of(leaf: str) -> str:
     matrices = [key.removesuffix(lora.SUFFIX) for key in path]
     name = next((key for key in reversed(matrices) if key in _SHAPED_BY), None)
     fields = [] if name is None else list(_SHAPED_BY[name])
-    where = [] if matrices == path else ["adapter.rank", "adapter.expert_rank"]
+    where = (
+        [] if matrices == path else [f"adapter.{of}{field}" for of in ("", "expert_") for field in ("rank", "targets")]
+    )
     if path[0] == "critic":
         where = ["objective.name", "critic.trunk"]
         fields = ["hidden_size"] if name == "head" else fields
@@ -237,12 +255,14 @@ def reference_weights(
 ) -> Weights | None:
     """Weights of the reference (initial) policy, in the compute dtype and trainer's layout; None without a KL.
 
-    Under adapters they are the frozen weights themselves.
+    Under adapters they are the frozen weights themselves, with the adapters of `adapter.folder` if a run starts there.
     """
     if not config.reference.kl_weight:
         return None
     if policy.adapters is not None:
-        return Weights.full(frozen)
+        if not policy.adapter_folder:
+            return Weights.full(frozen)
+        return Weights(peft.load(policy.adapter_folder, policy.config, policy.adapters, mesh), frozen)
     return Weights.full(huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype)))
 
 
@@ -255,5 +275,5 @@ def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: M
     folder = initial_folder(config, files.local)
     if restored is None:
         return policy.first(folder, mesh, keys.adapter_key(config)), "the first policy"
-    frozen = policy.frozen(folder, mesh, digest=restored.run.get("base"))
+    frozen = policy.frozen(folder, mesh, run=restored.run)
     return Weights(restored.state["policy"]["params"], frozen), f"iteration {restored.step}"

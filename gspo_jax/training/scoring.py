@@ -105,8 +105,8 @@ def make_old_policy(
     """A jitted `old_policy(weights, critic_params, reference, rollout, packing)`, called before an iteration's updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
-    the sampler's under `replay` "r3". The reference policy, whose graph may lack the policy's adapters, always uses its
-    own routes. The compiler removes forward
+    the sampler's under `replay` "r3". The reference policy, whose graph may be another one, without adapters, always
+    uses its own routes. The compiler removes forward
     passes whose results are unused. Without a packing, rows are processed in `microbatches` parts.
     """
 
