@@ -34,7 +34,7 @@ ALWAYS = [MESHES[2]]
 
 def all_experts(x, experts, weights, kernels):
     """Run every expert on every token, then combine the chosen outputs with their weights."""
-    gate, up, down = kernels
+    gate, up, down, *_ = kernels
     h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     y = jnp.einsum("btef,efd->bted", h, down)
     chosen = (jax.nn.one_hot(experts, E) * weights[..., None]).sum(axis=2)

@@ -66,7 +66,7 @@ def gradient(graph: nnx.GraphDef, weights: Weights) -> nnx.State:
     return jax.jit(jax.grad(lambda trainable: loss(graph, Weights(trainable, weights.frozen))))(weights.trainable)
 
 
-@pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
+@pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), DENSE], ids=["routed", "dense"])
 def test_gradients_are_the_chain_rule_of_the_full_gradient(config):
     """Of W + s A B: dA = s dW Bᵀ and dB = s Aᵀ dW, in float64, beside every target."""
     model = adapted(config)
@@ -109,6 +109,7 @@ def test_new_adapters_change_no_bit(config):
         assert not own["b"].any() and 0.9 * bound < np.abs(own["a"]).max() <= bound, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"expert": 8}], ids=mesh_id)
 def test_a_mesh_changes_no_gradient(sizes):
     model = adapted(CONFIG)
@@ -121,7 +122,9 @@ def test_a_mesh_changes_no_gradient(sizes):
     assert leaf_errors(expected, found) < 2e-5
 
 
-@pytest.mark.parametrize("sizes", [{}, {"expert": 8}], ids=["one device", "expert8"])
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"expert": 8}, marks=pytest.mark.slow)], ids=["one device", "expert8"]
+)
 def test_no_gradient_of_the_base_is_computed(sizes, monkeypatch):
     """Neither a stacked one in the compiled program, nor one of an expert while tracing, on one device or several."""
     widths = []
@@ -145,6 +148,7 @@ def test_no_gradient_of_the_base_is_computed(sizes, monkeypatch):
         assert ops <= {"parameter", "get-tuple-element", "copy", "bitcast"}, (shape, ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "shares"), [({"expert": 8}, True), ({"fsdp": 2, "expert": 4}, False)])
 def test_sampler_and_trainer_compute_the_same_in_bfloat16(sizes, shares):
     """With one base, or with a copy of it; the sampler's adapters are rounded, and its routers' are not."""
