@@ -76,8 +76,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         raise UserError(f"{source} has no adapters to merge; leave out --merge")
     params, written = model.weights.whole, "huggingface"
     if model.adapters is not None and merge:
-        kind = jnp.dtype(dtype or "float32")
-        params = lora.merge(model.weights.trainable, model.weights.frozen, model.adapters, dtype=kind)
+        dtype = dtype or "float32"
+        params = lora.merge(model.weights.trainable, model.weights.frozen, model.adapters, dtype=jnp.dtype(dtype))
     if model.adapters is not None and not merge:
         if dtype is not None:
             raise UserError(f"dtype is {dtype!r}, and adapters are written in float32; leave out --dtype")
@@ -87,7 +87,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         written = "orbax"
         _save(params, model.config, target)
     else:
-        huggingface.save(params, model.config, target, dtype=dtype or ("float32" if merge else None))
+        huggingface.save(params, model.config, target, dtype=dtype)
     for name in TOKENIZER_FILES:
         if (model.tokenizer / name).is_file():
             shutil.copyfile(model.tokenizer / name, target / name)

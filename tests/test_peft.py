@@ -13,6 +13,7 @@ from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.lora import Adapters
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError, Weights
+from tests.tiny import mostly_slow
 
 GOLDEN = Path(__file__).parent / "golden"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -32,7 +33,7 @@ def read(name):
     return config, huggingface.load_params(GOLDEN / name, config), tokens
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", mostly_slow(FOLDERS, always=("qwen3_moe", "qwen3_moe_before")))
 def test_logits_are_pefts(name):
     of, adapters = FOLDERS[name]
     config, base, tokens = read(of)

@@ -256,8 +256,10 @@ def _backward(
     rows, kept, group_sizes = residuals
     zero = jax.custom_derivatives.SymbolicZero
     weights = [w.value for w in kept]
-    none = [jnp.zeros((rows.shape[0], w.shape[2]), rows.dtype) for w in weights]
-    grads = [varying_like(n, rows) if isinstance(g, zero) else g for g, n in zip(given, none, strict=True)]
+    grads = [
+        varying_like(jnp.zeros((rows.shape[0], w.shape[2]), rows.dtype), rows) if isinstance(g, zero) else g
+        for g, w in zip(given, weights, strict=True)
+    ]
     own = [g for g, w in zip(grads, kept, strict=True) if w.trained is not None]
     if platform() == "tpu":
         parts = (

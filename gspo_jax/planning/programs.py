@@ -175,8 +175,7 @@ class _Programs:
 
     def reshard(self) -> Program:
         """Cast and reshard of the trainer's weights for the sampler."""
-        sampler = self.engine.sampler
-        return Program(sampler.reshard, (sampler.moved(self._trained()),), {}, self.sampler_mesh)
+        return Program(self.engine.sampler.reshard, (self._trained(),), {}, self.sampler_mesh)
 
     def _trained(self) -> Weights:
         """Shapes of the trainer's weights."""
@@ -184,7 +183,7 @@ class _Programs:
 
     def _copied(self) -> Weights:
         """Shapes of the sampler's copy of the weights."""
-        copy = jax.eval_shape(self.engine.sampler.copied, self.shapes)
+        copy = jax.eval_shape(self.engine.sampler.reshard, self.shapes)
         return _placed(copy, mesh_lib.param_shardings(self.shapes, self.sampler_mesh, mesh_lib.SAMPLER))
 
     def _rollout(self) -> Rollout:

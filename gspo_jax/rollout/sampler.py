@@ -96,7 +96,7 @@ class Sampler:
         return PolledDecode(graph=self._graph, **options, early_exit=early_exit, poll_steps=steps)
 
     def moved(self, weights: Weights) -> Weights:
-        """Those of the trainer's weights that the sampler has a copy of."""
+        """The trainer's weights that the sampler keeps a copy of."""
         return Weights.full(weights.trainable) if self._shares_frozen else weights
 
     def copied(self, weights: Weights) -> Weights:

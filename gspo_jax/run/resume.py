@@ -20,6 +20,7 @@ from gspo_jax.setup import keys
 from gspo_jax.setup.policy import field_of
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
+from gspo_jax.training.digest import digest_tree
 from gspo_jax.training.state import TrainState
 from gspo_jax.types import UserError
 
@@ -63,6 +64,8 @@ class Start:
     """Train state, in the trainer's layout."""
     frozen: nnx.State
     """Weights that no update changes; empty in full training."""
+    base: str | None
+    """Digest of the frozen weights; None in full training."""
     unfinished: Episodes | None
     """Partial rollouts in flight; None if there are none."""
     evaluated: bool
@@ -89,7 +92,8 @@ def start(
     if restored is None:
         weights = engine.load(folder)
         first = {"iteration": 0, "step": None, "unfinished": None, "evaluated": False, "key": keys.run_key(config)}
-        return Start(**first, state=engine.begin(weights), frozen=weights.frozen)
+        base = None if engine.policy.adapters is None else digest_tree(weights.frozen)
+        return Start(**first, state=engine.begin(weights), frozen=weights.frozen, base=base)
     run = restored.run
     prompts.set_state(run["prompts"])
     return Start(
@@ -98,6 +102,7 @@ def start(
         key=jax.random.wrap_key_data(jnp.asarray(run["key"], jnp.uint32)),
         state=restored.state,
         frozen=engine.policy.frozen(folder, engine.meshes.trainer, run=run),
+        base=run.get("base"),
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
         evaluated=run["evaluated"],
     )

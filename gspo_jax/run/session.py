@@ -38,7 +38,6 @@ from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import PUBLISH_S, RunFolder, check_place, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
-from gspo_jax.training.digest import digest_tree
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
@@ -448,7 +447,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             engine=made,
             tokenizer=tokenizer,
             frozen=start.frozen,
-            base=None if made.policy.adapters is None else digest_tree(start.frozen),
+            base=start.base,
             reference=policy.reference_weights(config, folder, made.policy, meshes.trainer, start.frozen),
             boundary=Boundary.of(start, prompts),
             key=start.key,

@@ -73,6 +73,8 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
         check_dense(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
+    if config.adapter.folder:
+        left.append(f"the adapters in {config.adapter.folder}")
     sizes: dict[str, int] = dict(config.mesh)
     if devices:
         sizes = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(sizes, devices), strict=True))
