@@ -92,7 +92,7 @@ def start(
     if restored is None:
         weights = engine.load(folder)
         first = {"iteration": 0, "step": None, "unfinished": None, "evaluated": False, "key": keys.run_key(config)}
-        base = None if engine.policy.adapters is None else digest_tree(weights.frozen)
+        base = digest_tree(weights.frozen) if jax.tree.leaves(weights.frozen) else None
         return Start(**first, state=engine.begin(weights), frozen=weights.frozen, base=base)
     run = restored.run
     prompts.set_state(run["prompts"])
