@@ -38,6 +38,8 @@ LEGITIMATE = {
     "eval.prompts": (0,),
     "sampling.top_k": (0, 2**31),  # as many as the vocabulary has or more: excludes nothing
     "overlong.cache": (0,),
+    "adapter.rank": (0,),  # no adapters
+    "adapter.expert_rank": (0,),
     "*.warmup_updates": (0,),
     "*.max_grad_norm": (INF,),  # no clipping
     "training.entropy_weight": (-1.0,),  # rewards certainty
