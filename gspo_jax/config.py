@@ -46,7 +46,8 @@ def base() -> ConfigDict:
     config.adapter.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     config.adapter.expert_targets = ("gate_proj", "up_proj", "down_proj")
     config.adapter.folder = ""  # folder of `peft` with the adapters to start with; empty: new ones
-    config.adapter.base_dtype = ""  # the model's own weights are stored in "bfloat16" or "float32"; empty: model.dtype
+    # Dtype of the model's own weights: "float32", "bfloat16" or, matrices, "int8" with a scale for each output channel.
+    config.adapter.base_dtype = ""  # empty: model.dtype
 
     config.coldstart = ConfigDict()  # supervised training of an initial policy; unused if model.folder is set
     config.coldstart.steps = 0  # optimizer steps; 0: no cold start

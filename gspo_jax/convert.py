@@ -22,7 +22,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, storage
-from gspo_jax.models import huggingface, lora, peft, transformer
+from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
@@ -77,7 +77,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     params, written = model.weights.whole, "huggingface"
     if model.adapters is not None and merge:
         dtype = dtype or "float32"
-        params = lora.merge(model.weights.trainable, model.weights.frozen, model.adapters, dtype=jnp.dtype(dtype))
+        scales, base = int8.split(model.weights.frozen)
+        params = lora.merge(model.weights.trainable, base, model.adapters, scales=scales, dtype=jnp.dtype(dtype))
     if model.adapters is not None and not merge:
         if dtype is not None:
             raise UserError(f"dtype is {dtype!r}, and adapters are written in float32; leave out --dtype")

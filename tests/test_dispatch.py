@@ -11,6 +11,7 @@ import pytest
 
 from gspo_jax.models import dispatch as dispatch_lib
 from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.models.matrices import Matrix
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel import mesh as mesh_lib
@@ -34,7 +35,7 @@ ALWAYS = [MESHES[2]]
 
 def all_experts(x, experts, weights, kernels):
     """Run every expert on every token, then combine the chosen outputs with their weights."""
-    gate, up, down, *_ = kernels
+    gate, up, down = (matrix.weights for matrix in kernels)
     h = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
     y = jnp.einsum("btef,efd->bted", h, down)
     chosen = (jax.nn.one_hot(experts, E) * weights[..., None]).sum(axis=2)
@@ -62,7 +63,7 @@ def numbers():
     rng = np.random.default_rng(1)
     shapes = (B, T, D), (B, T, K), (E, D, F), (E, D, F), (E, F, D), (B, T, D)
     x, weights, *kernels, target = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
-    return x, weights, ExpertKernels(*kernels), target
+    return x, weights, ExpertKernels(*map(Matrix, kernels)), target
 
 
 def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, axis_name):

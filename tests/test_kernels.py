@@ -57,6 +57,23 @@ def test_grouped_matmul_equals_the_dense_oracle(backend, sizes):
     np.testing.assert_allclose(outer, np.asarray(expected), atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("backend", backends())
+def test_grouped_matmul_of_int8_equals_the_dense_oracle(backend, sizes):
+    """One matrix in int8 with a scale for each column, beside one in float32."""
+    rng = np.random.default_rng(0)
+    rows, grads = rng.standard_normal((160, 24)), rng.standard_normal((2, 160, 16))
+    values, scale = rng.integers(-127, 128, (4, 24, 16)), rng.uniform(0.01, 0.02, (4, 16)).astype(np.float32)
+    whole = [values * scale.astype(np.float64)[:, None], rng.standard_normal((4, 24, 16))]
+    weights = gm.Scaled(jnp.asarray(values, jnp.int8), jnp.asarray(scale)), jnp.asarray(whole[1], jnp.float32)
+    rows32, grads32, counts = jnp.asarray(rows, jnp.float32), jnp.asarray(grads, jnp.float32), jnp.asarray(sizes)
+    out = backend["products"](rows32, weights, counts)
+    np.testing.assert_allclose(out, np.stack([dense(rows, w, sizes) for w in whole]), atol=1e-4)
+    back = backend["transposed"](tuple(grads32), weights, counts)
+    expected = sum(dense(g, w.transpose(0, 2, 1), sizes) for g, w in zip(grads, whole, strict=True))
+    np.testing.assert_allclose(back, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_grouped_matmul_gradient_is_its_own(dtype):
     """Gradients in the rows, which two products share, and in both weights, equal those of a plain einsum."""

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, engine
 from gspo_jax.kernels import grouped_matmul
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import huggingface, lora, transformer
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.lora import Adapters
 from gspo_jax.parallel import mesh as mesh_lib
@@ -150,19 +150,23 @@ def test_no_gradient_of_the_base_is_computed(sizes, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "shares"), [({"expert": 8}, True), ({"fsdp": 2, "expert": 4}, False)])
-def test_sampler_and_trainer_compute_the_same_in_bfloat16(sizes, shares):
+@pytest.mark.parametrize(
+    ("sizes", "kind", "shares"),
+    [({"expert": 8}, "", True), ({"fsdp": 2, "expert": 4}, "", False), ({"expert": 8}, "int8", True)],
+)
+def test_sampler_and_trainer_compute_the_same_in_bfloat16(sizes, kind, shares, tmp_path):
     """With one base, or with a copy of it; the sampler's adapters are rounded, and its routers' are not."""
     config = cli.load_config("configs/tiny.py")
     config.update_from_flattened_dict({"adapter.rank": 3, "adapter.expert_rank": 2, "model.dtype": "bfloat16"})
-    config.adapter.targets = tuple(lora.TARGETS)
+    config.adapter.targets, config.adapter.base_dtype = tuple(lora.TARGETS), kind
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1} | sizes)
     meshes = make_meshes(config, CONFIG)
     made = policy.make_policy(config, CONFIG)
     sampler = engine.make_sampler(config, made, meshes, StopRule(max_length=8, eos_ids=(1,)))
-    places = mesh_lib.param_shardings(made.shapes, meshes.trainer)
-    stored = jax.tree.map(lambda x, like: x.astype(like.dtype), params(CONFIG), made.shapes.frozen)
-    weights = jax.device_put(Weights(adapted(CONFIG).weights.trainable, stored), places)
+    places = mesh_lib.param_shardings(made.shapes.trainable, meshes.trainer)
+    huggingface.save(params(CONFIG), CONFIG, tmp_path / "base")
+    stored = made.frozen(tmp_path / "base", meshes.trainer)
+    weights = Weights(jax.device_put(adapted(CONFIG).weights.trainable, places), stored)
     with jax.set_mesh(meshes.sampler):
         copy = sampler.copied(weights)
     shared = [x is y for x, y in zip(jax.tree.leaves(copy.frozen), jax.tree.leaves(weights.frozen), strict=True)]

@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.models.matrices import Matrix
 from gspo_jax.models.moe import route
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import topology
@@ -37,7 +38,7 @@ def layer(x, router, gate, up, down, *, dispatch):
     """Return a scalar loss of route, dispatch, experts and combine."""
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router)
     routes, weights = route(logits, k=K, renormalise=True)
-    kernels = ExpertKernels(*(w.astype(x.dtype) for w in (gate, up, down)))
+    kernels = ExpertKernels(*(Matrix(w.astype(x.dtype)) for w in (gate, up, down)))
     y, _ = exchange(x, routes.experts, weights, kernels, dispatch=Dispatch(dispatch))
     return jnp.square(y.astype(jnp.float32)).mean()
 

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels.decode_attention_tpu import ring_softmax
-from gspo_jax.kernels.grouped_matmul import grouped_matmuls
+from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.attention import attend_segments
 from gspo_jax.models.transformer import REMATS
@@ -105,6 +105,26 @@ def experts(target, name, dtype):
         return compiled(run, x, w, w, sizes, grads=(y, y))
 
 
+def experts_int8(target, name, dtype):
+    """Compile the same with frozen experts in int8."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
+    w, scale = one((EXPERTS * chips, D, F), jnp.int8, "batch"), one((EXPERTS * chips, F), jnp.float32, "batch")
+    sizes, spec = one((EXPERTS * chips,), jnp.int32, "batch"), PartitionSpec(mesh_lib.BATCH_AXES)
+
+    def run(x, w, scale, sizes):
+        return grouped_matmuls(x, (Scaled(w, scale),) * 2, sizes)
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(run, in_specs=(spec,) * 4, out_specs=spec)
+
+        def backward(x, w, scale, sizes, *grads):
+            return with_gradients(lambda x: run(x, w, scale, sizes), x, grads=grads)
+
+        return read(topology.lower(backward, x, w, scale, sizes, y, y).compile())
+
+
 def ring(target, name, dtype):
     """Compile decode attention with 16 slots and half of the KV heads per chip."""
     mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
@@ -123,7 +143,7 @@ def ring(target, name, dtype):
         return read(topology.lower(run, q, k, number, number, rows).compile())
 
 
-LARGEST = {(attention, "long"), (packed, "long"), (experts, "many"), (ring, "long")}
+LARGEST = {(attention, "long"), (packed, "long"), (experts, "many"), (experts_int8, "many"), (ring, "long")}
 REMATERIALISED = ("dots", "full")
 
 
@@ -131,7 +151,7 @@ def cases(target):
     """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
     named = [
         (of, name)
-        for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (ring, RINGS))
+        for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (experts_int8, ROWS), (ring, RINGS))
         for name in names
     ]
     if target.startswith("v5p"):
@@ -173,6 +193,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
         elif of is experts:
             kernels = {"visits": 1, "matmul": 1, "matmul_transposed": 1, "outer": 2}
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
+        elif of is experts_int8:
+            assert result["kernels"] == {f"grouped_{k}": 1 for k in ("visits", "matmul", "matmul_transposed")}
         else:
             assert result["kernels"] == {"ring_softmax": 1}
     if target.startswith("v5p"):

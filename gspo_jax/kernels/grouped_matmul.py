@@ -6,16 +6,28 @@ kernels. Elsewhere: `jax.lax.ragged_dot`.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from gspo_jax.kernels import grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform, varying_like
 
 Tree = TypeVar("Tree")
+
+
+class Scaled(NamedTuple):
+    """Weights in int8, whose products are multiplied by a scale for each column; they have no gradient."""
+
+    values: Int8[Array, "*E D F"]
+    scale: Float[Array, "*E F"]
+    """float32."""
+
+
+Weights = Array | Scaled
+"""A matrix for each group, in the rows' dtype or in int8."""
 
 _BLOCK, _STEP = 64, 16
 """Rows per block on CPU, and the granularity of a group's smaller last block: large enough for the matmul to run at
@@ -58,21 +70,26 @@ def _for_groups(group_sizes: Int[Array, " E"], one: Callable[[_Group, Tree], Tre
 
 def _blocked(
     rows: Sequence[Array],
-    weights: Sequence[Array],
+    weights: Sequence[Weights],
     group_sizes: Array,
-    product: Callable[[Sequence[Array], Sequence[Array]], tuple[Array, ...]],
+    product: Callable[[Sequence[Array], Sequence[Weights]], tuple[Array, ...]],
     *,
     first: Array | int = 0,
 ) -> tuple[Array, ...]:
     """Compute product(rows[n], weights[e(n)]) block by block, of one or several arrays; zero past the last group.
 
-    The first group's matrices are weights[first].
+    The first group's matrices are weights[first]. Those in int8 come in the rows' dtype, converted once for a group.
     """
-    n = rows[0].shape[0]
+    n, dtype = rows[0].shape[0], rows[0].dtype
     step = min(_STEP, n)
 
+    def matrix(w: Weights, e: Array | int) -> Weights:
+        if isinstance(w, Scaled):
+            return Scaled(jax.lax.dynamic_index_in_dim(w.values, e, keepdims=False).astype(dtype), w.scale[e])
+        return jax.lax.dynamic_index_in_dim(w, e, keepdims=False)
+
     def one(group: _Group, outs: tuple[Array, ...]) -> tuple[Array, ...]:
-        own = [jax.lax.dynamic_index_in_dim(w, first + group.expert, keepdims=False) for w in weights]
+        own = [matrix(w, first + group.expert) for w in weights]
 
         def whole(i: Array, outs: tuple[Array, ...]) -> tuple[Array, ...]:
             start = group.first + i * _BLOCK
@@ -90,27 +107,37 @@ def _blocked(
             outs = jax.lax.fori_loop(0, group.full, whole, outs)
         return jax.lax.fori_loop(0, group.steps, part, outs)
 
-    shapes = jax.eval_shape(product, rows, [w[0] for w in weights])
-    outs = tuple(varying_like(jnp.zeros(y.shape, y.dtype), *rows, *weights, group_sizes) for y in shapes)
+    shapes = jax.eval_shape(lambda rows, weights: product(rows, [matrix(w, 0) for w in weights]), rows, weights)
+    leaves = jax.tree.leaves(weights)
+    outs = tuple(varying_like(jnp.zeros(y.shape, y.dtype), *rows, *leaves, group_sizes) for y in shapes)
     return _for_groups(group_sizes, one, outs)
 
 
+def _scaled(x: Array, scale: Array) -> Array:
+    """x times the scale, one for each column or an array like x, multiplied in float32 and in x's dtype again."""
+    return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
+
+
 def _blocked_products(
-    rows: Array, weights: Sequence[Array], group_sizes: Array, *, first: Array | int = 0
+    rows: Array, weights: Sequence[Weights], group_sizes: Array, *, first: Array | int = 0
 ) -> tuple[Array, ...]:
     """Compute out_i[n] = rows[n] @ weights_i[e(n)] block by block."""
 
-    def product(rows: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, ...]:
-        return tuple(rows[0] @ w for w in weights)
+    def product(rows: Sequence[Array], weights: Sequence[Weights]) -> tuple[Array, ...]:
+        return tuple(_scaled(rows[0] @ w.values, w.scale) if isinstance(w, Scaled) else rows[0] @ w for w in weights)
 
     return _blocked([rows], weights, group_sizes, product, first=first)
 
 
-def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Array], group_sizes: Array) -> Array:
+def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array) -> Array:
     """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T block by block."""
 
-    def product(grads: Sequence[Array], weights: Sequence[Array]) -> tuple[Array, ...]:
-        return (reduce(jnp.add, (g @ w.T for g, w in zip(grads, weights, strict=True))),)
+    def product(grads: Sequence[Array], weights: Sequence[Weights]) -> tuple[Array, ...]:
+        each = (
+            _scaled(g, w.scale) @ w.values.T if isinstance(w, Scaled) else g @ w.T
+            for g, w in zip(grads, weights, strict=True)
+        )
+        return (reduce(jnp.add, each),)
 
     return _blocked(grads, weights, group_sizes, product)[0]
 
@@ -160,13 +187,28 @@ def _tail_zeroed(out: Array, group_sizes: Array) -> Array:
     return jnp.where(jnp.arange(out.shape[0])[:, None] < group_sizes.sum(), out, 0)
 
 
-def _ragged_products(rows: Array, weights: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
-    return tuple(_tail_zeroed(jax.lax.ragged_dot(rows, w, group_sizes), group_sizes) for w in weights)
+def _of_rows(w: Scaled, group_sizes: Array, rows: int) -> Float[Array, "N F"]:
+    """The scales of each row's group."""
+    return jnp.repeat(w.scale, group_sizes, axis=0, total_repeat_length=rows)
 
 
-def _ragged_transposed(grads: Sequence[Array], weights: Sequence[Array], group_sizes: Array) -> Array:
-    each = (_ragged_products(g, [w.mT], group_sizes)[0] for g, w in zip(grads, weights, strict=True))
-    return reduce(jnp.add, each)
+def _ragged_products(rows: Array, weights: Sequence[Weights], group_sizes: Array) -> tuple[Array, ...]:
+    def one(w: Weights) -> Array:
+        if not isinstance(w, Scaled):
+            return jax.lax.ragged_dot(rows, w, group_sizes)
+        y = jax.lax.ragged_dot(rows, w.values.astype(rows.dtype), group_sizes)
+        return _scaled(y, _of_rows(w, group_sizes, len(rows)))
+
+    return tuple(_tail_zeroed(one(w), group_sizes) for w in weights)
+
+
+def _ragged_transposed(grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array) -> Array:
+    def one(g: Array, w: Weights) -> Array:
+        if isinstance(w, Scaled):
+            g, w = _scaled(g, _of_rows(w, group_sizes, len(g))), w.values.astype(g.dtype)
+        return _ragged_products(g, [w.mT], group_sizes)[0]
+
+    return reduce(jnp.add, map(one, grads, weights))
 
 
 def _ragged_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tuple[Array, ...]:
@@ -180,34 +222,58 @@ def _ragged_outer(rows: Array, grads: Sequence[Array], group_sizes: Array) -> tu
 
 
 def _products(
-    rows: Array, weights: Sequence[Array], group_sizes: Array, tail: bool, likely: int | None
+    rows: Array, weights: Sequence[Weights], group_sizes: Array, tail: bool, likely: int | None
 ) -> tuple[Array, ...]:
     if platform() == "tpu":
-        out = _in_calls(partial(grouped_matmul_tpu.matmuls, rows, group_sizes=group_sizes, likely=likely), weights)
+        out = _in_calls(partial(_tpu_products, rows, group_sizes, likely=likely), weights)
         return tuple(_tail_zeroed(y, group_sizes) for y in out) if tail else out
     if platform() == "cpu":
         return _blocked_products(rows, weights, group_sizes)
     return _ragged_products(rows, weights, group_sizes)
 
 
-def _in_calls(run: Callable[..., tuple[Array, ...]], weights: Sequence[Array]) -> tuple[Array, ...]:
-    """The products of all weights, each call of `run` with those of one shape, as the kernels need."""
+def _tpu_products(rows: Array, group_sizes: Array, weights: Sequence[Weights], **options: Any) -> tuple[Array, ...]:
+    values, scales = _parts(weights)
+    return grouped_matmul_tpu.matmuls(rows, values, group_sizes, scales=scales, **options)
+
+
+def _tpu_transposed(
+    grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array, likely: int | None
+) -> Array:
+    """The sum of what calls with weights that are alike give."""
+
+    def of(alike: list[int]) -> Array:
+        values, scales = _parts([weights[i] for i in alike])
+        own = [grads[i] for i in alike]
+        return grouped_matmul_tpu.matmuls_transposed(own, values, group_sizes, scales=scales, likely=likely)
+
+    return reduce(jnp.add, map(of, _alike(weights)))
+
+
+def _parts(weights: Sequence[Weights]) -> tuple[list[Array], list[Array]]:
+    """The values of weights that are alike, and their scales: as many, or none."""
+    scaled = [w for w in weights if isinstance(w, Scaled)]
+    return [w.values if isinstance(w, Scaled) else w for w in weights], [w.scale for w in scaled]
+
+
+def _in_calls(run: Callable[..., tuple[Array, ...]], weights: Sequence[Weights]) -> tuple[Array, ...]:
+    """The products of all weights, each call of `run` with those that are alike, as the kernels need."""
     found: dict[int, Array] = {}
     for alike in _alike(weights):
         found |= zip(alike, run([weights[i] for i in alike]), strict=True)
     return tuple(found[i] for i in range(len(weights)))
 
 
-def _alike(weights: Sequence[Array]) -> list[list[int]]:
-    """The numbers of the weights of each shape."""
-    shapes = [w.shape for w in weights]
-    return [[i for i, each in enumerate(shapes) if each == shape] for shape in dict.fromkeys(shapes)]
+def _alike(weights: Sequence[Weights]) -> list[list[int]]:
+    """The numbers of the weights of each shape, those in int8 apart."""
+    kinds = [(isinstance(w, Scaled), jax.tree.leaves(w)[0].shape) for w in weights]
+    return [[i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmuls(
     rows: Float[Array, "N D"],
-    weights: tuple[Float[Array, "E D _"], ...],
+    weights: tuple[Weights, ...],
     group_sizes: Int[Array, " E"],
     tail: bool = True,
     likely: int | None = None,
@@ -219,7 +285,7 @@ def grouped_matmuls(
 
     Args:
       rows: sorted by group; the first `group_sizes[0]` belong to group 0, and so on.
-      weights: one [D, F] matrix per group each, in the rows' dtype.
+      weights: one [D, F] matrix per group each.
       group_sizes: int32, summing to at most N. Rows past the sum come out zero and get no gradient.
       tail: False if the rows past the sum are never read; they and their gradients are then undefined.
       likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
@@ -231,10 +297,10 @@ class _Weight(NamedTuple):
     """A weight, in the field that says whether it is differentiated: the tree's structure is known when tracing."""
 
     trained: Array | None = None
-    frozen: Array | None = None
+    frozen: Weights | None = None
 
     @property
-    def value(self) -> Array:
+    def value(self) -> Weights:
         """The weight."""
         value = self.frozen if self.trained is None else self.trained
         assert value is not None
@@ -244,10 +310,14 @@ class _Weight(NamedTuple):
 def _forward(
     rows: Any, weights: tuple[Any, ...], group_sizes: Any, tail: bool, likely: int | None
 ) -> tuple[tuple[Array, ...], tuple[Array, list[_Weight], Array]]:
-    values = [w.value for w in weights]
-    kept = [_Weight(trained=w.value) if w.perturbed else _Weight(frozen=w.value) for w in weights]
-    out = _products(rows.value, values, group_sizes.value, tail, likely)
-    return out, (rows.value, kept, group_sizes.value)
+    def kept(w: Any) -> _Weight:
+        if isinstance(w, Scaled):
+            return _Weight(frozen=Scaled(*(part.value for part in cast(Any, w))))
+        return _Weight(trained=w.value) if w.perturbed else _Weight(frozen=w.value)
+
+    own = [kept(w) for w in weights]
+    out = _products(rows.value, [w.value for w in own], group_sizes.value, tail, likely)
+    return out, (rows.value, own, group_sizes.value)
 
 
 def _backward(
@@ -256,19 +326,10 @@ def _backward(
     rows, kept, group_sizes = residuals
     zero = jax.custom_derivatives.SymbolicZero
     weights = [w.value for w in kept]
-    grads = [
-        varying_like(jnp.zeros((rows.shape[0], w.shape[2]), rows.dtype), rows) if isinstance(g, zero) else g
-        for g, w in zip(given, weights, strict=True)
-    ]
+    grads = [varying_like(jnp.zeros(g.shape, rows.dtype), rows) if isinstance(g, zero) else g for g in given]
     own = [g for g, w in zip(grads, kept, strict=True) if w.trained is not None]
     if platform() == "tpu":
-        parts = (
-            grouped_matmul_tpu.matmuls_transposed(
-                [grads[i] for i in alike], [weights[i] for i in alike], group_sizes, likely=likely
-            )
-            for alike in _alike(weights)
-        )
-        d_rows = reduce(jnp.add, parts)
+        d_rows = _tpu_transposed(grads, weights, group_sizes, likely)
         d_rows = _tail_zeroed(d_rows, group_sizes) if tail else d_rows
         found = iter([grouped_matmul_tpu.outer(rows, g, group_sizes, likely=likely) for g in own])
     else:
@@ -284,7 +345,7 @@ grouped_matmuls.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def stacked_matmuls(
     rows: Float[Array, "N D"],
-    weights: tuple[Float[Array, "L E D _"], ...],
+    weights: tuple[Weights, ...],
     group_sizes: Int[Array, " E"],
     *,
     layer: Int[Array, ""],
@@ -293,14 +354,13 @@ def stacked_matmuls(
     """Like `grouped_matmuls` of each weights[layer] with tail=False, but reads the layer's weights in place.
 
     Meant for a loop over layers, such as a decoder's, in which copying the weights out would cost as much as the
-    matmul. Not differentiable.
+    matmul. The weights are those of all layers, [L, E, D, F]. Not differentiable.
     """
-    L, E = weights[0].shape[:2]
-    whole = tuple(w.reshape(L * E, *w.shape[2:]) for w in weights)
-    if platform() == "tpu":
-        run = partial(grouped_matmul_tpu.matmuls, rows, group_sizes=group_sizes, layer=layer, likely=likely)
-        return _in_calls(run, whole)
+    E = len(group_sizes)
+    if platform() not in ("tpu", "cpu"):
+        own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), weights)
+        return _ragged_products(rows, own, group_sizes)
+    whole = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), weights)
     if platform() == "cpu":
         return _blocked_products(rows, whole, group_sizes, first=layer * E)
-    own = [jax.lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights]
-    return _ragged_products(rows, own, group_sizes)
+    return _in_calls(partial(_tpu_products, rows, group_sizes, layer=layer, likely=likely), whole)

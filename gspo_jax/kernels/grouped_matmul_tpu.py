@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.types import UserError
@@ -187,31 +187,58 @@ def _store(product: Float[Array, "n f"], out: Any, at: Any, first: Array, end: A
         out[at, :] = jnp.where((row >= first) & (row < end), product, before).astype(out.dtype)
 
 
-def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any) -> None:
+def _unpacked(group: Any, v: Array, weights: Sequence[Any], copies: Sequence[Any]) -> Sequence[Any]:
+    """The weights' blocks in the rows' dtype: int8 ones are converted once for all visits of a group."""
+    if not copies:
+        return weights
+
+    @pl.when((v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v]))
+    def _() -> None:
+        for w, copy in zip(weights, copies, strict=True):
+            copy[...] = w[...].astype(jnp.float32).astype(copy.dtype)
+
+    return copies
+
+
+def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, scaled: bool) -> None:
     """Compute out_i = rows @ weights_i for one visit and one block of columns."""
-    del group, tile, layer  # used by the index maps only
+    del tile, layer  # used by the index maps only
     v = pl.program_id(1)
-    weights, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    n = len(refs) // (4 if scaled else 2)
+    weights, scales, outs, copies = _taken(refs, n, n * scaled, n, n * scaled)
+    weights = _unpacked(group, v, weights, copies)
 
     def run(at: Any, first: Array, end: Array) -> None:
-        for w, out in zip(weights, outs, strict=True):
-            _store(jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32), out, at, first, end)
+        for i, (w, out) in enumerate(zip(weights, outs, strict=True)):
+            product = jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32)
+            _store(product * scales[i][...] if scaled else product, out, at, first, end)
 
     _for_parts(first[v], end[v], rows.shape[0], run)
 
 
-def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any) -> None:
+def _taken(refs: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
+    """The refs, in groups of these sizes."""
+    rest = iter(refs)
+    return [tuple(itertools.islice(rest, count)) for count in counts]
+
+
+def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, scaled: bool) -> None:
     """Compute out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
-    del group, tile, layer  # used by the index maps only
+    del tile, layer  # used by the index maps only
     v = pl.program_id(1)
-    *pairs, out = refs
-    rows, weights = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+    n = len(refs) // (4 if scaled else 2)
+    rows, weights, scales, (out,), copies = _taken(refs, n, n, n * scaled, 1, n * scaled)
+    weights = _unpacked(group, v, weights, copies)
     product = functools.partial(
         jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
 
+    def operand(i: int, at: Any) -> Array:
+        x = rows[i][at, :]
+        return (x.astype(jnp.float32) * scales[i][...]).astype(x.dtype) if scaled else x
+
     def run(at: Any, first: Array, end: Array) -> None:
-        total = functools.reduce(jnp.add, (product(x[at, :], w[...]) for x, w in zip(rows, weights, strict=True)))
+        total = functools.reduce(jnp.add, (product(operand(i, at), w[...]) for i, w in enumerate(weights)))
         _store(total, out, at, first, end)
 
     _for_parts(first[v], end[v], out.shape[0], run)
@@ -219,9 +246,10 @@ def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: 
 
 def _products(
     rows: Sequence[Float[Array, "N D"]],
-    weights: Sequence[Float[Array, "M I O"]],
+    weights: Sequence[Shaped[Array, "M I O"]],
     group_sizes: Int[Array, " E"],
     *,
+    scales: Sequence[Float[Array, "M O"]],
     transposed: bool,
     layer: Int[Array, ""] | int,
     likely: int | None,
@@ -232,68 +260,79 @@ def _products(
     If `transposed`, takes one array of rows per weight and returns the sum of their products instead.
     """
     (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
+    stored, scaled = weights[0].dtype.itemsize, len(scales) > 0
     width, outs = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
     tile = _row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
-    def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, plus the float32 products
-        blocks = len(rows) * tile * inner + len(weights) * inner * columns + outs * tile * columns
-        return 2 * size * blocks + 4 * outs * tile * columns <= _VMEM
+    def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, converted weights, float32 products
+        blocks = len(rows) * tile * inner + outs * tile * columns
+        matrices = (2 * stored + size * scaled) * len(weights) * inner * columns
+        return 2 * size * blocks + matrices + 4 * outs * tile * columns <= _VMEM
 
     columns = _columns(width, fits)
     blocks = pl.cdiv(width, columns)
     visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
+    block = (columns, inner) if transposed else (inner, columns)
 
     def matrix(n: Any, v: Any, group: Any, tile: Any, first: Any, end: Any, layer: Any) -> tuple[Any, ...]:
         del tile, first, end
         return layer[0] * E + group[v], *((n, 0) if transposed else (0, n))
 
+    def scale(n: Any, v: Any, group: Any, tile: Any, first: Any, end: Any, layer: Any) -> tuple[Any, ...]:
+        del tile, first, end
+        return layer[0] * E + group[v], 0, 0 if transposed else n
+
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
-            _sum_kernel if transposed else _each_kernel,
+            functools.partial(_sum_kernel if transposed else _each_kernel, scaled=scaled),
             out_shape=(jax.ShapeDtypeStruct((N, width), rows[0].dtype),) * outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
                 in_specs=(
                     *[pl.BlockSpec((tile, inner), lambda n, v, group, tile, *_: (tile[v], 0))] * len(rows),
-                    *[pl.BlockSpec((None, *((columns, inner) if transposed else (inner, columns))), matrix)]
-                    * len(weights),
+                    *[pl.BlockSpec((None, *block), matrix)] * len(weights),
+                    *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
                 ),
                 out_specs=(pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n)),) * outs,
                 grid=(blocks, count),
+                scratch_shapes=(pltpu.VMEM(block, rows[0].dtype),) * len(scales),
             ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             # For all rows of the buffer, since the number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
                 flops=2 * N * inner * width * len(weights),
-                bytes_accessed=size
-                * (len(rows) * N * inner * blocks + len(weights) * min(E, N) * inner * width + outs * N * width),
+                bytes_accessed=size * (len(rows) * N * inner * blocks + outs * N * width)
+                + stored * len(weights) * min(E, N) * inner * width,
                 transcendentals=0,
             ),
             interpret=interpret,
             name=f"grouped_matmul_transposed_{tile}" if transposed else f"grouped_matmul_{tile}",
         )(*args)
 
-    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights)
+    rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
+    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *rank3)
 
 
 def matmuls(
     rows: Float[Array, "N D"],
-    weights: Sequence[Float[Array, "M D F"]],
+    weights: Sequence[Shaped[Array, "M D F"]],
     group_sizes: Int[Array, " E"],
     *,
+    scales: Sequence[Float[Array, "M F"]] = (),
     layer: Int[Array, ""] | int = 0,
     likely: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N F"], ...]:
     """Compute out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once for all.
 
-    Products are accumulated in float32 and rounded once to the rows' dtype. Rows past the last group are undefined, in
-    the input as in the output.
+    Products are accumulated in float32, multiplied by their columns' scales and rounded once to the rows' dtype. Rows
+    past the last group are undefined, in the input as in the output.
 
     Args:
       rows: sorted by group.
-      weights: all of one shape, in the rows' dtype.
+      weights: all of one shape, in the rows' dtype, or in int8 if there are scales.
       group_sizes: summing to at most N.
+      scales: those of each of the weights, or none.
       layer: index of the layer whose E matrices the groups use.
       likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
       interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
@@ -305,6 +344,7 @@ def matmuls(
         (rows,),
         weights,
         group_sizes,
+        scales=scales,
         transposed=False,
         layer=layer,
         likely=likely,
@@ -314,20 +354,23 @@ def matmuls(
 
 def matmuls_transposed(
     grads: Sequence[Float[Array, "N F"]],
-    weights: Sequence[Float[Array, "E D F"]],
+    weights: Sequence[Shaped[Array, "E D F"]],
     group_sizes: Int[Array, " E"],
     *,
+    scales: Sequence[Float[Array, "E F"]] = (),
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
     """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` with respect to its rows.
 
-    The sum is accumulated in float32 and rounded once. Arguments and errors are those of `matmuls`.
+    Gradients are multiplied by the scales and rounded to their dtype first. The sum is accumulated in float32 and
+    rounded once. Arguments and errors are those of `matmuls`.
     """
     (out,) = _products(
         grads,
         weights,
         group_sizes,
+        scales=scales,
         transposed=True,
         layer=0,
         likely=likely,

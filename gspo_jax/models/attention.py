@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
-from gspo_jax.models.lora import project
+from gspo_jax.models.matrices import project
 from gspo_jax.parallel.mesh import AXES, TRAINER, constrain, has_mesh, manual_axes, spec, without_axes
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]

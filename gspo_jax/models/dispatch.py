@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import grouped_matmuls, stacked_matmuls
-from gspo_jax.models.lora import LowRank
+from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls, stacked_matmuls
+from gspo_jax.models.matrices import LowRank, Matrix
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
@@ -69,14 +69,19 @@ GATHER = Dispatch()
 
 
 class ExpertKernels(NamedTuple):
-    """The SwiGLU kernels of experts; [L, …] for those of all layers of a stack, of the tokens' dtype."""
+    """The SwiGLU kernels of experts; all arrays lead with L if they are those of all layers of a stack."""
 
-    gate: Float[Array, "*L E D F"]
-    up: Float[Array, "*L E D F"]
-    down: Float[Array, "*L E F D"]
-    gate_adapter: LowRank | None = None
-    up_adapter: LowRank | None = None
-    down_adapter: LowRank | None = None
+    gate: Matrix
+    """[E, D, F]."""
+    up: Matrix
+    """[E, D, F]."""
+    down: Matrix
+    """[E, F, D]."""
+
+    @property
+    def held(self) -> int:
+        """Number of experts."""
+        return self.gate.weights.shape[-3]
 
 
 def check_dispatch(dispatch: Dispatch, platform: str) -> None:
@@ -210,7 +215,7 @@ def _(likely: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple
 
 def _most_pairs(experts: Int[Array, "N K"], kernels: ExpertKernels) -> int:
     """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
-    return experts.shape[0] * min(experts.shape[1], kernels.gate.shape[-3])
+    return experts.shape[0] * min(experts.shape[1], kernels.held)
 
 
 def _combine(
@@ -223,7 +228,7 @@ def _combine(
     usual: int,
 ) -> Float[Array, "N D"]:
     """`combine_experts` in buffers of `usual` rows, or for the worst case if more pairs arrive."""
-    E, (N, K) = kernels.gate.shape[-3], experts.shape
+    E, (N, K) = kernels.held, experts.shape
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
     matmuls = partial(grouped_matmuls, tail=False) if layer is None else partial(stacked_matmuls, layer=layer)
     matmuls = partial(matmuls, likely=likely)
@@ -235,10 +240,9 @@ def _combine(
         slot = jnp.where(held, place.reshape(N, K), room)
         token, slots = source // K, _first_slots(slot, min(K, E), room)
         rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
-        wide = (kernels.gate, kernels.up), (kernels.gate_adapter, kernels.up_adapter)
-        gated, raised = (checkpoint_name(y, "dot") for y in _adapted(matmuls, rows, *wide, sizes))
-        tall = (kernels.down,), (kernels.down_adapter,)
-        (out,) = _adapted(matmuls, jax.nn.silu(gated) * raised * shares, *tall, sizes)
+        wide = kernels.gate, kernels.up
+        gated, raised = (checkpoint_name(y, "dot") for y in _products(matmuls, rows, wide, sizes))
+        (out,) = _products(matmuls, jax.nn.silu(gated) * raised * shares, (kernels.down,), sizes)
         return gather_up(out, token, slots)
 
     def rarely() -> Array:
@@ -251,20 +255,19 @@ def _combine(
     return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
 
 
-def _adapted(
+def _products(
     matmuls: Callable[..., tuple[Array, ...]],
     rows: Float[Array, "N D"],
-    matrices: Sequence[Array],
-    adapters: Sequence[LowRank | None],
+    matrices: Sequence[Matrix],
     sizes: Int[Array, " E"],
 ) -> list[Array]:
-    """Each row times its expert's matrices, plus the shares of those adapters that there are."""
-    beside = [low for low in adapters if low is not None]
-    outs = matmuls(rows, (*matrices, *(low.a for low in beside)), sizes)
+    """Each row times its expert's matrices, adapters included."""
+    weights = [m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices]
+    outs = matmuls(rows, (*weights, *(m.low.a for m in matrices if m.low is not None)), sizes)
     inner = (checkpoint_name(y, "dot") for y in outs[len(matrices) :])
     return [
-        y if low is None else y + matmuls(next(inner), (low.b,), sizes)[0]
-        for y, low in zip(outs, adapters, strict=False)
+        y if m.low is None else y + matmuls(next(inner), (m.low.b,), sizes)[0]
+        for y, m in zip(outs, matrices, strict=False)
     ]
 
 
@@ -278,7 +281,7 @@ def _gather(
 ) -> tuple[Array, Array]:
     """All-gather tokens, compute the own experts' share of each, and reduce-scatter the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
-    ids = everyone(experts) - jax.lax.axis_index("expert") * kernels.gate.shape[-3]
+    ids = everyone(experts) - jax.lax.axis_index("expert") * kernels.held
     y = combine_experts(everyone(x), ids, everyone(weights), kernels, layer=layer, likely=experts.size)
     return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), jnp.zeros_like(experts[:, 0])
 
@@ -361,7 +364,7 @@ def _pairs(
     layer: Array | None,
 ) -> tuple[Array, Array]:
     """Pack pairs by their expert's shard, send them with their weights, and sum the outputs that come back."""
-    held, shards = kernels.gate.shape[-3], jax.lax.axis_size("expert")
+    held, shards = kernels.held, jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
     token = source // experts.shape[1]
     sent = there(spread(x, token, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
@@ -417,7 +420,7 @@ def exchange(
 
     manual, sizes = manual_axes(), jax.sharding.get_abstract_mesh().shape
     shards = sizes["expert"]
-    E = kernels.gate.shape[-3] * (shards if "expert" in manual else 1)
+    E = kernels.held * (shards if "expert" in manual else 1)
     held_by = ("expert",) if manual or layer is not None else expert_axes(E, sizes)
     experts = jnp.where((experts >= 0) & (experts < E), experts, E).astype(jnp.int32)
     if shards > 1:
@@ -437,15 +440,20 @@ def exchange(
         return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
 
     stack = () if layer is None else (None,)
-    layouts: Any = ((None, None), (None, "tensor"), ("tensor", None))
-    whole, wide, tall = (without_axes(PartitionSpec(*stack, held_by, *axes), manual) for axes in layouts)
     rows = without_axes(PartitionSpec(BATCH_AXES), manual)
-    beside: Any = LowRank(*cast(Any, (whole, wide))), LowRank(*cast(Any, (tall, whole)))
-    places: Any = wide, wide, tall, beside[0], beside[0], beside[1]
-    there: Any = (None if own is None else place for own, place in zip(kernels, places, strict=True))
+
+    def place(*axes: str | None) -> PartitionSpec:
+        return without_axes(PartitionSpec(*stack, held_by, *axes), manual)
+
+    def places(m: Matrix, inner: str | None, outer: str | None) -> Any:
+        low = None if m.low is None else LowRank(*cast(Any, (place(inner, None), place(None, outer))))
+        return Matrix(cast(Any, place(inner, outer)), None if m.scale is None else cast(Any, place(outer)), low)
+
+    gate, up = (places(m, None, "tensor") for m in (kernels.gate, kernels.up))
+    there = ExpertKernels(gate, up, places(kernels.down, "tensor", None))
     return jax.shard_map(
         shard,
-        in_specs=(rows, rows, rows, ExpertKernels(*there), PartitionSpec()),
+        in_specs=(rows, rows, rows, there, PartitionSpec()),
         out_specs=(rows, rows),
         axis_names=set(AXES) - manual,
     )(x, experts, weights, kernels, layer)

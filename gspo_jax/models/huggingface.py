@@ -24,9 +24,10 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from gspo_jax.models import families
+from gspo_jax.models import families, int8
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
+from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule
 from gspo_jax.models.transformer import Transformer, abstract
 from gspo_jax.parallel import mesh as mesh_lib
@@ -55,10 +56,15 @@ def config_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
 
 
 def with_dtype(shapes: nnx.State, dtype: np.dtype) -> nnx.State:
-    """Return the shapes of a model's parameters stored in `dtype`, except those declared `float32` (norms, router)."""
+    """Return the shapes of a model's parameters stored in `dtype`.
+
+    Those declared `float32` (norms, router) keep that dtype, and those in int8 theirs.
+    """
 
     def change(v: nnx.Variable) -> nnx.Variable:
-        return v if v.get_metadata("float32") else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), v)
+        if v.get_metadata("float32") or v.dtype == jnp.int8:
+            return v
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), v)
 
     return jax.tree.map(change, shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
@@ -69,6 +75,7 @@ def load_params(
     mesh: Mesh | None = None,
     *,
     dtype: DTypeLike | None = jnp.float32,
+    quantized: bool = False,
 ) -> nnx.State:
     """Return the parameters of a Hugging Face folder in the trainer's layout, without a whole copy on the host.
 
@@ -78,25 +85,34 @@ def load_params(
       mesh: the devices to load onto; None is the default device.
       dtype: the parameters' dtype, None for the embedding's in the file; those declared `float32` (norms, router) are
         always float32.
+      quantized: whether to make matrices int8, with scales; see `int8`.
 
     Raises:
       UserError: the mesh does not divide the model, or a file or tensor is missing, damaged or misshapen.
     """
     if mesh is not None:
         config.check_mesh(dict(mesh.shape))
-    _, shapes = abstract(config)
+    _, shapes = abstract(config, quantized=quantized)
     with contextlib.ExitStack() as files:
         checkpoint = Checkpoint(pathlib.Path(folder), files)
         layout = families.of(config).rules(config, checkpoint.handles)
-        ours = {path: leaf.shape for path, leaf in by_path(shapes).items()}
+        ours = {path: leaf.shape for path, leaf in by_path(int8.split(shapes)[1]).items()}
         expected = {name: r.shape(ours[path]) for path, r in layout.items() for _, name in r.entries(ours[path])}
         checkpoint.check(expected, tied=config.tie_word_embeddings)
+        scales: dict[str, dict[tuple[range, ...], np.ndarray]] = {}
+
+        def part(path: str, leaf: jax.ShapeDtypeStruct, spans: tuple[range, ...]) -> np.ndarray:
+            if path not in layout:  # scales, which in a tree's order come after their matrix
+                return scales[path.removesuffix(SCALE)][spans]
+            if leaf.dtype != jnp.int8:
+                return layout[path].read(checkpoint, leaf.shape, spans, leaf.dtype)
+            own = spans[:-2] + spans[-1:]
+            values, scales.setdefault(path, {})[own] = layout[path].read_int8(checkpoint, leaf.shape, spans)
+            return values
 
         def build(key: Any, leaf: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> jax.Array:
             # One read per distinct slice: replicas of a shard share it.
-            read = functools.cache(
-                functools.partial(layout[dotted(key)].read, checkpoint, leaf.shape, dtype=leaf.dtype)
-            )
+            read = functools.cache(functools.partial(part, dotted(key), leaf))
             if sharding is None:
                 return jnp.asarray(read(tuple(range(n) for n in leaf.shape)))
 

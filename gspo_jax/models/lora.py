@@ -7,14 +7,16 @@ both products by the same code, that of experts in dispatch.py.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from gspo_jax.models.config import ModelConfig, by_path, dotted, parameter
+from gspo_jax.models.matrices import ADAPTER, LowRank
 from gspo_jax.types import UserError, choices
 
 TARGETS = {
@@ -30,8 +32,6 @@ TARGETS = {
 """Matrices of a layer that may have an adapter: the name of the field, and the parameter's path in a block."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Matrices that every expert of a routed layer has one of."""
-SUFFIX = "_adapter"
-"""End of the name of a module beside a parameter: an `Adapter`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,17 +70,6 @@ class Adapters:
         if "expert" in axes:
             return self.expert_rank if name in self.expert_targets else 0
         return self.rank if name in self.targets else 0
-
-
-class LowRank(NamedTuple):
-    """The matrices of an adapter, the first one scaled; experts have one pair each, [E, n, r] and [E, r, m]."""
-
-    a: Float[Array, "*E n r"]
-    b: Float[Array, "*E r m"]
-
-    def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-        """(x A) B, in x's dtype."""
-        return x @ self.a @ self.b
 
 
 class Adapter(nnx.Module):
@@ -128,25 +117,13 @@ def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
             module = getattr(block, part)
             matrix = getattr(module, own, None)
             if matrix is not None and (rank := adapters.rank_of(name, matrix.get_metadata("axes"))):
-                setattr(module, own + SUFFIX, Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
+                setattr(module, own + ADAPTER, Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
 
 
 def matrix_of(path: str) -> tuple[str, str]:
     """The path of the matrix that an adapter's parameter is beside, and which it is: "a" or "b"."""
     beside, _, which = path.rpartition(".")
-    return beside.removesuffix(SUFFIX), which
-
-
-def beside(module: nnx.Module, name: str, dtype: Any) -> LowRank | None:
-    """The adapter beside a module's parameter, computing in `dtype`; None if it has none."""
-    adapter = getattr(module, name + SUFFIX, None)
-    return None if adapter is None else adapter.arrays(dtype)
-
-
-def project(module: nnx.Module, name: str, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-    """x times the module's matrix `name`, plus its adapter's share if it has one."""
-    y, low = x @ getattr(module, name).astype(x.dtype), beside(module, name, x.dtype)
-    return y if low is None else y + low(x)
+    return beside.removesuffix(ADAPTER), which
 
 
 def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
@@ -155,21 +132,37 @@ def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     return adapters, others
 
 
-def merge(adapters: nnx.State, base: nnx.State, rule: Adapters, *, dtype: Any = jnp.float32) -> nnx.State:
-    """The base with s A B added to every matrix that has an adapter, in `dtype`: a model without adapters."""
+def merge(
+    adapters: nnx.State,
+    base: nnx.State,
+    rule: Adapters,
+    *,
+    scales: Mapping[str, jax.Array] = MappingProxyType({}),
+    dtype: Any = jnp.float32,
+) -> nnx.State:
+    """The base with s A B added to every matrix that has an adapter: a model without adapters.
+
+    Args:
+      adapters: the adapters' parameters.
+      base: the weights beside them, without scales.
+      rule: the rule of the adapters.
+      scales: scales of the columns of matrices in int8, by path.
+      dtype: the dtype of what changes.
+    """
     beside = {matrix_of(path): leaf for path, leaf in by_path(adapters).items()}
 
     def one(path: jax.tree_util.KeyPath, w: jax.Array) -> jax.Array:
         own = dotted(path)
-        if (own, "a") not in beside:
+        a, b, columns = beside.get((own, "a")), beside.get((own, "b")), scales.get(own)
+        if a is None and columns is None:
             return w
-        a, b = beside[own, "a"], beside[own, "b"]
-        scale = rule.scale(a.shape[-1])
 
-        def layer(xs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-            w, a, b = xs
-            return (w.astype(jnp.float32) + scale * (a @ b)).astype(dtype)
+        def layer(xs: tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]) -> jax.Array:
+            w, a, b, columns = xs
+            w = w.astype(jnp.float32)
+            w = w if columns is None else w * columns[..., None, :]
+            return (w if a is None or b is None else w + rule.scale(a.shape[-1]) * (a @ b)).astype(dtype)
 
-        return jax.jit(lambda *xs: jax.lax.map(layer, xs))(w, a, b)  # a layer at a time, for the float32 copy
+        return jax.jit(lambda *xs: jax.lax.map(layer, xs))(w, a, b, columns)  # by layer, for the float32 copy
 
     return jax.tree.map_with_path(one, base)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.models.config import ModelConfig, Stack, parameter
 from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
-from gspo_jax.models.lora import beside, project
+from gspo_jax.models.matrices import matrix, project
 from gspo_jax.types import RouterRecord
 
 
@@ -181,8 +181,7 @@ class MoE(nnx.Module):
         logits = checkpoint_name(project(self, "router", x.astype(jnp.float32)), "dot")
         routes, weights = self.choose(logits, self.config, asked)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
-        matrices = (getattr(self, name).astype(x.dtype) for name in ("gate", "up", "down"))
-        kernels = ExpertKernels(*matrices, *(beside(self, name, x.dtype) for name in ("gate", "up", "down")))
+        kernels = ExpertKernels(*(matrix(self, name, x.dtype) for name in ("gate", "up", "down")))
         y, dropped = exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer)
         return y, routes._replace(dropped=dropped)
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from gspo_jax.models import int8
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.config_json import CONFIG, read_json
 from gspo_jax.types import UserError
@@ -78,6 +79,30 @@ class Rule:
         self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...], dtype: DTypeLike
     ) -> np.ndarray:
         """The part of our parameter (of shape `ours`) at `spans`, one range per dimension; reads little else."""
+        out = np.empty([len(s) for s in spans], jnp.dtype(dtype))
+        for at, piece in self._pieces(checkpoint, ours, spans):
+            out[at] = piece
+        return out
+
+    def read_int8(
+        self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same of a matrix, [..., input, output], in int8, and the float32 scales of its columns at `spans`.
+
+        A column's scale is that of all its rows, so these are read whatever the span.
+        """
+        *outer, rows, columns = spans
+        out = np.empty([len(s) for s in spans], np.int8)
+        scales = np.empty([len(s) for s in (*outer, columns)], np.float32)
+        for at, piece in self._pieces(checkpoint, ours, (*outer, range(ours[-2]), columns)):
+            values, scale = int8.quantize(piece)
+            out[at], scales[at] = values[..., rows.start : rows.stop, :], scale[..., 0, :]
+        return out, scales
+
+    def _pieces(
+        self, checkpoint: "Checkpoint", ours: tuple[int, ...], spans: tuple[range, ...]
+    ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """Yield what each of their tensors has at `spans`, with its index into the outer axes there."""
         size = dict(zip(self.ours, ours, strict=True))
         span = dict(zip(self.ours, spans, strict=True))
         window = [slice(span[axis].start, span[axis].stop) for axis in self.theirs]
@@ -85,12 +110,9 @@ class Rule:
             skip = self.half * size[self.theirs[1]]
             window[1] = slice(window[1].start + skip, window[1].stop + skip)
         order = [self.theirs.index(axis) for axis in self.ours[len(self.outer) :]]
-        out = np.empty([len(s) for s in spans], jnp.dtype(dtype))
         for local in itertools.product(*(range(len(span[axis])) for axis in self.outer)):
             at = {axis: span[axis][i] for axis, i in zip(self.outer, local, strict=True)}
-            piece = checkpoint.read(self.name(at), tuple(window))
-            out[local] = piece.transpose(order)
-        return out
+            yield local, checkpoint.read(self.name(at), tuple(window)).transpose(order)
 
 
 _MODEL = {

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows
 from gspo_jax.kernels.packed_attention import Spans
-from gspo_jax.models import lora
+from gspo_jax.models import int8, lora
 from gspo_jax.models.attention import (
     Attend,
     attend_cached,
@@ -298,20 +298,33 @@ def abstract(
     dtype: DTypeLike = jnp.float32,
     dispatch: Dispatch = GATHER,
     adapters: lora.Adapters | None = None,
+    quantized: bool = False,
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
     """Return the model's graph and the shapes of its parameters, without allocating any.
 
-    Raises:
-      UserError: as `lora.add`.
+    Args:
+      config: the model's sizes.
+      dtype: the dtype that it computes in.
+      dispatch: the way tokens reach their experts.
+      adapters: which matrices have an adapter; None: none has.
+      quantized: whether matrices are int8, with scales; see `int8`.
     """
-    of = {"dtype": dtype, "dispatch": dispatch, "adapters": adapters}
+    of = {"dtype": dtype, "dispatch": dispatch, "adapters": adapters, "quantized": quantized}
     return nnx.split(nnx.eval_shape(lambda: _make(config, nnx.Rngs(0), **of)))
 
 
-def _make(config: ModelConfig, rngs: nnx.Rngs, adapters: lora.Adapters | None = None, **options: Any) -> Transformer:
+def _make(
+    config: ModelConfig,
+    rngs: nnx.Rngs,
+    adapters: lora.Adapters | None = None,
+    quantized: bool = False,
+    **options: Any,
+) -> Transformer:
     model = Transformer(config, rngs=rngs, **options)
     if adapters is not None:
         lora.add(model, adapters, rngs=rngs)
+    if quantized:
+        int8.add(model)
     return model
 
 

@@ -256,13 +256,13 @@ def make_reshard(
 ) -> Callable[[Weights], Weights]:
     """A jitted function that casts the trainer's weights to `dtype` and reshards them to the sampler's layout.
 
-    Parameters declared `float32` (norms, router) keep that dtype, which the forward pass expects; the others are
-    rounded to `precision` first, if it is given. Layers are converted one at a time: all at once, they would be
-    gathered into a second copy of the weights first.
+    Parameters declared `float32` (norms, router) and int8 ones keep their dtype, which the forward pass expects; the
+    others are rounded to `precision` first, if it is given. Layers are converted one at a time: all at once, they would
+    be gathered into a second copy of the weights first.
     """
     variables = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, nnx.Variable))
     adapters = {i for i, v in enumerate(variables) if isinstance(v, nnx.LoRAParam)}
-    dtypes = [jnp.float32 if v.get_metadata("float32") else dtype for v in variables]
+    dtypes = [v.dtype if v.get_metadata("float32") or v.dtype == jnp.int8 else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
     specs = {i: mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked}
     layer_shardings = {i: NamedSharding(mesh, spec) for i, spec in specs.items()}

@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from gspo_jax.models.int8 import quantize
+
 Precision = Literal["bfloat16", "int8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 """Precisions that weights may be rounded to."""
-_LARGEST = 127
-"""Largest magnitude of the symmetric int8 that is used; -128 is not."""
 
 
 def rounded(x: Float[Array, "..."], precision: Precision, *, inputs: int) -> Float[Array, "..."]:
@@ -24,6 +24,5 @@ def rounded(x: Float[Array, "..."], precision: Precision, *, inputs: int) -> Flo
     """
     if precision == "bfloat16":
         return x.astype(jnp.bfloat16).astype(x.dtype)
-    values = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(values), axis=inputs, keepdims=True) / _LARGEST
-    return (jnp.round(values / jnp.where(scale > 0, scale, 1)) * scale).astype(x.dtype)
+    values, scale = quantize(x, inputs=inputs)
+    return jnp.asarray(values * scale).astype(x.dtype)

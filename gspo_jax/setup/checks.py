@@ -220,9 +220,13 @@ def _check_adapters(config: ConfigDict) -> None:
     """Check the adapters, and that nothing needs a second model beside them."""
     if policy.make_adapters(config) is None:
         return
-    if config.adapter.base_dtype not in ("", "float32", "bfloat16"):
+    if config.adapter.base_dtype not in ("", "float32", "bfloat16", "int8"):
+        known = "use 'float32', 'bfloat16', 'int8', or '' for model.dtype"
+        raise UserError(f"adapter.base_dtype is {config.adapter.base_dtype!r}; {known}")
+    if config.adapter.base_dtype == "int8" and config.sampling.weights_dtype:
         raise UserError(
-            f"adapter.base_dtype is {config.adapter.base_dtype!r}; use 'float32', 'bfloat16', or '' for model.dtype"
+            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}, which rounds a copy of the base, and the "
+            "sampler reads the trainer's own in int8; leave it empty"
         )
     if learning.make_objective(config).critic is not None and config.critic.trunk == "own":
         raise UserError(

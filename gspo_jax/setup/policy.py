@@ -15,6 +15,7 @@ from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import Dispatch
+from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
 from gspo_jax.parallel import mesh as mesh_lib
@@ -87,7 +88,8 @@ class Policy:
         alpha = None if run is None else run.get("config", {}).get("adapter", {}).get("alpha")
         if alpha not in (None, self.adapters.alpha):
             raise UserError(f"adapter.alpha is {self.adapters.alpha} here and {alpha} in the checkpoint; set it back")
-        base = huggingface.load_params(folder, self.config, mesh, dtype=self.base_dtype)
+        stored: dict[str, Any] = {"dtype": self.base_dtype, "quantized": self.is_quantized}
+        base = huggingface.load_params(folder, self.config, mesh, **stored)
         if run is not None and digest_tree(base) != run.get("base"):
             raise UserError(
                 f"the weights in {folder} are not those that the checkpoint's adapters were trained beside; put the "
@@ -102,21 +104,30 @@ class Policy:
 
     @property
     def base_dtype(self) -> jnp.dtype:
-        """Dtype of the frozen weights, but for those that are always float32."""
+        """Dtype of the frozen weights, but for those that are always float32, and matrices if they are int8."""
         frozen: Any = self.shapes.frozen
         return frozen["embed"].dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the frozen matrices are int8."""
+        return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(self.shapes.frozen))
 
 
 def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
     """The policy for a model of this shape; nothing is allocated."""
     options: dict[str, Any] = {"dtype": jnp.dtype(config.model.dtype), "dispatch": make_dispatch(config)}
-    base, shapes = transformer.abstract(model, **options)
     adapters = make_adapters(config)
     if adapters is None:
-        return Policy(model, base, base, Weights.full(shapes))
+        graph, shapes = transformer.abstract(model, **options)
+        return Policy(model, graph, graph, Weights.full(shapes))
+    kind = config.adapter.base_dtype or config.model.dtype
+    options["quantized"] = kind == "int8"
+    stored = jnp.dtype(config.model.dtype if kind == "int8" else kind)
+    base, shapes = transformer.abstract(model, **options)
     graph, whole = transformer.abstract(model, **options, adapters=adapters)
-    stored = huggingface.with_dtype(shapes, jnp.dtype(config.adapter.base_dtype or config.model.dtype))
-    return Policy(model, graph, base, Weights(lora.split(whole)[0], stored), adapters, config.adapter.folder)
+    frozen = huggingface.with_dtype(shapes, stored)
+    return Policy(model, graph, base, Weights(lora.split(whole)[0], frozen), adapters, config.adapter.folder)
 
 
 def make_adapters(config: ConfigDict) -> lora.Adapters | None:
@@ -181,7 +192,7 @@ def field_of(leaf: str) -> str:
     empty for a leaf, such as a counter, that every train state has alike.
     """
     path = leaf.split(".")
-    matrices = [key.removesuffix(lora.SUFFIX) for key in path]
+    matrices = [key.removesuffix(ADAPTER) for key in path]
     name = next((key for key in reversed(matrices) if key in _SHAPED_BY), None)
     fields = [] if name is None else list(_SHAPED_BY[name])
     where = (

@@ -1,0 +1,59 @@
+"""A frozen base in int8: each column of a matrix, an output channel, has one scale, its largest magnitude / 127.
+
+Matrices of attention, of dense feed-forwards and of experts are stored so; embedding, head, norms and routers are not.
+Weights stay int8 in memory, and products are scaled, not weights (`matrices.Matrix`, `kernels/grouped_matmul.py`).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int8
+
+from gspo_jax.models.config import by_path, ones, parameter
+from gspo_jax.models.lora import TARGETS
+from gspo_jax.models.matrices import SCALE
+
+LARGEST = 127
+"""Largest magnitude that is used of int8, which is symmetric then; -128 is not."""
+
+
+class Scale(nnx.Param):
+    """The scales of a matrix's columns."""
+
+
+def quantize(
+    w: Float[Array | np.ndarray, "*L n m"], *, inputs: int = -2
+) -> tuple[Int8[Array | np.ndarray, "*L n m"], Float32[Array | np.ndarray, "..."]]:
+    """Values in int8 and the scales to multiply them with, which keep the axis `inputs` with size 1.
+
+    A channel of zeros stays 0. Works on the host for arrays of numpy, else on the devices.
+    """
+    xp: Any = w.__array_namespace__()
+    w = w.astype(xp.float32)
+    scale = xp.max(xp.abs(w), axis=inputs, keepdims=True) * xp.float32(1 / LARGEST)  # as XLA divides by a constant
+    return xp.round(w / xp.where(scale > 0, scale, xp.float32(1))).astype(xp.int8), scale
+
+
+def add(model: Any) -> None:
+    """Make a transformer's matrices int8, with a `Scale` beside each; their values are yet to be given."""
+    rngs = nnx.Rngs(0)
+    for block in model.layers:
+        for name, path in TARGETS.items():
+            part, _, own = path.partition(".")
+            module = getattr(block, part)
+            matrix = getattr(module, own, None)
+            if matrix is None or name == "router":
+                continue
+            axes = matrix.get_metadata("axes")
+            shape = matrix.shape[:-2] + matrix.shape[-1:]
+            scale = parameter(rngs, shape, axes[:-2] + axes[-1:], ones, float32=True, kind=Scale)
+            setattr(module, own + SCALE, scale)
+            matrix.set_value(jnp.zeros(matrix.shape, jnp.int8))
+
+
+def split(params: nnx.State) -> tuple[dict[str, Any], nnx.State]:
+    """The scales by the path of their matrix, and the parameters without them."""
+    scales, others = nnx.split_state(params, Scale, ...)
+    return {path.removesuffix(SCALE): scale for path, scale in by_path(scales).items()}, others

@@ -1,0 +1,61 @@
+"""A matrix as a layer computes with it: weights, with a scale for each column if they are int8, and an adapter.
+
+A layer's modules hold these as parameters side by side, named after the weights; `matrix` puts them together.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+ADAPTER = "_adapter"
+"""End of the name of a module beside a parameter: a `lora.Adapter`."""
+SCALE = "_scale"
+"""End of the name of a parameter beside another: an `int8.Scale`."""
+
+
+class LowRank(NamedTuple):
+    """The matrices of an adapter, the first one scaled; experts have one pair each, [E, n, r] and [E, r, m]."""
+
+    a: Float[Array, "*E n r"]
+    b: Float[Array, "*E r m"]
+
+    def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
+        """(x A) B, in x's dtype."""
+        return x @ self.a @ self.b
+
+
+class Matrix(NamedTuple):
+    """A matrix W · diag(scale) + A B, or one of each expert; its parts are never added up."""
+
+    weights: Shaped[Array, "*E n m"]
+    """W: int8 if there is a scale, else of the tokens' dtype."""
+    scale: Float[Array, "*E m"] | None = None
+    """Factor of each column, float32; None: 1."""
+    low: LowRank | None = None
+    """The adapter, of the tokens' dtype; None: there is none."""
+
+    def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
+        """x times the matrix, in x's dtype; of experts, there is no such product."""
+        y = x @ self.weights.astype(x.dtype)
+        if self.scale is not None:
+            y = (y.astype(jnp.float32) * self.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+        return y if self.low is None else y + self.low(x)
+
+
+def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
+    """The matrix of a module's parameter `name` and what is beside it, to compute in `dtype`."""
+    weights: Any = getattr(module, name)
+    scale, adapter = (getattr(module, name + beside, None) for beside in (SCALE, ADAPTER))
+    return Matrix(
+        weights.astype(dtype) if scale is None else weights[...],
+        None if scale is None else scale[...],
+        None if adapter is None else adapter.arrays(dtype),
+    )
+
+
+def project(module: nnx.Module, name: str, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
+    """x times the module's matrix `name`, in x's dtype."""
+    return matrix(module, name, x.dtype)(x)
