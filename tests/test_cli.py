@@ -171,7 +171,14 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
         ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
         ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8', or '' for model.dtype"),
-        ({"adapter.rank": 4, "adapter.base_dtype": "int4"}, "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8'"),
+        (
+            {"adapter.rank": 4, "adapter.base_dtype": "int4"},
+            "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8'",
+        ),
+        (
+            {"adapter.rank": 4, "adapter.base_dtype": "int8", "sampling.weights_dtype": "bfloat16"},
+            "sampling.weights_dtype is 'bfloat16', which rounds a copy of the base, .*; leave it empty",
+        ),
         ({"adapter.rank": -4}, "adapter.rank is -4; use 0 to"),
         ({"adapter.rank": 4, "adapter.targets": ("q",)}, "adapter.targets has no 'q'; there are q_proj, k_proj"),
         ({"adapter.folder": "some"}, "adapter.folder is 'some' and both ranks are 0; set them to the folder's"),

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.models import huggingface, int8, transformer
+from gspo_jax.models import huggingface, int8, lora, transformer
 from gspo_jax.models.config import by_path
 from gspo_jax.models.matrices import SCALE
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import Weights
+from tests import loading
 from tests.test_lora import DENSE, EVERYWHERE, TOKENS, adapted, gradient
 from tests.tiny import CONFIG, leaf_errors, mesh_id, params
 
@@ -85,6 +86,9 @@ def test_logits_and_gradients_are_those_of_the_values(config, folders):
     found, expected, exact = (
         each.model(of)(TOKENS).logits for each, of in ((ours, graph), (values, model.graph), (theirs, model.graph))
     )
+    merged = lora.merge(ours.trainable, int8.split(base)[1], EVERYWHERE, scales=int8.split(base)[0])
+    plain, _ = transformer.abstract(config)
+    assert leaf_errors(found, Weights.full(merged).model(plain)(TOKENS).logits) < 1e-5
     scale = np.abs(exact).max()
     assert np.abs(found - expected).max() < 1e-5 * scale
     assert 1e-3 * scale < np.abs(found - exact).max() < 0.2 * scale
@@ -101,3 +105,9 @@ def test_a_mesh_changes_no_gradient(sizes, folders):
     base = huggingface.load_params(folders[CONFIG], CONFIG, mesh, quantized=True)
     with jax.set_mesh(mesh):
         assert leaf_errors(expected, gradient(graph, Weights(placed, base))) < 2e-5
+
+
+@pytest.mark.slow
+def test_a_folder_is_never_whole_in_host_memory():
+    found = loading.measure(1.3)
+    assert found["folder"] > 1.2e9 and found["grown"] <= found["limit"], found

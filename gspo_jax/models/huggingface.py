@@ -93,9 +93,9 @@ def load_params(
     if mesh is not None:
         config.check_mesh(dict(mesh.shape))
     _, shapes = abstract(config, quantized=quantized)
-    with contextlib.ExitStack() as files:
-        checkpoint = Checkpoint(pathlib.Path(folder), files)
-        layout = families.of(config).rules(config, checkpoint.handles)
+    with contextlib.ExitStack() as stack:
+        checkpoint = Checkpoint(pathlib.Path(folder), stack)
+        layout = families.of(config).rules(config, checkpoint.files)
         ours = {path: leaf.shape for path, leaf in by_path(int8.split(shapes)[1]).items()}
         expected = {name: r.shape(ours[path]) for path, r in layout.items() for _, name in r.entries(ours[path])}
         checkpoint.check(expected, tied=config.tie_word_embeddings)

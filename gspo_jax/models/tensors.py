@@ -6,6 +6,7 @@ The rules below are those that several families share; a family's `rules` puts a
 import contextlib
 import dataclasses
 import itertools
+import math
 import pathlib
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -174,21 +175,39 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
     return rules
 
 
+_MAPPED = 2**28
+"""Bytes read after which all files are closed: until then the pages that were read count as the process's memory."""
+
+
 class Checkpoint:
     """The tensors of a folder, in one safetensors file or many; raises a UserError if one is missing or damaged."""
 
-    def __init__(self, folder: pathlib.Path, files: contextlib.ExitStack):
+    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
         self.folder = folder
-        self.handles: dict[str, tuple[str, Any]] = {}
+        self.files: dict[str, str] = {}
+        """The file that each tensor is in."""
+        self._opened: dict[str, Any] = {}
+        self._read = 0
+        stack.callback(self._close)
         for name in self._file_names():
-            file = folder / name
-            if not file.is_file():
-                raise UserError(f"{file} does not exist though {INDEX} names it; download it again")
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / name} does not exist though {INDEX} names it; download it again")
+            self.files |= dict.fromkeys(self._open(name).keys(), name)
+
+    def _open(self, name: str) -> Any:
+        """A file, which stays open until enough was read of all."""
+        if name not in self._opened:
+            file = self.folder / name
             try:
-                handle = files.enter_context(safe_open(file, framework="np"))
+                self._opened[name] = safe_open(file, framework="np").__enter__()
             except SafetensorError as error:
                 raise UserError(f"{file} is not a complete safetensors file ({error}); download it again") from error
-            self.handles |= dict.fromkeys(handle.keys(), (name, handle))
+        return self._opened[name]
+
+    def _close(self) -> None:
+        for handle in self._opened.values():
+            handle.__exit__(None, None, None)
+        self._opened, self._read = {}, 0
 
     def _file_names(self) -> list[str]:
         if (self.folder / WEIGHTS).is_file():
@@ -212,20 +231,25 @@ class Checkpoint:
         The checkpoint of a `tied` model may still hold its head, which is the embedding again.
         """
         for name, shape in expected.items():
-            if name not in self.handles:
+            if name not in self.files:
                 raise UserError(f"{self.folder} has no tensor {name}, which its {CONFIG} asks for; download it again")
-            file, handle = self.handles[name]
-            found = handle.get_slice(name)
+            file = self.files[name]
+            found = self._open(file).get_slice(name)
             if tuple(found.get_shape()) != shape:
                 has = list(found.get_shape())
                 raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
             if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
         ignored = {_MODEL["head"].tensor} if tied else set()
-        if extra := sorted(self.handles.keys() - expected.keys() - ignored):
+        if extra := sorted(self.files.keys() - expected.keys() - ignored):
             found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
             raise UserError(f"{found}, such as {extra[0]}; download both again")
 
     def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
         """A slice of one tensor, in the dtype it is stored in."""
-        return self.handles[name][1].get_slice(name)[window]
+        if self._read > _MAPPED:
+            self._close()
+        part = self._open(self.files[name]).get_slice(name)
+        found = part[window]
+        self._read += len(found) * math.prod(part.get_shape()[1:]) * found.itemsize  # pages hold whole rows
+        return found
