@@ -73,7 +73,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     config, mesh = huggingface.read_config(folder), mesh_lib.make_mesh({"expert": 8})
     jax.block_until_ready(jnp.ones(()) + 1)
     before, begin = peak(), time.perf_counter()
-    params = jax.block_until_ready(huggingface.load_params(folder, config, mesh, dtype=jnp.bfloat16, quantized=True))
+    params = jax.block_until_ready(huggingface.load_params(folder, config, mesh, dtype=jnp.bfloat16, base="int8"))
     held = sum(part.data.nbytes for x in jax.tree.leaves(params) for part in x.addressable_shards)
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     return {

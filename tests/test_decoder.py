@@ -226,6 +226,24 @@ def test_eight_devices_sample_the_same(sizes, slots, one_by_one):
     assert len(steps) == 1 or len(set(steps[:, 0])) > 1, "shards outside an expert group stop independently"
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    mostly_slow(
+        [{"expert": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "expert": 4}], always=[{"expert": 8}]
+    ),
+    ids=mesh_id,
+)
+def test_a_frozen_base_spread_over_experts_samples_the_same(sizes, one_by_one):
+    mesh = mesh_lib.make_mesh(sizes)
+    graph, shapes = transformer.abstract(CONFIG, base="frozen")
+    base = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(params()))
+    base = jax.device_put(base, mesh_lib.param_shardings(base, mesh, mesh_lib.SAMPLER))
+    with jax.set_mesh(mesh):
+        batch, numbers, limits = hosts.shard_rows(mesh, (prompts(), np.arange(32), np.asarray(LIMITS)))
+        keys = response_keys(jax.random.key(1), numbers)
+        same(generate(graph, Weights.full(base), batch, keys, **SETTINGS, slots=16, limits=limits)[0], one_by_one)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "slots", "early_exit"),

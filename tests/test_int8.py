@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.models import huggingface, int8, lora, transformer
-from gspo_jax.models.config import by_path
+from gspo_jax.models.config import by_path, dotted
 from gspo_jax.models.matrices import SCALE
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import Weights
@@ -24,16 +24,15 @@ def folders(tmp_path_factory):
     return {CONFIG: root / "routed", DENSE: root / "dense"}
 
 
-def dequantized(base, like):
+def dequantized(base):
     """Return the parameters whose values a base in int8 stands for, in float32."""
     scales, values = int8.split(base)
-    return jax.tree.map_with_path(
-        lambda key, x, _: (
-            x if huggingface.dotted(key) not in scales else x * scales[huggingface.dotted(key)][..., None, :]
-        ),
-        values,
-        like,
-    )
+
+    def one(key, x):
+        scale = scales.get(dotted(key))
+        return x if scale is None else x * scale[..., None, :]
+
+    return jax.tree.map_with_path(one, values)
 
 
 def test_host_and_devices_quantise_alike():
@@ -50,7 +49,7 @@ def test_host_and_devices_quantise_alike():
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["routed", "dense"])
 def test_matrices_are_read_in_int8_and_nothing_else_is(config, folders):
     whole = by_path(huggingface.load_params(folders[config], config))
-    found = by_path(huggingface.load_params(folders[config], config, dtype=jnp.bfloat16, quantized=True))
+    found = by_path(huggingface.load_params(folders[config], config, dtype=jnp.bfloat16, base="int8"))
     matrices = {path.removesuffix(SCALE) for path in found if path.endswith(SCALE)}
     assert {path.rpartition(".")[2] for path in matrices} == {"q", "k", "v", "o", "gate", "up", "down"}
     assert found.keys() - {path + SCALE for path in matrices} == whole.keys()
@@ -69,8 +68,8 @@ def test_matrices_are_read_in_int8_and_nothing_else_is(config, folders):
 def test_shards_have_the_whole_column_s_scale(sizes, folders):
     """Also those that hold only some of its rows."""
     mesh = mesh_lib.make_mesh(sizes)
-    alone = huggingface.load_params(folders[CONFIG], CONFIG, quantized=True)
-    split = huggingface.load_params(folders[CONFIG], CONFIG, mesh, quantized=True)
+    alone = huggingface.load_params(folders[CONFIG], CONFIG, base="int8")
+    split = huggingface.load_params(folders[CONFIG], CONFIG, mesh, base="int8")
     for (path, one), other in zip(by_path(alone).items(), by_path(split).values(), strict=True):
         np.testing.assert_array_equal(one, other, err_msg=path)
 
@@ -78,11 +77,11 @@ def test_shards_have_the_whole_column_s_scale(sizes, folders):
 @pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), DENSE], ids=["routed", "dense"])
 def test_logits_and_gradients_are_those_of_the_values(config, folders):
     """Those of the model whose base is values times scales; and the logits are near those of the base that was read."""
-    base = huggingface.load_params(folders[config], config, quantized=True)
-    graph, _ = transformer.abstract(config, adapters=EVERYWHERE, quantized=True)
+    base = huggingface.load_params(folders[config], config, base="int8")
+    graph, _ = transformer.abstract(config, adapters=EVERYWHERE, base="int8")
     model = adapted(config)
     ours, theirs = Weights(model.weights.trainable, base), model.weights
-    values = Weights(model.weights.trainable, dequantized(base, theirs.frozen))
+    values = Weights(model.weights.trainable, dequantized(base))
     found, expected, exact = (
         each.model(of)(TOKENS).logits for each, of in ((ours, graph), (values, model.graph), (theirs, model.graph))
     )
@@ -99,10 +98,10 @@ def test_logits_and_gradients_are_those_of_the_values(config, folders):
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"expert": 8}], ids=mesh_id)
 def test_a_mesh_changes_no_gradient(sizes, folders):
     mesh, trainable = mesh_lib.make_mesh(sizes), adapted(CONFIG).weights.trainable
-    graph, _ = transformer.abstract(CONFIG, adapters=EVERYWHERE, quantized=True)
-    expected = gradient(graph, Weights(trainable, huggingface.load_params(folders[CONFIG], CONFIG, quantized=True)))
+    graph, _ = transformer.abstract(CONFIG, adapters=EVERYWHERE, base="int8")
+    expected = gradient(graph, Weights(trainable, huggingface.load_params(folders[CONFIG], CONFIG, base="int8")))
     placed = jax.device_put(trainable, mesh_lib.param_shardings(trainable, mesh))
-    base = huggingface.load_params(folders[CONFIG], CONFIG, mesh, quantized=True)
+    base = huggingface.load_params(folders[CONFIG], CONFIG, mesh, base="int8")
     with jax.set_mesh(mesh):
         assert leaf_errors(expected, gradient(graph, Weights(placed, base))) < 2e-5
 

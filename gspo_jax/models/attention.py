@@ -154,14 +154,15 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Return the attention output, and what `attend` kept (keys and values for the cache, or None)."""
         theta = self.config.rope_theta
-        q, k, v = (self._heads(project(self, name, x)) for name in ("q", "k", "v"))
+        q, k, v = map(self._heads, project(self, ("q", "k", "v"), x))
         q = rope(self.q_norm(q), positions, theta)
         k = rope(self.k_norm(k), positions, theta)
         q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(a, "batch", None, "kv_heads", None) for a in (k, v))
         out, kept = attend(q, k, v)
-        return checkpoint_name(project(self, "o", out.reshape(*x.shape[:2], -1)), "dot"), kept
+        (y,) = project(self, ("o",), out.reshape(*x.shape[:2], -1))
+        return checkpoint_name(y, "dot"), kept
 
     def _heads(self, x: Float[Array, "B T n"]) -> Float[Array, "B N T h"]:
         """Move heads before tokens, as attention wants them; before norm and rotation, which make it float32."""

@@ -29,7 +29,7 @@ from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
 from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule
-from gspo_jax.models.transformer import Transformer, abstract
+from gspo_jax.models.transformer import Base, Transformer, abstract
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
 
@@ -75,7 +75,7 @@ def load_params(
     mesh: Mesh | None = None,
     *,
     dtype: DTypeLike | None = jnp.float32,
-    quantized: bool = False,
+    base: Base = "trained",
 ) -> nnx.State:
     """Return the parameters of a Hugging Face folder in the trainer's layout, without a whole copy on the host.
 
@@ -85,14 +85,14 @@ def load_params(
       mesh: the devices to load onto; None is the default device.
       dtype: the parameters' dtype, None for the embedding's in the file; those declared `float32` (norms, router) are
         always float32.
-      quantized: whether to make matrices int8, with scales; see `int8`.
+      base: what the weights are; matrices are quantised for "int8".
 
     Raises:
       UserError: the mesh does not divide the model, or a file or tensor is missing, damaged or misshapen.
     """
     if mesh is not None:
         config.check_mesh(dict(mesh.shape))
-    _, shapes = abstract(config, quantized=quantized)
+    _, shapes = abstract(config, base=base)
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(pathlib.Path(folder), stack)
         layout = families.of(config).rules(config, checkpoint.files)

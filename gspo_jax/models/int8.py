@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int8
 
 from gspo_jax.models.config import by_path, ones, parameter
-from gspo_jax.models.lora import TARGETS
+from gspo_jax.models.lora import places
 from gspo_jax.models.matrices import SCALE
 
 LARGEST = 127
@@ -40,15 +40,14 @@ def add(model: Any) -> None:
     """Make a transformer's matrices int8, with a `Scale` beside each; their values are yet to be given."""
     rngs = nnx.Rngs(0)
     for block in model.layers:
-        for name, path in TARGETS.items():
-            part, _, own = path.partition(".")
-            module = getattr(block, part)
-            matrix = getattr(module, own, None)
-            if matrix is None or name == "router":
+        for name, (module, own) in places(block).items():
+            if name == "router":
                 continue
-            axes = matrix.get_metadata("axes")
-            shape = matrix.shape[:-2] + matrix.shape[-1:]
-            scale = parameter(rngs, shape, axes[:-2] + axes[-1:], ones, float32=True, kind=Scale)
+            matrix = getattr(module, own)
+            axes, shape = (tuple(x[:-2]) + tuple(x[-1:]) for x in (matrix.get_metadata("axes"), matrix.shape))
+            scale = parameter(rngs, shape, axes, ones, float32=True, kind=Scale)
+            if "expert" not in axes:
+                scale.set_metadata(spread=(len(shape) - 1, shape[-1]))
             setattr(module, own + SCALE, scale)
             matrix.set_value(jnp.zeros(matrix.shape, jnp.int8))
 

@@ -112,12 +112,21 @@ def check(config: ModelConfig, adapters: Adapters) -> None:
 def add(model: Any, adapters: Adapters, *, rngs: nnx.Rngs) -> None:
     """Give a transformer its adapters."""
     for block in model.layers:
-        for name, path in TARGETS.items():
-            part, _, own = path.partition(".")
-            module = getattr(block, part)
-            matrix = getattr(module, own, None)
-            if matrix is not None and (rank := adapters.rank_of(name, matrix.get_metadata("axes"))):
+        for name, (module, own) in places(block).items():
+            matrix = getattr(module, own)
+            if rank := adapters.rank_of(name, matrix.get_metadata("axes")):
                 setattr(module, own + ADAPTER, Adapter(matrix, rank, adapters.scale(rank), rngs=rngs))
+
+
+def places(block: Any) -> dict[str, tuple[nnx.Module, str]]:
+    """The module and the name there of each of `TARGETS` that a block has."""
+    found = {}
+    for name, path in TARGETS.items():
+        part, _, own = path.partition(".")
+        module = getattr(block, part)
+        if hasattr(module, own):
+            found[name] = module, own
+    return found
 
 
 def matrix_of(path: str) -> tuple[str, str]:

@@ -3,12 +3,15 @@
 A layer's modules hold these as parameters side by side, named after the weights; `matrix` puts them together.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
+
+from gspo_jax.parallel import spread
 
 ADAPTER = "_adapter"
 """End of the name of a module beside a parameter: a `lora.Adapter`."""
@@ -56,6 +59,13 @@ def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
     )
 
 
-def project(module: nnx.Module, name: str, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-    """x times the module's matrix `name`, in x's dtype."""
-    return matrix(module, name, x.dtype)(x)
+def project(module: nnx.Module, names: Sequence[str], x: Float[Array, "B T n"]) -> list[Float[Array, "B T _"]]:
+    """x times each of some matrices of a module, in x's dtype; all of them are sharded alike."""
+    own = [matrix(module, name, x.dtype) for name in names]
+    bases = [m._replace(low=None) for m in own]
+    variables = [getattr(module, name) for name in names]
+    if spread.is_spread(variables[0]):
+        found = spread.products(bases, [v.get_metadata("axes")[-1] for v in variables], x)
+    else:
+        found = [base(x) for base in bases]
+    return [y if m.low is None else y + m.low(x) for y, m in zip(found, own, strict=True)]

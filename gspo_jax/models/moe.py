@@ -178,8 +178,8 @@ class MoE(nnx.Module):
         With `layer` the kernels are those of all layers of the stack, so that a loop over layers need not copy each
         layer's experts.
         """
-        logits = checkpoint_name(project(self, "router", x.astype(jnp.float32)), "dot")
-        routes, weights = self.choose(logits, self.config, asked)
+        (logits,) = project(self, ("router",), x.astype(jnp.float32))
+        routes, weights = self.choose(checkpoint_name(logits, "dot"), self.config, asked)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = ExpertKernels(*(matrix(self, name, x.dtype) for name in ("gate", "up", "down")))
         y, dropped = exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer)
@@ -201,5 +201,5 @@ class MLP(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], None]:
         """Return no routes, so that dense and routed blocks are called alike."""
         del valid, asked, layer  # a dense layer has no router to ask and no experts to select
-        gated, raised = (checkpoint_name(project(self, name, x), "dot") for name in ("gate", "up"))
-        return project(self, "down", jax.nn.silu(gated) * raised), None
+        gated, raised = (checkpoint_name(y, "dot") for y in project(self, ("gate", "up"), x))
+        return project(self, ("down",), jax.nn.silu(gated) * raised)[0], None

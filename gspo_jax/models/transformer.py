@@ -38,7 +38,8 @@ from gspo_jax.models.moe import (
     split_routing,
 )
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel.mesh import constrain
+from gspo_jax.parallel import spread
+from gspo_jax.parallel.mesh import constrain, manual_axes
 
 Remat = Literal["none", "dots", "full", "offload"]
 
@@ -75,11 +76,17 @@ class Output:
     """Routes of the routed layers: arrays lead with L, their number, which is 0 for a dense model."""
     head: Float[Array, "D V"]
     """The unembedding, in the compute dtype."""
+    head_is_spread: bool = struct.field(pytree_node=False, default=False)
+    """True if `head` is this shard's part of the vocabulary; see `parallel/spread.py`."""
 
     @property
     def logits(self) -> Float[Array, "B T V"]:
         """hidden @ head in float32, for a few positions. Training uses `kernels.logprobs.token_logprobs`."""
-        return jnp.einsum("btd,dv->btv", self.hidden, self.head, preferred_element_type=jnp.float32)
+
+        def unembed(hidden: Array) -> Array:
+            return jnp.einsum("btd,dv->btv", hidden, self.head, preferred_element_type=jnp.float32)
+
+        return spread.logits(unembed, self.hidden) if self.head_is_spread else unembed(self.hidden)
 
 
 class Block(nnx.Module):
@@ -246,6 +253,8 @@ class Transformer(nnx.Module):
         return self._output(x, join_routes(routes, tokens.shape)), join_layers(kept)
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        if spread.is_spread(self.embed):
+            return constrain(spread.lookup(self.embed.astype(self.dtype), tokens), "batch", None, None)
         # Gathered over fsdp first: the batch is sharded over fsdp too, and a lookup cannot keep both sharded.
         embed = constrain(self.embed.astype(self.dtype), "vocab", None)
         return constrain(embed[tokens], "batch", None, None)
@@ -253,7 +262,8 @@ class Transformer(nnx.Module):
     def _output(self, x: Array, routes: Routes) -> Output:
         head = self.embed[...].T if self.head is None else self.head[...]
         head = constrain(head.astype(self.dtype), None, "vocab")  # gathered over fsdp once, not for each chunk
-        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head)
+        is_local = "expert" in manual_axes() and spread.is_spread(self.embed if self.head is None else self.head)
+        return Output(rms_norm(x, self.norm[...], self.config.rms_norm_eps), routes, head, is_local)
 
 
 def _decode_stack(
@@ -292,13 +302,17 @@ def _decode_stack(
     return x, dataclasses.replace(cache, k=k, v=v), routes
 
 
+Base = Literal["trained", "frozen", "int8"]
+"""What a model's own weights are: trained; frozen, and spread over `expert` (`parallel/spread.py`); that, and int8."""
+
+
 def abstract(
     config: ModelConfig,
     *,
     dtype: DTypeLike = jnp.float32,
     dispatch: Dispatch = GATHER,
     adapters: lora.Adapters | None = None,
-    quantized: bool = False,
+    base: Base = "trained",
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
     """Return the model's graph and the shapes of its parameters, without allocating any.
 
@@ -307,9 +321,9 @@ def abstract(
       dtype: the dtype that it computes in.
       dispatch: the way tokens reach their experts.
       adapters: which matrices have an adapter; None: none has.
-      quantized: whether matrices are int8, with scales; see `int8`.
+      base: what its own weights are.
     """
-    of = {"dtype": dtype, "dispatch": dispatch, "adapters": adapters, "quantized": quantized}
+    of = {"dtype": dtype, "dispatch": dispatch, "adapters": adapters, "base": base}
     return nnx.split(nnx.eval_shape(lambda: _make(config, nnx.Rngs(0), **of)))
 
 
@@ -317,15 +331,27 @@ def _make(
     config: ModelConfig,
     rngs: nnx.Rngs,
     adapters: lora.Adapters | None = None,
-    quantized: bool = False,
+    base: Base = "trained",
     **options: Any,
 ) -> Transformer:
     model = Transformer(config, rngs=rngs, **options)
+    if base != "trained":
+        _spread(model)
+    if base == "int8":
+        int8.add(model)
     if adapters is not None:
         lora.add(model, adapters, rngs=rngs)
-    if quantized:
-        int8.add(model)
     return model
+
+
+def _spread(model: Transformer) -> None:
+    """Declare that matrices which every token passes are also sharded over `expert`: columns, and the vocabulary."""
+    found = [(model.embed, 0)] if model.head is None else [(model.embed, 0), (model.head, 1)]
+    for block in model.layers:
+        matrices = [getattr(module, own) for name, (module, own) in lora.places(block).items() if name != "router"]
+        found += [(matrix, matrix.ndim - 1) for matrix in matrices if "expert" not in matrix.get_metadata("axes")]
+    for matrix, dimension in found:
+        matrix.set_metadata(spread=(dimension, matrix.shape[dimension]))
 
 
 def init_params(

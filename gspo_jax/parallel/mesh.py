@@ -135,10 +135,22 @@ def expert_axes(num_experts: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return ("expert", "fsdp") if whole else ("expert",)
 
 
+def spread_dimension(variable: nnx.Variable, rules: Rules, sizes: Mapping[str, int]) -> int | None:
+    """The dimension of a parameter that is sharded over `expert` first and then as the rules say; None if none is.
+
+    It is the one that the parameter was declared to `spread`, if the mesh axes divide it.
+    """
+    dimension, size = variable.get_metadata("spread", None) or (None, 0)
+    if dimension is None or sizes["expert"] == 1:
+        return None
+    over = ("expert", *rules[variable.get_metadata("axes")[dimension]])
+    return dimension if size % math.prod(sizes[axis] for axis in over) == 0 else None
+
+
 def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
     """Return the same tree with each parameter's PartitionSpec, from the logical axes it was declared with.
 
-    `sizes` are the sizes of the mesh axes; see `expert_axes`.
+    `sizes` are the sizes of the mesh axes; see `expert_axes` and `spread_dimension`.
     """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
@@ -146,7 +158,12 @@ def param_specs(params: Tree, rules: Rules, sizes: Mapping[str, int]) -> Tree:
         if "expert" in axes and "fsdp" in rules["embed"]:
             over = expert_axes(variable.shape[axes.index("expert")], sizes)
             own = {**rules, "expert": over, "embed": tuple(axis for axis in rules["embed"] if axis not in over)}
-        return variable.replace(spec(axes, own))
+        found = spec(axes, own)
+        if (dimension := spread_dimension(variable, rules, sizes)) is not None:
+            parts = axes_by_dimension(found)
+            parts[dimension] = ("expert", *parts[dimension])
+            found = PartitionSpec(*(part or None for part in parts))
+        return variable.replace(found)
 
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 

@@ -264,8 +264,8 @@ def make_reshard(
     adapters = {i for i, v in enumerate(variables) if isinstance(v, nnx.LoRAParam)}
     dtypes = [v.dtype if v.get_metadata("float32") or v.dtype == jnp.int8 else dtype for v in variables]
     stacked = [i for i, v in enumerate(variables) if v.get_metadata("axes")[0] == "layers"]
-    specs = {i: mesh_lib.spec(variables[i].get_metadata("axes")[1:], mesh_lib.SAMPLER) for i in stacked}
-    layer_shardings = {i: NamedSharding(mesh, spec) for i, spec in specs.items()}
+    specs = jax.tree.leaves(mesh_lib.param_specs(shapes, mesh_lib.SAMPLER, mesh.shape))
+    layer_shardings = {i: NamedSharding(mesh, PartitionSpec(*specs[i][1:])) for i in stacked}
 
     def convert(i: int, x: Array) -> Array:
         # Adapters are not rounded, as in rollout engines, which quantise a base alone.

@@ -88,8 +88,8 @@ class Policy:
         alpha = None if run is None else run.get("config", {}).get("adapter", {}).get("alpha")
         if alpha not in (None, self.adapters.alpha):
             raise UserError(f"adapter.alpha is {self.adapters.alpha} here and {alpha} in the checkpoint; set it back")
-        stored: dict[str, Any] = {"dtype": self.base_dtype, "quantized": self.is_quantized}
-        base = huggingface.load_params(folder, self.config, mesh, **stored)
+        stored: Any = "int8" if self.is_quantized else "frozen"
+        base = huggingface.load_params(folder, self.config, mesh, dtype=self.base_dtype, base=stored)
         if run is not None and digest_tree(base) != run.get("base"):
             raise UserError(
                 f"the weights in {folder} are not those that the checkpoint's adapters were trained beside; put the "
@@ -122,7 +122,7 @@ def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
         graph, shapes = transformer.abstract(model, **options)
         return Policy(model, graph, graph, Weights.full(shapes))
     kind = config.adapter.base_dtype or config.model.dtype
-    options["quantized"] = kind == "int8"
+    options["base"] = "int8" if kind == "int8" else "frozen"
     stored = jnp.dtype(config.model.dtype if kind == "int8" else kind)
     base, shapes = transformer.abstract(model, **options)
     graph, whole = transformer.abstract(model, **options, adapters=adapters)
