@@ -7,12 +7,13 @@ test_packed_attention.py.
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo  # jax asks it for cuDNN's version while tracing
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from gspo_jax import cli, engine
 from gspo_jax.kernels import backend
@@ -27,16 +28,30 @@ FORWARD, BACKWARD = "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftma
 
 
 @pytest.fixture(autouse=True)
+def cudnn(monkeypatch) -> None:
+    """Let jax find cuDNN."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+@pytest.fixture
 def on_gpu(monkeypatch) -> Iterator[None]:
-    """Trace as on a GPU for which jax has found cuDNN."""
+    """Trace on the CPU's meshes as on a GPU."""
     own = backend.platform
     for module in list(sys.modules.values()):
         if getattr(module, "platform", None) is own:
             monkeypatch.setattr(module, "platform", lambda: "gpu")
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     jax.clear_caches()  # of programs that were traced for a CPU
     yield
     jax.clear_caches()
+
+
+def gpus(**sizes: int) -> AbstractContextManager:
+    """Trace in a mesh of GPUs that are not there."""
+    axes = {name: sizes.get(name, 1) for name in mesh_lib.AXES}
+    card = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    types = (AxisType.Auto,) * len(axes)
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=card)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def custom_calls(traced: jax.stages.Traced) -> list[str]:
@@ -62,14 +77,15 @@ def test_packed_attention_is_cudnn_s_where_it_can_be(changed, calls):
     given = {"tokens": 320, "dtype": jnp.bfloat16, "width": 16} | changed
     spans = jax.eval_shape(lambda: spans_of(given["tokens"], [[(64, [64, 128])]]))
     arrays = jax.eval_shape(lambda: draw(spans_of(given["tokens"], [[]]), dtype=given["dtype"], width=given["width"]))
-    assert custom_calls(with_gradients.trace(*arrays, spans)) == calls
+    with gpus():
+        assert custom_calls(with_gradients.trace(*arrays, spans)) == calls
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 def test_every_shard_of_a_mesh_calls_it(check):
     spans = spans_of(320, [[(64, [64, 128])], [(128, [64])]])
     heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
-    with jax.set_mesh(mesh_lib.make_mesh({"data": 2, "expert": 2, "tensor": 2})):
+    with gpus(data=2, expert=2, tensor=2):
         attend = jax.shard_map(
             with_gradients, in_specs=(heads, heads, heads, heads, rows), out_specs=heads, check_vma=check
         )
@@ -78,7 +94,7 @@ def test_every_shard_of_a_mesh_calls_it(check):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["configs/tiny.py", "configs/qwen3_dense.py:0.6B"])
-def test_the_programs_of_an_iteration_lower_for_one_gpu(recipe):
+def test_the_programs_of_an_iteration_lower_for_one_gpu(recipe, on_gpu):
     """All of them have a lowering for CUDA, and those of packed rows call cuDNN."""
     config = cli.load_config(recipe)
     config.model.dtype = "bfloat16"
