@@ -7,12 +7,14 @@ a check failed. Not checked: whether a model fits the devices; `gspo_jax.plan` d
 """
 
 import dataclasses
+import importlib.util
 import os
 import platform
 import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -35,6 +37,13 @@ from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 TRAINER = "gspo_jax.train"
+NO_DEVICES = (RuntimeError, AssertionError)
+"""Errors of jax where a platform does not start; an assertion if no installed plugin provides it."""
+NVIDIA_SMI = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+"""Packages of which jax needs one to use a GPU."""
+MIN_CAPABILITY = 8.0
+"""Compute capability below which cuDNN's attention, which packed rows use in bfloat16, does not run."""
 GIB = 2**30
 MIN_FREE_GIB = 20.0
 """Free GiB in a local run folder below which checkpoints may soon fill the disk."""
@@ -64,6 +73,7 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
     checks: dict[str, Callable[[], Finding | list[Finding]]] = {
         "versions": versions,
         "devices": devices,
+        "gpu": gpus,
         "processes": processes,
         "mesh": lambda: mesh(config),
         "host": host,
@@ -76,6 +86,8 @@ def examine(config: ConfigDict, workdir: str | None) -> list[Finding]:
     checks["strays"] = lambda: strays(workdir)
     found: list[Finding] = []
     for name, check in checks.items():
+        if name in ("processes", "mesh") and not _starts():
+            continue  # what `devices` says is enough
         try:
             seen = check()
         except Exception as error:
@@ -120,9 +132,14 @@ def devices() -> Finding:
     """Check the devices that jax runs on and report the memory of one."""
     try:
         here = jax.local_devices()
-    except RuntimeError as error:
+    except NO_DEVICES as error:
+        asked = jax.config.jax_platforms or ""
+        found = str(error).partition("\n")[0] or f"jax has no platform {asked!r}"
         remedy = "Another process may hold the TPU: stop it, or set JAX_PLATFORMS=cpu to run without it."
-        return Finding("devices", "failed", str(error).partition("\n")[0], remedy)
+        if "cuda" in asked or "gpu" in asked:
+            steps = _cuda_remedy() or "make nvidia-smi list a GPU"
+            remedy = f"To use a GPU, {steps}; to run without one, set JAX_PLATFORMS=cpu."
+        return Finding("devices", "failed", found, remedy)
     memory = (here[0].memory_stats() or {}).get("bytes_limit")
     size = f", {memory / GIB:.1f} GiB each" if memory else ""
     found = f"{jax.device_count()} × {here[0].device_kind}{size}"
@@ -130,6 +147,47 @@ def devices() -> Finding:
         remedy = "This machine has TPU chips: pip install 'gspo_jax[tpu]', and unset JAX_PLATFORMS."
         return Finding("devices", "failed", found, remedy)
     return Finding("devices", "ok", found)
+
+
+def _starts() -> bool:
+    """Whether jax has devices."""
+    try:
+        return bool(jax.local_devices())
+    except NO_DEVICES:
+        return False
+
+
+def gpus() -> list[Finding]:
+    """Check that jax uses the NVIDIA GPUs that the driver's command lists; none are found on a machine without it."""
+    if shutil.which(NVIDIA_SMI[0]) is None:
+        return []
+    tried = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)
+    kinds = Counter(tried.stdout.strip().splitlines())
+    if tried.returncode or not kinds:
+        said = (tried.stdout.strip() or tried.stderr.strip() or "no GPU").partition("\n")[0]
+        remedy = "Install or load NVIDIA's driver, until nvidia-smi lists the GPU; without it a run uses the CPU."
+        return [Finding("gpu", "warning", said, remedy)]
+    found = []
+    for kind, count in kinds.items():
+        name, memory, driver, capability = (word.strip() for word in kind.rsplit(",", 3))
+        remedy = ""
+        if not _starts() or jax.local_devices()[0].platform != "gpu":
+            steps = _cuda_remedy() or """see what python -c "import jax; jax.devices('cuda')" says"""
+            remedy = f"jax does not use it: {steps}."
+        elif float(capability) < MIN_CAPABILITY:
+            remedy = f"Compute capability {capability} is below {MIN_CAPABILITY}: use --config.model.dtype=float32."
+        text = f"{count} × {name}, {memory} each, driver {driver}"
+        found.append(Finding("gpu", "warning" if remedy else "ok", text, remedy))
+    return found
+
+
+def _cuda_remedy() -> str:
+    """Return what keeps jax from trying to use an NVIDIA GPU, as steps to take; empty if nothing does."""
+    steps = [] if any(map(importlib.util.find_spec, CUDA_PLUGINS)) else ["pip install 'gspo_jax[cuda]'"]
+    asked = jax.config.jax_platforms or ""
+    if asked and "cuda" not in asked and "gpu" not in asked:
+        steps.append("unset JAX_PLATFORMS")
+    return " and ".join(steps)
 
 
 def processes() -> Finding:

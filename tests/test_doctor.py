@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +102,77 @@ def test_devices_say_their_memory_and_who_holds_them(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", taken)
     assert doctor.devices().found == "Unable to initialize backend 'tpu': ABORTED"
     assert doctor.devices().state == "failed" and "Another process may hold the TPU" in doctor.devices().remedy
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Return a function that puts an `nvidia-smi` with this script on a PATH of its own."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def write(script: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return write
+
+
+H100, T4 = "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15, 9.0", "Tesla T4, 15360 MiB, 550.54.15, 7.5"
+
+
+def test_gpus_that_jax_does_not_use(nvidia_smi, monkeypatch):
+    assert doctor.gpus() == [], "there is no nvidia-smi"
+    nvidia_smi(f"echo '{H100}'; echo '{H100}'; echo '{T4}'; test $# = 2")
+    first, second = doctor.gpus()
+    assert first.found == "2 × NVIDIA H100 80GB HBM3, 81559 MiB each, driver 550.54.15"
+    assert second.found == "1 × Tesla T4, 15360 MiB each, driver 550.54.15"
+    install = "pip install 'gspo_jax[cuda]'"
+    assert first.state == "warning" and first.remedy == f"jax does not use it: {install} and unset JAX_PLATFORMS."
+    monkeypatch.setattr(doctor, "CUDA_PLUGINS", ("jax",))  # as if the plugin were installed
+    assert doctor.gpus()[0].remedy == "jax does not use it: unset JAX_PLATFORMS."
+    with jax_platforms(None):
+        says = """see what python -c "import jax; jax.devices('cuda')" says"""
+        assert doctor.gpus()[0].remedy == f"jax does not use it: {says}."
+    nvidia_smi("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.\nMore.'; exit 9")
+    (lost,) = doctor.gpus()
+    assert lost.state == "warning" and lost.found.endswith("communicate with the driver.")
+    assert lost.remedy.startswith("Install or load NVIDIA's driver")
+
+
+def test_gpus_that_jax_uses(nvidia_smi, monkeypatch):
+    nvidia_smi(f"echo '{H100}'; echo '{T4}'")
+    card = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", memory_stats=lambda: {"bytes_limit": 60 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [card])
+    new, old = doctor.gpus()
+    assert (new.state, new.remedy) == ("ok", "")
+    assert old.state == "warning"
+    assert old.remedy == "Compute capability 7.5 is below 8.0: use --config.model.dtype=float32."
+
+
+def test_without_the_platform_that_is_asked_for(monkeypatch):
+    """jax has no message for a platform without a plugin; checks that need devices are left out."""
+
+    def missing():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "local_devices", missing)
+    with jax_platforms("cuda"):
+        found = {finding.check: finding for finding in doctor.examine(base(), None)}
+    assert found["devices"].state == "failed" and found["devices"].found == "jax has no platform 'cuda'"
+    assert found["devices"].remedy == (
+        "To use a GPU, pip install 'gspo_jax[cuda]'; to run without one, set JAX_PLATFORMS=cpu."
+    )
+    assert not {"processes", "mesh"} & set(found) and "host" in found
+
+
+@contextmanager
+def jax_platforms(value: str | None) -> Iterator[None]:
+    """Run the block with this value of JAX_PLATFORMS; jax has started already."""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", value)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_a_process_that_sees_only_its_own_host_s_part(monkeypatch):

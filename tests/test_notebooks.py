@@ -9,30 +9,51 @@ from pathlib import Path
 
 import pytest
 
-from gspo_jax.reporting.writers import read_config
+from gspo_jax import cli
+from gspo_jax.reporting.writers import read_config, read_metrics
+from gspo_jax.setup import policy
+from gspo_jax.setup.checks import check_elsewhere
 from tests.test_report import _fake
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 RUN = """
-import json, sys
+import json, subprocess, sys
 space = {"__name__": "__main__"}
-for number, cell in enumerate(json.load(open(sys.argv[1], encoding="utf-8"))["cells"]):
-    if cell["cell_type"] == "code":
-        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), space)
+for number, cell in enumerate(json.loads(sys.argv[1])):
+    if cell.startswith("!"):
+        for line in cell.splitlines():
+            subprocess.run(line[1:].format(**space), shell=True, check=True)
+    elif not cell.startswith("%pip "):
+        exec(compile(cell, f"code cell {number}", "exec"), space)
 """
 
 
-def run(name: str, top: Path) -> str:
-    """Run the code cells of a notebook in order, below `top` instead of the repository; return what they print."""
+def cells(path: Path) -> list[str]:
+    """Return the sources of a notebook's code cells."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def run(name: str, top: Path, *changes: tuple[str, str]) -> str:
+    """Run the code cells of a notebook in order, below `top` instead of the repository; return what they print.
+
+    Lines that begin with ! go to a shell, as in a notebook, and nothing is installed. `changes` has texts of the cells
+    and what replaces them.
+    """
     (top / "examples").mkdir(exist_ok=True)
     for folder in ("configs", "tests"):
         if not (top / folder).exists():
             (top / folder).symlink_to(ROOT / folder)
+    sources = cells(ROOT / "examples" / f"{name}.ipynb")
+    for old, new in changes:
+        assert any(old in source for source in sources), old
+        sources = [source.replace(old, new) for source in sources]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` is this one
     done = subprocess.run(
-        [sys.executable, "-c", RUN, ROOT / "examples" / f"{name}.ipynb"],
+        [sys.executable, "-c", RUN, json.dumps(sources)],
         cwd=top / "examples",
-        env=os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT), "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,8 +66,8 @@ def run(name: str, top: Path) -> str:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_stored_without_output(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert cells and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
 
 
@@ -71,3 +92,41 @@ def test_a_first_run_trains_and_is_read(tmp_path):
     assert "eval/accuracy: " in said and "update 6: reward " in said
     assert read_config(tmp_path / "runs" / "notebook")["command"] == ""
     assert "6 updates" in run("reading_a_run", tmp_path)
+
+
+def test_one_host_has_flags_for_its_model_and_chips():
+    """The flags as they stand in the notebook are those of a valid run of Qwen3-4B on eight chips."""
+    space = {}
+    for cell in cells(ROOT / "examples" / "one_host.ipynb"):
+        if cell.startswith(("CODE = ", "FLAGS = ")):
+            exec(cell.replace('"checkout"', repr(str(ROOT))).replace("qwen3-4b", "Qwen3-4B"), space)
+    config = cli.read_config([word for word in space["FLAGS"].split() if "--config" in word])
+    assert check_elsewhere(config, devices=8) == [], "a folder of that name holds the published model"
+    assert policy.make_adapters(config) is not None and config.data.enable_thinking is False
+
+
+@pytest.mark.slow
+def test_one_host_trains_and_goes_on_in_another_session(tmp_path):
+    """A tiny model on eight CPU devices; the second session has another working folder, and the output of the first."""
+    data = tmp_path / "input" / "gsm8k"
+    data.mkdir(parents=True)
+    for split in ("train", "test"):
+        lines = [{"question": f"{a}+{b}=?", "answer": f"#### {a + b}"} for a in range(10, 14) for b in range(10, 14)]
+        (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tiny = (
+        ('"checkout"', '".."'),
+        ("gsm8k.py", "gsm8k.py:runlocal"),
+        ("../input/qwen3-4b", "../tests/golden/adder"),
+        ("mesh.tensor=8", "mesh.tensor=2 --config.sampling.mesh.data=4"),
+        ("{DATA}", "../../input/gsm8k"),
+    )
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    rate = '"--config.optimizer.learning_rate=1e-5"'
+    run("one_host", first, *tiny, (rate, f'{rate}, "--config.iterations=1"'))
+    assert (first / "examples" / "run" / "report" / "report.html").exists()
+    said = run("one_host", second, *tiny, ('PREVIOUS = ""', f'PREVIOUS = "{first}/examples/run"'))
+    assert "resuming from iteration 1" in said
+    assert [row["step"] for row in read_metrics(second / "examples" / "run")] == list(range(9))
+    assert (second / "examples" / "adapters" / "adapter_model.safetensors").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from gspo_jax.kernels.packed_attention import Spans, packed_attention
+from gspo_jax.kernels.packed_attention import Spans, masked_attention, packed_attention
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
 from tests.tiny import mostly_slow
@@ -108,6 +108,23 @@ def test_random_packings_equal_the_dense_oracle(seed):
     spans = spans_of(longest + rng.integers(1, 80), rows)
     arrays = draw(spans)
     close(with_gradients(*arrays, spans), oracle(*arrays, spans))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mostly_slow(
+        [(name, dtype) for name in PACKINGS for dtype in (jnp.float32, jnp.bfloat16)],
+        always=[("groups, padding, an empty row", jnp.float32)],
+    ),
+)
+def test_the_mask_that_cudnn_gets_says_the_same(name, dtype):
+    """XLA's own attention with that mask equals the oracle, except in what padding gets."""
+    spans = spans_of(*PACKINGS[name])
+    arrays = draw(spans, dtype=dtype)
+    out, *grads = with_gradients(*arrays, spans, attend=partial(masked_attention, implementation="xla"))
+    expected, *others = oracle(*arrays, spans)
+    assert np.isfinite(np.asarray(out, np.float64)).all()
+    close((jnp.where(spans.valid[:, :, None, None], out, 0), *grads), (expected, *others), dtype)
 
 
 def test_positions_continue_the_prompt():

@@ -1,11 +1,13 @@
 """Attention over packed rows, which hold prompts and the responses to them one after the other, then padding.
 
 On TPU in the kernels of packed_attention_tpu.py, elsewhere in plain XLA with loops over blocks. Both visit only blocks
-of keys that are seen, so the cost follows the segments' lengths, which are data, and not the rows' length.
+of keys that are seen, so the cost follows the segments' lengths, which are data, and not the rows' length. A GPU would
+have to start each of a loop's many small steps by itself. It uses cuDNN's attention instead, with a mask over all pairs
+of a row's tokens, as long as that mask is small enough.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,11 @@ _MASKED = -1e30
 _BLOCK = 64
 """Queries, and keys, per block. Longer blocks cost less per score but compute more of them past a segment's end and
 above the diagonal."""
+
+_MASK_ENTRIES = 2**28
+"""Maximum entries of the mask that cuDNN gets, with two bytes each: 0.5 GiB, one row of 16384 tokens."""
+_CUDNN_HEAD = 128
+"""Maximum head size of cuDNN's attention on an Ampere GPU, the oldest that has it; later ones take more."""
 
 
 class Spans(NamedTuple):
@@ -48,6 +55,14 @@ class Spans(NamedTuple):
         own = jnp.arange(self.own_start.shape[1], dtype=self.own_start.dtype)[None] - self.own_start
         return jnp.where(own < 0, 0, self.prompt_end - self.prompt_start + own)
 
+    @property
+    def seen(self) -> Bool[Array, "B N N"]:
+        """Whether the token of the second axis sees that of the third."""
+        start, end, own = (x[:, :, None] for x in self)
+        token = jnp.arange(own.shape[1])
+        queries, keys = token[None, :, None], token[None, None]
+        return ((start <= keys) & (keys < end)) | ((own <= keys) & (keys <= queries))
+
 
 def packed_attention(
     q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], spans: Spans
@@ -55,13 +70,41 @@ def packed_attention(
     """Attention softmax(q k^T / sqrt(h)) v over the keys that each token sees.
 
     Query head i reads key/value head i // (H / Kv). Scores are float32 and none outlive their block: the backward pass
-    recomputes them. The output has q's dtype; that of padding is 0, on TPU an unspecified finite value, and padding
-    gets and gives zero gradient. The output and its log-sum-exp are named "dot" for `jax.checkpoint`.
+    recomputes them. The output has q's dtype; that of padding is 0, on TPU and GPU an unspecified finite value, and
+    padding gets and gives zero gradient. The output is named "dot" for `jax.checkpoint`, and so, but for cuDNN, is its
+    log-sum-exp.
     """
     arrays = (q, k, v, *spans)
     q, k, v, *own = (varying_like(x, *arrays) for x in arrays)
     spans = Spans(*own)
-    return packed_attention_tpu.attention(q, k, v, spans) if platform() == "tpu" else _attend(q, k, v, spans)
+    if platform() == "tpu":
+        return packed_attention_tpu.attention(q, k, v, spans)
+    if platform() == "gpu" and _fits_cudnn(q):
+        return masked_attention(q, k, v, spans, implementation="cudnn")
+    return _attend(q, k, v, spans)
+
+
+def _fits_cudnn(q: Float[Array, "B N H h"]) -> bool:
+    """Whether cuDNN's attention takes such queries with a mask, and the mask is no larger than `_MASK_ENTRIES`."""
+    B, N, _, h = q.shape
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and h % 8 == 0 and h <= _CUDNN_HEAD and N % 2 == 0 and B * N * N <= _MASK_ENTRIES
+
+
+def masked_attention(
+    q: Float[Array, "B N H h"],
+    k: Float[Array, "B N Kv h"],
+    v: Float[Array, "B N Kv h"],
+    spans: Spans,
+    *,
+    implementation: Literal["cudnn", "xla"],
+) -> Float[Array, "B N H h"]:
+    """`packed_attention` by `jax.nn.dot_product_attention`, with a mask over all pairs of a row's tokens.
+
+    "xla" keeps the scores of all pairs, and is there to compare with.
+    """
+    out = jax.nn.dot_product_attention(q, k, v, mask=spans.seen[:, None], implementation=implementation)
+    return checkpoint_name(out, "dot")
 
 
 class _Block(NamedTuple):
