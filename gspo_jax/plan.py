@@ -47,7 +47,6 @@ from gspo_jax.planning.timeline import draw
 from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.setup.policy import make_adapters
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.types import UserError, choices
 
@@ -96,23 +95,28 @@ def program_facts(
         dump.mkdir(parents=True, exist_ok=True)
         for i, one in enumerate(found):
             (dump / f"{name}{f'_{i}' if i else ''}.hlo").write_text(one.text)
-    resident, chip = setting.resident(name), setting.chip
-    largest = max(range(len(found)), key=lambda i: found[i].peak_bytes)
-    compiled, module = found[largest], modules[largest]
-    fits = all(one.fits for one in found)
+    fits, chip = all(one.fits for one in found), setting.chip
+    uses = [memory.use(module, one, setting, name) for module, one in zip(modules, found, strict=True)]
+    largest = max(range(len(found)), key=lambda i: uses[i].peak + uses[i].resident)
+    compiled, module, (peak, resident, twice) = found[largest], modules[largest], uses[largest]
     facts: dict[str, Any] = {
-        "fits": fits and compiled.peak_bytes + resident <= chip.memory,
-        "peak_bytes": compiled.peak_bytes,
+        "fits": fits and peak + resident <= chip.memory,
+        "peak_bytes": peak,
         "resident_bytes": resident,
         "limit_bytes": chip.memory,
-        "headroom": round(1 - (compiled.peak_bytes + resident) / chip.memory, 4),
+        "headroom": round(1 - (peak + resident) / chip.memory, 4),
         "host_bytes": max(one.host_bytes for one in found),
         "hbm_by_kind": memory.by_kind(module, compiled, setting, name),
         "compile_s": round(sum(one.seconds for one in found), 1),
         "warnings": [],
     }
+    if twice:
+        counted = "count once here, twice" if compiled.fits else "would be in memory once, and count twice"
+        facts["warnings"].append(
+            f"{twice / 1e9:.1f} GB of frozen weights, the policy's and the reference's, {counted} for the compiler"
+        )
     if not facts["fits"]:
-        over = (compiled.peak_bytes + resident - chip.memory) / 1e9
+        over = (peak + resident - chip.memory) / 1e9
         said = f": {compiled.complaint.splitlines()[0][:200]}" if compiled.complaint else ""
         facts["warnings"].append(f"needs {over:.1f} GB more than a chip has{said}")
         facts["largest"] = [memory.described(module, buffer) for buffer in compiled.live[:LARGEST]]
@@ -225,10 +229,6 @@ def plan(
     """
     wanted = chosen(only)
     model = check(config)
-    if make_adapters(config) is not None:
-        raise UserError(
-            "plan does not count the memory and work of adapters yet; set adapter.rank and adapter.expert_rank to 0"
-        )
     drawn_from = None
     if lengths is not None:
         drawn_from = Lengths(lengths, config.sampling.max_response_length, "sampling.max_response_length")

@@ -174,9 +174,14 @@ ENTRY %main (p: f32[48,2,8]) -> f32[48,2,8] {
   %param.0 = f32[48,2,8]{2,1,0} parameter(0), metadata={op_name="state.policy.params['layers']['mlp']['gate'].value"}
   %param.1 = f32[48,2,8]{2,1,0} parameter(1), metadata={op_name="state.policy.opt_state[1][0].mu"}
   %param.2 = s32[4,9]{1,0} parameter(2), metadata={op_name="experience.rollout.tokens"}
+  %param.3 = s8[48,8,4]{2,1,0} parameter(3), metadata={op_name="frozen['layers']['mlp']['gate'].value"}
+  %param.4 = s8[48,8,4]{2,1,0} parameter(4), metadata={op_name="weights.frozen['layers']['mlp']['gate'].value"}
+  %param.5 = s8[48,8,4]{2,1,0} parameter(5), metadata={op_name="reference.trainable['layers']['mlp']['gate'].value"}
+  %param.6 = f32[48,2,8]{2,1,0} parameter(6), metadata={op_name="weights.trainable['layers']['mlp']['a'].value"}
   %all-gather.1 = bf16[96,8]{1,0} all-gather(%param.0), replica_groups={{0,1}}
   %saved.1 = bf16[48,1,16,8]{3,2,1,0} broadcast(%param.0), metadata={op_name="jit(update)/jvp()/while"}
   %grads.1 = f32[48,2,8]{2,1,0} broadcast(%param.0), metadata={op_name="jit(update)/transpose(jvp())/while"}
+  %again.1 = bf16[48,8,4]{2,1,0} convert(%param.3), metadata={op_name="jit(update)/transpose(jvp())/while"}
   ROOT %x = bf16[16,8]{1,0} negate(%all-gather.1), metadata={op_name="jit(update)/feed_forward/neg"}
 }
 """
@@ -188,15 +193,21 @@ ENTRY %main (p: f32[48,2,8]) -> f32[48,2,8] {
         ("param.0", "parameters"),
         ("param.1", "optimizer"),
         ("param.2", "batch"),
+        ("param.3", "frozen weights"),
+        ("param.4", "frozen weights"),
+        ("param.5", "reference"),
+        ("param.6", "parameters"),
         ("all-gather.1", "collectives"),
         ("saved.1", "saved activations"),
         ("grads.1", "gradients"),
+        ("again.1", "copies or gradients of frozen weights"),
         ("x", "feed forward"),
         ("unheard.of", "other"),
     ],
 )
 def test_memory_is_told_by_what_it_is(name, kind):
-    assert memory.kind_of(hlo.Module(TEXT), Buffer(name, None, 8), {48}, {(48, 2, 8)}, "update") == kind
+    shapes = {(48, 2, 8): "gradients", (48, 8, 4): memory.FROZEN_AGAIN}
+    assert memory.kind_of(hlo.Module(TEXT), Buffer(name, None, 8), {48}, shapes, "update") == kind
 
 
 ESTIMATES = """HloModule m

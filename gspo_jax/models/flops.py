@@ -43,6 +43,8 @@ class Flops(NamedTuple):
     """Scores and weighted values."""
     head: float | int
     """The unembedding."""
+    adapters: float | int = 0
+    """Low-rank adapters, which alone are trained; 0: every matrix is."""
 
     @property
     def forward(self) -> float | int:
@@ -50,18 +52,24 @@ class Flops(NamedTuple):
         return sum(self)
 
     def backward(self, *, recomputed: bool) -> float | int:
-        """Flops of the gradients of every input and every parameter.
+        """Flops of the gradients of every input and every trained parameter.
 
         The head's forward is always computed again; that of the layers if `recomputed`. Of attention's five products
         in the backward pass, one recomputes the probabilities, in addition to the forward's two under remat.
         """
-        again = self.trunk + self.attention if recomputed else 0.0
-        return 2 * (self.trunk + self.down) + 2.5 * self.attention + 3 * self.head + again
+        again = self.head + (self.trunk + self.attention + self.adapters if recomputed else 0.0)
+        return self._gradients + again + self.attention / 2
 
     @property
     def needed(self) -> float | int:
         """Flops of forward and backward with nothing computed twice: the numerator of model-flops utilisation."""
-        return 3 * self.forward
+        return self.forward + self._gradients
+
+    @property
+    def _gradients(self) -> float | int:
+        """Flops of the backward pass alone: a frozen matrix has one product, for its input, a trained one two."""
+        matrices = self.trunk + self.down + self.head
+        return (1 if self.adapters else 2) * matrices + 2 * (self.attention + self.adapters)
 
 
 def of_layer(config: ModelConfig, *, active_width: int, experts: int = 0) -> LayerFlops:

@@ -1,26 +1,63 @@
 """A chip's memory at a program's peak, by kind of content."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from gspo_jax.parallel import hlo
-from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.ahead import Buffer, Compiled
+from gspo_jax.planning import programs
 from gspo_jax.planning.setting import Setting
+
+FROZEN = "frozen weights"
+REFERENCE = "reference"
+"""Kinds of arguments that are named in more than one place."""
+FROZEN_AGAIN = "copies or gradients of frozen weights"
+"""Kind of a buffer of an update that is as large as frozen weights; it could do without."""
+
+
+class Use(NamedTuple):
+    """A chip's memory while a program runs."""
+
+    peak: int
+    """Bytes of the program at its peak, arguments included."""
+    resident: int
+    """Bytes that the trainer keeps beside them."""
+    twice: int
+    """Bytes of arguments that the compiler counts twice: a reference's frozen weights, which are the policy's."""
+
+
+def use(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> Use:
+    """The memory of a compiled program and beside it, each array once.
+
+    A program that the compiler refuses needs what the compiler says. jax leaves out arguments that a program never
+    reads. The sampler's weights are dropped before programs run that do not sample.
+    """
+    given: Counter[str] = Counter()
+    for operation in module.computations.get(module.entry, {}).values():
+        if operation.opcode == "parameter":
+            kind = argument_kind(operation.scope)
+            given[FROZEN if kind == REFERENCE else kind] += round(operation.arrays[0].bytes)
+    if name.startswith("sample"):
+        given = Counter({FROZEN: given[FROZEN]} if setting.engine.sampler.shares_frozen else {})
+    missing = [size - given[kind] for kind, size in setting.held().items()]
+    resident, twice = sum(n for n in missing if n > 0), -sum(n for n in missing if n < 0)
+    return Use(compiled.peak_bytes - twice * compiled.fits, resident, twice)
 
 
 def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
     """Bytes in use at the peak, by kind of content, the largest first."""
     kinds: Counter[str] = Counter()
-    model, shapes = setting.model, parameter_shapes(setting)
+    model, shapes, own = setting.model, parameter_shapes(setting), use(module, compiled, setting, name)
     layers = {model.num_layers, *(stack.layers for stack in model.stacks)}
     for buffer in without_aliases(module, compiled.live):
         kinds[kind_of(module, buffer, layers, shapes, name)] += buffer.bytes
     if compiled.fits:
-        kinds["unused between buffers"] += max(0, compiled.peak_bytes - sum(kinds.values()))
-    return dict(kinds.most_common())
+        kinds[REFERENCE] -= own.twice
+        kinds["unused between buffers"] += max(0, own.peak - sum(kinds.values()))
+    return {kind: size for kind, size in kinds.most_common() if size}
 
 
 def producer(module: hlo.Module, buffer: Buffer) -> tuple[hlo.Operation | None, hlo.Array | None]:
@@ -49,36 +86,46 @@ def without_aliases(module: hlo.Module, live: Sequence[Buffer]) -> list[Buffer]:
     return found
 
 
-def parameter_shapes(setting: Setting) -> set[tuple[int, ...]]:
-    """Shapes of the trainer's parameter shards on one chip."""
-    shapes = setting.engine.policy.shapes
-    placed = mesh_lib.param_shardings(shapes, setting.mesh)
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(placed), strict=True)
-    return {tuple(sharding.shard_shape(x.shape)) for x, sharding in leaves}
+def parameter_shapes(setting: Setting) -> dict[tuple[int, ...], str]:
+    """Shapes of the trainer's parameter shards on one chip, and the kind of a buffer of that shape in an update.
+
+    Trained parameters have gradients. Frozen weights have none, and an update needs no copy of them.
+    """
+    weights = programs.trained(setting.engine)
+    kinds = {FROZEN_AGAIN: weights.frozen, "gradients": weights.trainable}
+    return {x.sharding.shard_shape(x.shape): kind for kind, part in kinds.items() for x in jax.tree.leaves(part)}
+
+
+def argument_kind(path: str) -> str:
+    """Kind of content of a program's argument, by its path, such as `state.policy.params['embed'].value`."""
+    if "opt_state" in path:
+        return "optimizer"
+    if path.startswith("reference"):
+        return REFERENCE
+    if path.startswith(("frozen", "weights.frozen")):
+        return FROZEN
+    if "params" in path or "trainable" in path:
+        return "parameters"
+    return "cache" if ".k" in path or ".v" in path or path.startswith("rings") else "batch"
 
 
 def kind_of(
-    module: hlo.Module, buffer: Buffer, layers: Collection[int], shapes: set[tuple[int, ...]], name: str
+    module: hlo.Module, buffer: Buffer, layers: Collection[int], shapes: Mapping[tuple[int, ...], str], name: str
 ) -> str:
     """Kind of content of one buffer: parameters, optimizer, gradients, saved activations, cache, collectives, …
 
-    A buffer whose first dimension is in `layers` is stacked over layers; `shapes` are those of the parameters' shards.
+    A buffer whose first dimension is in `layers` is stacked over layers; `shapes` as `parameter_shapes` has them.
     """
     operation, array = producer(module, buffer)
     if operation is None:
         return "other"
     if operation.opcode == "parameter" and buffer.element is None:
-        path = operation.scope
-        if "opt_state" in path:
-            return "optimizer"
-        if "params" in path or "trainable" in path:
-            return "parameters"
-        return "cache" if ".k" in path or ".v" in path or path.startswith("rings") else "batch"
+        return argument_kind(operation.scope)
     if operation.opcode.removesuffix("-start").removesuffix("-done") in hlo.COLLECTIVES:
         return "collectives"
     dims = array.dims if array else ()
     if name == "update" and dims in shapes:
-        return "gradients"
+        return shapes[dims]
     if len(dims) > 1 and dims[0] in layers:
         kinds = {"update": "saved activations", "score": "routes", "reshard": "the sampler's weights"}
         return kinds.get(name, "cache")

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from ml_collections import ConfigDict
 from gspo_jax import engine as engine_lib
 from gspo_jax.engine import Engine
 from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled, prefixes
 from gspo_jax.rollout.polled import PolledDecode
@@ -70,15 +72,13 @@ class _Programs:
         self.prompts, self.group = config.data.prompts_per_batch, config.sampling.group_size
         self.rows = self.prompts * self.group
         self.S, self.T = config.data.max_prompt_length, config.sampling.max_response_length
-        self.shapes, self.critic = engine.policy.shapes, engine.critic
+        self.critic = engine.critic
 
     def update(self) -> Program:
         """One optimizer step on a mini-batch."""
         engine = self.engine
-        state = _placed(engine.state_shapes, engine.shardings)
-        frozen = _placed(self.shapes.frozen, mesh_lib.param_shardings(self.shapes.frozen, self.mesh))
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = engine.objective, state, frozen, self._experience(), index
+        state, index = placed(engine.state_shapes, engine.shardings), jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = engine.objective, state, trained(engine).frozen, self._experience(), index
         return Program(engine.update, arguments, {}, self.mesh)
 
     def score(self) -> Program:
@@ -92,13 +92,11 @@ class _Programs:
         if not (config.training.old_logprobs == "recompute" or config.reference.kl_weight or self.critic):
             with jax.set_mesh(self.mesh):
                 score = engine_lib.make_score(config, engine.policy, None, recompute=True)
-        reference = critic = None
-        if config.reference.kl_weight:
-            dtype, params = engine.dtype, self._trained()
-            reference = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
+        critic = None
         if self.critic is not None:
-            critic = _placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
-        return Program(score, (self._trained(), critic, reference, self._rollout(), self._packing()), {}, self.mesh)
+            critic = placed(self.critic.shapes, mesh_lib.param_shardings(self.critic.shapes, self.mesh))
+        arguments = trained(engine), critic, reference(engine), self._rollout(), self._packing()
+        return Program(score, arguments, {}, self.mesh)
 
     def sample_prefill(self) -> Program:
         """Prefill of a batch's prompts; that of partial rollouts' prefixes is not planned."""
@@ -130,7 +128,7 @@ class _Programs:
             decoder.prefilled_specs(prefix),
             prefilled,
         )
-        inputs = _placed(prefilled, places), keys, limits
+        inputs = placed(prefilled, places), keys, limits
         if pieces is not None:
             return self._pieces(pieces, weights, inputs)
         options["early_exit"] = early_exit
@@ -146,16 +144,16 @@ class _Programs:
                 found.append(program)
             return program.results()
 
-        def placed(carried: Any) -> Any:
+        def sharded(carried: Any) -> Any:
             return jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), carried)
 
-        carried = placed(piece(polled.begin_piece))
+        carried = sharded(piece(polled.begin_piece))
         with jax.set_mesh(self.sampler_mesh):
             phases = decode.phases(inputs[0], inputs[2])
         for phase in range(phases):
             if phase:
-                carried = placed(piece(polled.shrink_piece, *carried, phase=phase))
-            carried = placed(piece(polled.advance_piece, *carried, phase=phase)[0])
+                carried = sharded(piece(polled.shrink_piece, *carried, phase=phase))
+            carried = sharded(piece(polled.advance_piece, *carried, phase=phase)[0])
         piece(polled.finish_piece, carried[0], prompt_length=self.S)
         return found
 
@@ -163,7 +161,7 @@ class _Programs:
         rows, responses = partial(_rows, self.sampler_mesh), prompts * self.group
         batch = Prompts(rows((prompts, self.S), jnp.int32), rows((prompts,), jnp.int32))
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), responses))
-        arguments = self.engine.policy.graph, self._copied(), batch, rows(keys.shape, keys.dtype), prefix
+        arguments = self.engine.policy.graph, copied(self.engine), batch, rows(keys.shape, keys.dtype), prefix
         return Program(decoder.prefill, arguments, self.engine.sampler.prefill_options, self.sampler_mesh)
 
     def _prefix(self, responses: int, *, slots: int) -> PackedPrefix:
@@ -174,17 +172,9 @@ class _Programs:
         return PackedPrefix(each, each, each, tokens, Spans(tokens, tokens, tokens))
 
     def reshard(self) -> Program:
-        """Cast and reshard of the trainer's weights for the sampler."""
-        return Program(self.engine.sampler.reshard, (self._trained(),), {}, self.sampler_mesh)
-
-    def _trained(self) -> Weights:
-        """Shapes of the trainer's weights."""
-        return _placed(self.shapes, mesh_lib.param_shardings(self.shapes, self.mesh))
-
-    def _copied(self) -> Weights:
-        """Shapes of the sampler's copy of the weights."""
-        copy = jax.eval_shape(self.engine.sampler.reshard, self.shapes)
-        return _placed(copy, mesh_lib.param_shardings(self.shapes, self.sampler_mesh, mesh_lib.SAMPLER))
+        """Cast and reshard of the weights that the sampler has a copy of."""
+        sampler = self.engine.sampler
+        return Program(sampler.reshard, (sampler.moved(trained(self.engine)),), {}, self.sampler_mesh)
 
     def _rollout(self) -> Rollout:
         rows, model = partial(_rows, self.mesh), self.model
@@ -246,7 +236,35 @@ def prefix_rows(config: ConfigDict, slots: int) -> tuple[int, int]:
     )
 
 
-def _placed(shapes: Any, shardings: Any) -> Any:
+def trained(engine: Engine) -> Weights:
+    """Shapes of the trainer's weights."""
+    return placed(engine.policy.shapes, mesh_lib.param_shardings(engine.policy.shapes, engine.meshes.trainer))
+
+
+def copied(engine: Engine) -> Weights:
+    """Shapes of the sampler's weights: its copy, beside frozen weights of the trainer's if it reads these."""
+    shapes = jax.eval_shape(engine.sampler.copied, engine.policy.shapes)
+    return placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.sampler, mesh_lib.SAMPLER))
+
+
+def reference(engine: Engine) -> Weights | None:
+    """Shapes of the reference's weights, as `setup.policy.reference_weights` has them; None without a KL."""
+    policy, weights = engine.policy, trained(engine)
+    if not engine.config.reference.kl_weight:
+        return None
+    if policy.adapters is not None:
+        return weights if policy.adapter_folder else Weights.full(weights.frozen)
+    shapes = huggingface.with_dtype(policy.shapes.trainable, engine.dtype)
+    return Weights.full(placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.trainer)))
+
+
+def shard_bytes(shapes: Any) -> int:
+    """Bytes per chip of a tree of shapes with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """The shapes with shardings."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 

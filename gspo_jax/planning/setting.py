@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -15,6 +17,7 @@ from gspo_jax.models.dispatch import HEADROOM
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.parallel.topology import Chip
+from gspo_jax.planning import programs
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
 
@@ -124,41 +127,69 @@ class Setting:
         return share if name == "update" else max(share, 1 / HEADROOM)  # the others have buffers for the usual load
 
     def least_chips(self) -> int:
-        """Minimum chips whose HBM holds trainer state and gradients, under any sharding."""
+        """Minimum chips whose HBM holds trainer state, gradients and frozen weights, under any sharding."""
         state = self.engine.state_shapes
         trained = (state.params, None if state.critic is None else state.critic.params)
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state, trained)))
+        held = nbytes((state, trained, self.engine.policy.shapes.frozen))
         return math.ceil(held / self.chip.memory)
 
-    def resident(self, name: str) -> int:
-        """Bytes per chip of trainer state that stays in HBM while a program runs, other than its arguments."""
-        if name == "update":
-            return 0
-        state, places = self.engine.state_shapes, self.engine.shardings
-        given = {"score": ("policy.params", "critic.params"), "reshard": ("policy.params",)}.get(name, ())
-        leaves = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(places), strict=True)
-        return sum(
-            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
-            for (path, x), place in leaves
-            if not jax.tree_util.keystr(path).startswith(tuple(f".{part}" for part in given))
-        )
+    def held(self) -> dict[str, int]:
+        """Bytes per chip that the trainer keeps in HBM during an iteration, each array once, by kind.
+
+        Frozen weights are those of the policy and of the reference, which have the base of adapters in common.
+        """
+        engine = self.engine
+        state, frozen = programs.placed(engine.state_shapes, engine.shardings), programs.trained(engine).frozen
+        learners = [learner for learner in (state.policy, state.critic) if learner is not None]
+        return {
+            "parameters": programs.shard_bytes([learner.params for learner in learners]),
+            "optimizer": programs.shard_bytes([learner.opt_state for learner in learners]),
+            "frozen weights": max(map(programs.shard_bytes, (frozen, programs.reference(engine)))),
+        }
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """Flops of a forward pass on one chip, by part, and how many times the program runs those of attention."""
-        forward = flops_lib.forward(self.model, self.work(name))
+        work = self.work(name)
+        forward = flops_lib.forward(self.model, work)._replace(adapters=work.tokens * self._adapter_flops)
         return forward, 3.5 + self.recomputes if name == "update" else 1.0
 
+    @property
+    def _adapter_flops(self) -> float:
+        """Flops of the adapters for each token; 0 in full training."""
+        policy, total = self.engine.policy, 0.0
+        if policy.adapters is None:
+            return total
+        for variable in jax.tree.leaves(policy.shapes.trainable, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            axes, model = variable.get_metadata("axes"), self.model
+            met = model.experts_per_token / model.num_experts if "expert" in axes else 1.0
+            total += 2 * math.prod(variable.shape) * met
+        return total
+
     def least_bytes(self, name: str) -> float:
-        """Minimum HBM bytes per chip: its share of all weights once and, in a decode step, of the live KV cache."""
-        model, chips = self.model, self.mesh.size
-        embedding = model.vocab_size * model.hidden_size
-        layers = flops_lib.forward(model, flops_lib.Work(1, 0, 0))
-        active = (layers.trunk + layers.down) / 2  # parameters that a token uses
-        idle = sum(stack.layers * stack.width * (stack.experts - stack.experts_per_token) for stack in model.stacks)
-        whole = active + 3 * model.hidden_size * idle
+        """Minimum HBM bytes per chip: its share of all weights once and, in a decode step, of the live KV cache.
+
+        Trained weights are read in the compute dtype, frozen ones as they are stored. Of an embedding that is not the
+        head too, a program reads next to nothing.
+        """
+        model, engine, chips = self.model, self.engine, self.mesh.size
         if name == "reshard":
-            return (4 + 2) * (whole + 2 * embedding) / chips
+            moved = engine.sampler.moved(engine.policy.shapes)
+            return nbytes((moved, jax.eval_shape(engine.sampler.reshard, moved))) / chips
+        weights = programs.copied(engine) if name.startswith("sample") else engine.policy.shapes
+        read = sum(x.size * engine.dtype.itemsize for x in _multiplied(weights.trainable, model))
+        read += nbytes(_multiplied(weights.frozen, model))
         seen = 0.0
         if name == "sample_decode":
             seen = self.work(name).pairs * 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers
-        return 2 * (whole + embedding) / chips + seen
+        return read / chips + seen
+
+
+def _multiplied(params: nnx.State, model: ModelConfig) -> list[Any]:
+    """The leaves of parameters, without an embedding that is only looked up."""
+    leaves = jax.tree.leaves_with_path(params)
+    return [x for (first, *_), x in leaves if model.tie_word_embeddings or first != jax.tree_util.DictKey("embed")]
+
+
+def nbytes(shapes: Any) -> int:
+    """Bytes of a tree of shapes on all chips together, each array once."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))

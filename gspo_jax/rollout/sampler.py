@@ -60,7 +60,7 @@ class Sampler:
           precision: what the weights, except those declared float32, are rounded to; None: to `dtype` alone.
           shares_frozen: the trainer has the frozen weights in this layout and dtype, so that there is no copy of them.
         """
-        self._graph, self._shapes, self._shares_frozen = graph, shapes, shares_frozen
+        self._graph, self._shapes, self.shares_frozen = graph, shapes, shares_frozen
         self.reshard = decoder.make_reshard(self.moved(shapes), mesh, dtype, precision)
         """Casts and reshards the trainer's `moved` weights."""
         self._weights: Weights | None = None
@@ -97,12 +97,12 @@ class Sampler:
 
     def moved(self, weights: Weights) -> Weights:
         """The trainer's weights that the sampler keeps a copy of."""
-        return Weights.full(weights.trainable) if self._shares_frozen else weights
+        return Weights.full(weights.trainable) if self.shares_frozen else weights
 
     def copied(self, weights: Weights) -> Weights:
         """The sampler's weights: a copy of what is `moved`, beside the trainer's own arrays."""
         copy = self.reshard(self.moved(weights))
-        return Weights(copy.trainable, weights.frozen) if self._shares_frozen else copy
+        return Weights(copy.trainable, weights.frozen) if self.shares_frozen else copy
 
     def load(self, weights: Weights) -> None:
         """Cast and reshard the trainer's weights into the sampler's copy, and reset `stats`."""

@@ -1,0 +1,168 @@
+"""The planner with low-rank adapters beside a frozen base: memory counts it once, and no gradient of it is counted."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import pytest
+
+from gspo_jax import cli, plan
+from gspo_jax.engine import build
+from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.published import find
+from gspo_jax.parallel import hlo, jaxpr, processes, rates, topology
+from gspo_jax.parallel.ahead import Compiled
+from gspo_jax.parallel.mesh import make_mesh
+from gspo_jax.planning import memory, programs
+from gspo_jax.planning.setting import Setting
+from gspo_jax.rollout.sampling import StopRule
+from gspo_jax.setup.meshes import Meshes
+from tests import ahead, tiny
+
+SHARED, OWN = {"expert": 8}, {"fsdp": 2, "expert": 4}
+"""Meshes whose sampler reads the trainer's frozen arrays, and has a copy of its own."""
+DENSE = replace(tiny.CONFIG, num_experts=0, experts_per_token=0)
+COUNTERS = 64
+"""More bytes than the counters of an optimizer have."""
+
+
+def setting(model: ModelConfig = tiny.CONFIG, mesh: Any = SHARED, **fields: Any):
+    """Return a setting with adapters on the simulated devices, as if they were v5e's chips."""
+    config = cli.load_config("configs/tiny.py")
+    adapted = {"adapter.rank": 3, "adapter.expert_rank": 2 * model.is_routed, "model.dtype": "bfloat16"}
+    config.update_from_flattened_dict(adapted | {"mesh": mesh} | fields)
+    meshes = Meshes(make_mesh(mesh), make_mesh(mesh))
+    stop = StopRule(max_length=config.sampling.max_response_length, eos_ids=(1,))
+    return Setting(build(config, model, meshes, stop), topology.CHIPS["v5e"], rates.assumed("v5e"))
+
+
+def used(given, name, *, fits=True):
+    """Return the memory of a program, as if its own were 1 MB."""
+    program = programs.make(name, given.engine)[0]
+    with jax.set_mesh(program.mesh):
+        text = program.trace().lower().compile().as_text() or ""
+    return memory.use(hlo.Module(text), Compiled(text, 10**6, 0, fits, (), "", 0.0), given, name)
+
+
+def sizes(given):
+    """Return bytes per chip of the adapters, in float32, and of the frozen base."""
+    weights = programs.trained(given.engine)
+    return programs.shard_bytes(weights.trainable), programs.shard_bytes(weights.frozen)
+
+
+@pytest.mark.parametrize(("dtype", "chips"), [("", 4), ("float32", 8)])
+def test_the_least_number_of_chips_holds_the_base(dtype, chips):
+    """30.5e9 parameters, 61.1 GB in bfloat16, and 16 bytes of each of 13.4e6 in adapters; v5e has 16.9 GB a chip."""
+    fields = {"adapter.rank": 16, "adapter.expert_rank": 0, "adapter.base_dtype": dtype}
+    assert setting(find("Qwen3-30B-A3B"), **fields).least_chips() == chips
+
+
+@pytest.mark.parametrize(("mesh", "shares"), [(SHARED, True), (OWN, False)], ids=["one base", "a copy"])
+def test_what_the_trainer_keeps_beside_a_program(mesh, shares):
+    """Adam's two moments with the adapters, and the base where the program does not get the trainer's own arrays."""
+    given = setting(mesh=mesh)
+    adapters, frozen = sizes(given)
+    assert given.engine.sampler.shares_frozen == shares and frozen > adapters
+    beside = {
+        "reshard": 2 * adapters + frozen * shares,
+        "sample_prefill": 3 * adapters + frozen * (not shares),
+    }
+    for name, expected in beside.items():
+        found = used(given, name)
+        assert found == (10**6, pytest.approx(expected, abs=COUNTERS), 0)
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "given_twice"), [("sampler", False), pytest.param("recompute", True, marks=pytest.mark.slow)]
+)
+def test_the_references_weights_are_the_base(old_logprobs, given_twice):
+    """Scoring gets them as the policy's too if it recomputes log π_old; a program that does not fit gets them twice."""
+    given = setting(**{"reference.kl_weight": 0.1, "training.old_logprobs": old_logprobs})
+    adapters, frozen = sizes(given)
+    beside = pytest.approx((2 if given_twice else 3) * adapters, abs=COUNTERS)
+    assert used(given, "score") == (10**6 - frozen * given_twice, beside, frozen * given_twice)
+    assert used(given, "score", fits=False).peak == 10**6
+
+
+def test_a_reference_of_its_own_is_kept_too():
+    """In full training, and, of adapters of a folder, these alone."""
+    full, without = (
+        setting(**{"adapter.rank": 0, "adapter.expert_rank": 0, "reference.kl_weight": kl}).held() for kl in (0.1, 0.0)
+    )
+    assert without["frozen weights"] == 0
+    assert full["frozen weights"] == pytest.approx(full["parameters"] / 2, rel=0.1), (
+        "all but norms and routers in bfloat16"
+    )
+    given = setting(**{"reference.kl_weight": 0.1, "adapter.folder": "some"})
+    assert given.held()["frozen weights"] == sum(sizes(given))
+
+
+def test_a_buffer_as_large_as_frozen_weights_is_no_gradient():
+    given = setting()
+    kinds, weights = memory.parameter_shapes(given), programs.trained(given.engine)
+    for part, kind in ((weights.trainable, "gradients"), (weights.frozen, memory.FROZEN_AGAIN)):
+        assert {kinds[x.sharding.shard_shape(x.shape)] for x in jax.tree.leaves(part)} == {kind}
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_flops_that_a_frozen_base_saves(remat):
+    """The difference is as traced; attention, of which the CPU computes more than the formula counts, cancels."""
+    targets = ("q_proj", "o_proj", "gate_proj")  # the second product of down_proj's is recomputed in the formula alone
+
+    def flops(**fields):
+        given = setting(DENSE, {"data": 8}, **{"model.remat": remat, "adapter.targets": targets} | fields)
+        traced = jaxpr.product_flops(programs.make("update", given.engine)[0].trace().jaxpr) / 8
+        forward, _ = given.formula("update")
+        return traced, forward.forward + forward.backward(recomputed=given.recomputes), forward.needed
+
+    adapted, full = flops(), flops(**{"adapter.rank": 0})
+    traced, written, needed = (of_full - of_adapters for of_full, of_adapters in zip(full, adapted, strict=True))
+    assert traced == pytest.approx(written, rel=1e-6)
+    assert 0 < needed < 0.5 * full[2]
+
+
+def test_bytes_of_the_base_as_it_is_stored():
+    """Once all that is multiplied, without the embedding: the base in its dtype and adapters in bfloat16."""
+    given, wide = setting(DENSE), setting(DENSE, **{"adapter.base_dtype": "float32"})
+    weights = given.engine.policy.shapes
+    adapters, base = (sum(x.size for x in jax.tree.leaves(part)) for part in (weights.trainable, weights.frozen))
+    norms = sum(x.size for x in jax.tree.leaves(weights.frozen) if x.dtype == "float32")
+    matrices = base - norms - DENSE.vocab_size * DENSE.hidden_size
+    for name in ("update", "score", "sample_prefill"):
+        assert given.least_bytes(name) == (2 * (matrices + adapters) + 4 * norms) / 8
+    assert wide.least_bytes("update") == (4 * (matrices + norms) + 2 * adapters) / 8
+    assert wide.least_bytes("sample_prefill") == given.least_bytes("sample_prefill"), "the sampler's copy is bfloat16"
+    assert given.least_bytes("reshard") == (4 + 2) * adapters / 8
+
+
+def figures():
+    """Return the plan of the 30B recipe's shapes, with two layers and adapters everywhere, on one host of v5e."""
+    config = cli.load_config("configs/qwen3_30b_a3b.py")
+    fields = {"adapter.rank": 16, "adapter.expert_rank": 2, "model.remat": "full", "data.prompts_per_batch": 8}
+    fields |= {"sampling.group_size": 4, "sampling.max_response_length": 1536, "training.row_tokens": 2048}
+    fields |= {"mesh.fsdp": 1, "mesh.expert": 8, "sampling.mesh.data": 1, "sampling.mesh.expert": 8}
+    config.update_from_flattened_dict(fields | {"training.logprob_chunk": 8192})
+    model = replace(find("Qwen3-30B-A3B"), num_layers=2)
+    given, _, key = plan.prepare(config, model, "v5e:2x4", slices=1, rates=None)
+    with TemporaryDirectory() as cache, plan.ThreadPoolExecutor(processes.cores()) as pool:
+        options = {"pool": pool, "slices": 1, "key": key, "cache": Path(cache), "dump": None}
+        return dict(plan.plan_programs(("update", "sample_prefill", "reshard"), given, **options))
+
+
+@pytest.mark.slow
+@ahead.needs_libtpu
+def test_programs_with_adapters_are_counted_right():
+    found = ahead.figures("tests.test_plan_adapters")
+    assert all(program["fits"] and program["flops_apart"] < 0.02 for program in found.values())
+    kinds = found["update"]["hbm_by_kind"]
+    assert kinds["frozen weights"] > 1e9 and kinds.get("gradients", 0) <= 1.01 * kinds["parameters"]
+    assert kinds.get(memory.FROZEN_AGAIN, 0) < 0.01 * kinds["frozen weights"]
+    assert found["sample_prefill"]["hbm_by_kind"]["frozen weights"] == kinds["frozen weights"]
+    assert found["sample_prefill"]["resident_bytes"] < 0.2e9 < 1e9 < found["reshard"]["resident_bytes"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures()))
