@@ -84,12 +84,12 @@ def _blocked(
     step = min(_STEP, n)
 
     def matrix(w: Weights, e: Array | int) -> Weights:
-        if isinstance(w, Scaled):
-            return Scaled(jax.lax.dynamic_index_in_dim(w.values, e, keepdims=False).astype(dtype), w.scale[e])
-        return jax.lax.dynamic_index_in_dim(w, e, keepdims=False)
+        values = w.values if isinstance(w, Scaled) else w
+        own = jax.lax.dynamic_index_in_dim(values, first + e, keepdims=False)
+        return Scaled(own.astype(dtype), w.scale[e]) if isinstance(w, Scaled) else own
 
     def one(group: _Group, outs: tuple[Array, ...]) -> tuple[Array, ...]:
-        own = [matrix(w, first + group.expert) for w in weights]
+        own = [matrix(w, group.expert) for w in weights]
 
         def whole(i: Array, outs: tuple[Array, ...]) -> tuple[Array, ...]:
             start = group.first + i * _BLOCK
@@ -354,13 +354,17 @@ def stacked_matmuls(
     """Like `grouped_matmuls` of each weights[layer] with tail=False, but reads the layer's weights in place.
 
     Meant for a loop over layers, such as a decoder's, in which copying the weights out would cost as much as the
-    matmul. The weights are those of all layers, [L, E, D, F]. Not differentiable.
+    matmul. The weights are those of all layers, [L, E, D, F], and scales are the layer's. Not differentiable.
     """
+
+    def changed(change: Callable[[Array], Array]) -> list[Weights]:
+        return [w._replace(values=change(w.values)) if isinstance(w, Scaled) else change(w) for w in weights]
+
     E = len(group_sizes)
     if platform() not in ("tpu", "cpu"):
-        own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), weights)
+        own = changed(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False))
         return _ragged_products(rows, own, group_sizes)
-    whole = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), weights)
+    whole = changed(lambda w: w.reshape(-1, *w.shape[2:]))
     if platform() == "cpu":
         return _blocked_products(rows, whole, group_sizes, first=layer * E)
     return _in_calls(partial(_tpu_products, rows, group_sizes, layer=layer, likely=likely), whole)

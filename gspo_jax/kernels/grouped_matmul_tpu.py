@@ -249,7 +249,7 @@ def _products(
     weights: Sequence[Shaped[Array, "M I O"]],
     group_sizes: Int[Array, " E"],
     *,
-    scales: Sequence[Float[Array, "M O"]],
+    scales: Sequence[Float[Array, "E O"]],
     transposed: bool,
     layer: Int[Array, ""] | int,
     likely: int | None,
@@ -279,8 +279,8 @@ def _products(
         return layer[0] * E + group[v], *((n, 0) if transposed else (0, n))
 
     def scale(n: Any, v: Any, group: Any, tile: Any, first: Any, end: Any, layer: Any) -> tuple[Any, ...]:
-        del tile, first, end
-        return layer[0] * E + group[v], 0, 0 if transposed else n
+        del tile, first, end, layer
+        return group[v], 0, 0 if transposed else n
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
@@ -318,7 +318,7 @@ def matmuls(
     weights: Sequence[Shaped[Array, "M D F"]],
     group_sizes: Int[Array, " E"],
     *,
-    scales: Sequence[Float[Array, "M F"]] = (),
+    scales: Sequence[Float[Array, "E F"]] = (),
     layer: Int[Array, ""] | int = 0,
     likely: int | None = None,
     interpret: bool = False,
@@ -332,7 +332,7 @@ def matmuls(
       rows: sorted by group.
       weights: all of one shape, in the rows' dtype, or in int8 if there are scales.
       group_sizes: summing to at most N.
-      scales: those of each of the weights, or none.
+      scales: those of each of the weights, of this layer alone, or none.
       layer: index of the layer whose E matrices the groups use.
       likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
       interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.

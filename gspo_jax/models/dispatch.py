@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls, stacked_matmuls
-from gspo_jax.models.matrices import LowRank, Matrix
+from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
@@ -69,7 +69,7 @@ GATHER = Dispatch()
 
 
 class ExpertKernels(NamedTuple):
-    """The SwiGLU kernels of experts; all arrays lead with L if they are those of all layers of a stack."""
+    """The SwiGLU kernels of experts; weights may be those of all layers of a stack, [L, …], all else is one layer's."""
 
     gate: Matrix
     """[E, D, F]."""
@@ -177,7 +177,7 @@ def combine_experts(
       experts: ids; those outside [0, E) are not held here and add nothing.
       weights: the factor of each expert's output.
       kernels: the kernels of the experts held here.
-      layer: the layer to take from kernels of all layers, without a gradient; None if they are one layer's.
+      layer: the layer to take from weights of all layers, without a gradient; None if they are one layer's.
       likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
     """
     worst = _most_pairs(experts, kernels)
@@ -230,8 +230,8 @@ def _combine(
     """`combine_experts` in buffers of `usual` rows, or for the worst case if more pairs arrive."""
     E, (N, K) = kernels.held, experts.shape
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
-    matmuls = partial(grouped_matmuls, tail=False) if layer is None else partial(stacked_matmuls, layer=layer)
-    matmuls = partial(matmuls, likely=likely)
+    thin = partial(grouped_matmuls, tail=False, likely=likely)
+    wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
     held = (experts >= 0) & (experts < E)
     order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
 
@@ -240,9 +240,9 @@ def _combine(
         slot = jnp.where(held, place.reshape(N, K), room)
         token, slots = source // K, _first_slots(slot, min(K, E), room)
         rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
-        wide = kernels.gate, kernels.up
-        gated, raised = (checkpoint_name(y, "dot") for y in _products(matmuls, rows, wide, sizes))
-        (out,) = _products(matmuls, jax.nn.silu(gated) * raised * shares, (kernels.down,), sizes)
+        products = partial(_products, wide, thin, sizes=sizes)
+        gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
+        (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
         return gather_up(out, token, slots)
 
     def rarely() -> Array:
@@ -256,18 +256,24 @@ def _combine(
 
 
 def _products(
-    matmuls: Callable[..., tuple[Array, ...]],
+    wide: Callable[..., tuple[Array, ...]],
+    thin: Callable[..., tuple[Array, ...]],
     rows: Float[Array, "N D"],
     matrices: Sequence[Matrix],
+    *,
     sizes: Int[Array, " E"],
 ) -> list[Array]:
-    """Each row times its expert's matrices, adapters included."""
-    weights = [m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices]
-    outs = matmuls(rows, (*weights, *(m.low.a for m in matrices if m.low is not None)), sizes)
-    inner = (checkpoint_name(y, "dot") for y in outs[len(matrices) :])
+    """Each row times its expert's matrices, by the grouped matmul `wide`, and `thin` for adapters."""
+    weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices)
+    lows = [m.low for m in matrices if m.low is not None]
+    if wide is thin:  # rows are read once
+        outs = thin(rows, (*weights, *(low.a for low in lows)), sizes)
+        outs, inner = outs[: len(weights)], outs[len(weights) :]
+    else:
+        outs, inner = wide(rows, weights, sizes), thin(rows, tuple(low.a for low in lows), sizes) if lows else ()
+    parts = (checkpoint_name(y, "dot") * low.scale for y, low in zip(inner, lows, strict=True))
     return [
-        y if m.low is None else y + matmuls(next(inner), (m.low.b,), sizes)[0]
-        for y, m in zip(outs, matrices, strict=False)
+        y if m.low is None else y + thin(next(parts), (m.low.b,), sizes)[0] for y, m in zip(outs, matrices, strict=True)
     ]
 
 
@@ -406,9 +412,9 @@ def exchange(
       x: the tokens.
       experts: ids, different within a token; those outside [0, E) reach no expert and are not counted.
       weights: the factor of each expert's output.
-      kernels: the experts' kernels, of x's dtype.
+      kernels: the experts' kernels.
       dispatch: the way tokens reach their experts.
-      layer: the layer to take from kernels of all layers, without a gradient; None if they are one layer's.
+      layer: the layer to take from weights of all layers, without a gradient; None if they are one layer's.
 
     Raises:
       UserError: this platform lacks the dispatch's collective.
@@ -427,33 +433,35 @@ def exchange(
         check_dispatch(dispatch, platform())
 
     def shard(
-        x: Array, experts: Array, weights: Array, kernels: ExpertKernels, layer: Array | None
+        x: Array, experts: Array, weights: Array, leaves: list[Array], layer: Array | None
     ) -> tuple[Array, Array]:
         # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients
         # are summed over these. If fsdp holds whole experts, they are gathered and their gradients reduce-scattered.
         # An adapter's narrow side is the same on every tensor shard.
-        kernels = jax.tree.map(lambda w: varying(w, "data", "fsdp", "tensor"), kernels)
+        leaves = [varying(w, "data", "fsdp", "tensor") for w in leaves]
         if "fsdp" in held_by:
-            kernels = jax.tree.map(lambda w: jax.lax.all_gather(w, "fsdp", axis=0, tiled=True), kernels)
+            leaves = [jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in leaves]
         tokens = varying(_flat(x), "tensor")
-        y, dropped = _route(dispatch, shards)(tokens, _flat(experts), _flat(weights), kernels, layer=layer)
+        y, dropped = _route(dispatch, shards)(
+            tokens, _flat(experts), _flat(weights), tree.unflatten(leaves), layer=layer
+        )
         return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
 
     stack = () if layer is None else (None,)
     rows = without_axes(PartitionSpec(BATCH_AXES), manual)
 
-    def place(*axes: str | None) -> PartitionSpec:
-        return without_axes(PartitionSpec(*stack, held_by, *axes), manual)
+    def places(m: Matrix, inner: str | None, outer: str | None) -> list[PartitionSpec]:
+        weights = PartitionSpec(*stack, held_by, inner, outer)
+        scale = [] if m.scale is None else [PartitionSpec(held_by, outer)]
+        low = [] if m.low is None else [PartitionSpec(held_by, inner), PartitionSpec(held_by, None, outer)]
+        return [without_axes(spec, manual) for spec in (weights, *scale, *low)]
 
-    def places(m: Matrix, inner: str | None, outer: str | None) -> Any:
-        low = None if m.low is None else LowRank(*cast(Any, (place(inner, None), place(None, outer))))
-        return Matrix(cast(Any, place(inner, outer)), None if m.scale is None else cast(Any, place(outer)), low)
-
-    gate, up = (places(m, None, "tensor") for m in (kernels.gate, kernels.up))
-    there = ExpertKernels(gate, up, places(kernels.down, "tensor", None))
+    leaves, tree = jax.tree.flatten(kernels)
+    there = [*places(kernels.gate, None, "tensor"), *places(kernels.up, None, "tensor")]
+    there += places(kernels.down, "tensor", None)
     return jax.shard_map(
         shard,
         in_specs=(rows, rows, rows, there, PartitionSpec()),
         out_specs=(rows, rows),
         axis_names=set(AXES) - manual,
-    )(x, experts, weights, kernels, layer)
+    )(x, experts, weights, leaves, layer)

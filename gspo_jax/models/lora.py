@@ -87,12 +87,9 @@ class Adapter(nnx.Module):
         self.b = parameter(rngs, (*outer, rank, across), (*where, "rank", column), zeros, **options)
         self.scale = scale
 
-    def arrays(self, dtype: Any) -> LowRank:
-        """The arrays in the dtype that they are computed with.
-
-        Rounded before they are scaled, as in the sampler, whose copy is stored rounded.
-        """
-        return LowRank(self.a.astype(dtype) * self.scale, self.b.astype(dtype))
+    def low_rank(self, dtype: Any) -> LowRank:
+        """The matrices in the dtype that they are computed with, which in the sampler they are stored in."""
+        return LowRank(self.a.astype(dtype), self.b.astype(dtype), self.scale)
 
 
 def check(config: ModelConfig, adapters: Adapters) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -19,19 +19,22 @@ SCALE = "_scale"
 """End of the name of a parameter beside another: an `int8.Scale`."""
 
 
-class LowRank(NamedTuple):
-    """The matrices of an adapter, the first one scaled; experts have one pair each, [E, n, r] and [E, r, m]."""
+@struct.dataclass
+class LowRank:
+    """The matrices of an adapter; experts have one pair each, [E, n, r] and [E, r, m]."""
 
     a: Float[Array, "*E n r"]
     b: Float[Array, "*E r m"]
+    scale: float = struct.field(pytree_node=False)
+    """Factor of their product."""
 
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-        """(x A) B, in x's dtype."""
-        return x @ self.a @ self.b
+        """s (x A) B, in x's dtype; the thin product is scaled, and no matrix."""
+        return (x @ self.a * self.scale) @ self.b
 
 
 class Matrix(NamedTuple):
-    """A matrix W · diag(scale) + A B, or one of each expert; its parts are never added up."""
+    """A matrix W · diag(scale) + s A B, or one of each expert; its parts are never added up."""
 
     weights: Shaped[Array, "*E n m"]
     """W: int8 if there is a scale, else of the tokens' dtype."""
@@ -55,7 +58,7 @@ def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
     return Matrix(
         weights.astype(dtype) if scale is None else weights[...],
         None if scale is None else scale[...],
-        None if adapter is None else adapter.arrays(dtype),
+        None if adapter is None else adapter.low_rank(dtype),
     )
 
 

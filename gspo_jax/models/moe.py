@@ -142,11 +142,11 @@ def softmax_router(
 
 
 def split_experts(block: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Split a stack's parameters into those of the experts (none in a dense stack) and all others."""
+    """Split a stack's parameters into the experts' weights (none in a dense stack) and all others."""
 
     def is_kernel(path: tuple[Any, ...], leaf: Any) -> bool:
         del path
-        return leaf.get_metadata("axes")[1] == "expert"
+        return type(leaf) is nnx.Param and leaf.get_metadata("axes")[1] == "expert"  # no scales, no adapters
 
     experts, others = nnx.split_state(block, is_kernel, ...)
     return experts, others
@@ -175,8 +175,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Routes]:
         """Return the experts' weighted sum and the routes. Padding (`valid` False) reaches no expert: its sum is 0.
 
-        With `layer` the kernels are those of all layers of the stack, so that a loop over layers need not copy each
-        layer's experts.
+        With `layer` the experts' weights are those of all layers of the stack, so that a loop over layers need not copy
+        each layer's; scales and adapters are the layer's.
         """
         (logits,) = project(self, ("router",), x.astype(jnp.float32))
         routes, weights = self.choose(checkpoint_name(logits, "dot"), self.config, asked)

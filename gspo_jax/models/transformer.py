@@ -111,7 +111,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Routes | None, Any]:
         """Return the residual stream, this layer's routes (None if dense), and what `attend` kept.
 
-        With `layer` the experts' kernels are those of all layers of the stack; other parameters are this layer's.
+        With `layer` the experts' weights are those of all layers of the stack; other parameters are this layer's.
         """
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):

@@ -334,7 +334,7 @@ class Program(Module):
                 total += sum(a.bytes for a in user.arrays)
             elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == source.name:
                 continue
-            elif user.opcode in ("bitcast", "reshape") and not user.root:
+            elif self._is_view(user) and not user.root:
                 total += self._read(computation, user)
             elif user.opcode == "fusion":
                 called = user.calls[0]
@@ -343,6 +343,13 @@ class Program(Module):
             else:
                 return math.inf
         return math.inf if source.root else total
+
+    def _is_view(self, operation: Operation) -> bool:
+        """True for operations inside a fusion that change a value's layout alone: what is read of it is read."""
+        if operation.opcode == "fusion":
+            inner = self.computations[operation.calls[0]].values()
+            return all(o.opcode == "parameter" or self._is_view(o) for o in inner)
+        return operation.opcode in ("bitcast", "reshape", "copy")
 
     def _written(self, computation: str, value: Operation) -> float:
         """Bytes of a fused computation's result that are newly written rather than updated in place."""
