@@ -134,6 +134,21 @@ def test_flops_that_a_frozen_base_saves(remat):
     assert 0 < needed < 0.5 * full[2]
 
 
+def test_flops_of_scoring_are_those_of_the_policies_that_are_read():
+    """The reference alone with the sampler's log π_old, and two policies if it is recomputed."""
+
+    def flops(**fields):
+        given = setting(DENSE, {"data": 8}, **{"adapter.rank": 0} | fields)
+        traced = jaxpr.product_flops(plan.read(programs.make("score", given.engine)[0].trace())) / 8
+        return traced, given.formula("score")[0].forward
+
+    alone = flops()
+    reference, both = (
+        flops(**{"reference.kl_weight": 0.1, "training.old_logprobs": x}) for x in ("sampler", "recompute")
+    )
+    assert reference == alone and both == (2 * alone[0], 2 * alone[1])
+
+
 def test_bytes_of_the_base_as_it_is_stored():
     """Once all that is multiplied, without the embedding: the base in its dtype and adapters in bfloat16."""
     given, wide = setting(DENSE), setting(DENSE, **{"adapter.base_dtype": "float32"})
