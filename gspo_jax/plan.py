@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 from absl import flags
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -128,11 +129,17 @@ def program_facts(
         costs, scheduled = max(loops, key=lambda costs: costs.bytes), None
     else:
         costs, scheduled = module.costs(), module
-    traced_flops = sum(jaxpr.product_flops(one.jaxpr, filled=filled) for one in traced) / setting.mesh.size
+    traced_flops = sum(jaxpr.product_flops(read(one), filled=filled) for one in traced) / setting.mesh.size
     facts |= figures(costs, name, setting, traced_flops=traced_flops, scheduled=scheduled)
     facts["cycles"] = cycles.compared(costs, setting)
     facts["warnings"] += warnings(costs, setting, slices)
     return facts
+
+
+def read(traced: jax.stages.Traced) -> Any:
+    """Return a traced program without what no result reads, such as the policy where the reference alone is scored."""
+    whole = traced.jaxpr.jaxpr
+    return partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))[0]
 
 
 def topology_facts(name: str, slices: int, mesh: Mesh) -> dict[str, Any]:

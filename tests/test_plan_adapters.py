@@ -14,7 +14,7 @@ from gspo_jax.engine import build
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.published import find
 from gspo_jax.parallel import hlo, jaxpr, processes, rates, topology
-from gspo_jax.parallel.ahead import Compiled
+from gspo_jax.parallel.ahead import Buffer, Compiled
 from gspo_jax.parallel.mesh import make_mesh
 from gspo_jax.planning import memory, programs
 from gspo_jax.planning.setting import Setting
@@ -40,11 +40,15 @@ def setting(model: ModelConfig = tiny.CONFIG, mesh: Any = SHARED, **fields: Any)
 
 
 def used(given, name, *, fits=True):
-    """Return the memory of a program, as if its own were 1 MB."""
+    """Return the memory of a program, as if its own were 1 MB, and the kinds of its arguments."""
     program = programs.make(name, given.engine)[0]
     with jax.set_mesh(program.mesh):
         text = program.trace().lower().compile().as_text() or ""
-    return memory.use(hlo.Module(text), Compiled(text, 10**6, 0, fits, (), "", 0.0), given, name)
+    module = hlo.Module(text)
+    arguments = [op for op in module.computations[module.entry].values() if op.opcode == "parameter"]
+    live = tuple(Buffer(op.name, None, round(op.arrays[0].bytes)) for op in arguments)
+    compiled = Compiled(text, 10**6, 0, fits, live, "", 0.0)
+    return memory.use(module, compiled, given, name), memory.by_kind(module, compiled, given, name)
 
 
 def sizes(given):
@@ -71,20 +75,26 @@ def test_what_the_trainer_keeps_beside_a_program(mesh, shares):
         "sample_prefill": 3 * adapters + frozen * (not shares),
     }
     for name, expected in beside.items():
-        found = used(given, name)
+        found, kinds = used(given, name)
         assert found == (10**6, pytest.approx(expected, abs=COUNTERS), 0)
+        own = 0 if shares else frozen
+        base = own if name == "reshard" else programs.shard_bytes(programs.copied(given.engine).frozen)
+        assert kinds.get("frozen weights", 0) == base
 
 
-@pytest.mark.parametrize(
-    ("old_logprobs", "given_twice"), [("sampler", False), pytest.param("recompute", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("old_logprobs", "given_twice"), [("sampler", False), ("recompute", True)])
 def test_the_references_weights_are_the_base(old_logprobs, given_twice):
     """Scoring gets them as the policy's too if it recomputes log π_old; a program that does not fit gets them twice."""
     given = setting(**{"reference.kl_weight": 0.1, "training.old_logprobs": old_logprobs})
     adapters, frozen = sizes(given)
+    found, kinds = used(given, "score")
     beside = pytest.approx((2 if given_twice else 3) * adapters, abs=COUNTERS)
-    assert used(given, "score") == (10**6 - frozen * given_twice, beside, frozen * given_twice)
-    assert used(given, "score", fits=False).peak == 10**6
+    assert found == (10**6 - frozen * given_twice, beside, frozen * given_twice)
+    assert kinds["frozen weights" if given_twice else "reference"] == frozen
+    assert ("reference" in kinds) != given_twice and sum(kinds.values()) == found.peak
+    if given_twice:
+        found, kinds = used(given, "score", fits=False)
+        assert found.peak == 10**6 and kinds["reference"] == kinds["frozen weights"] == frozen
 
 
 def test_a_reference_of_its_own_is_kept_too():
@@ -122,6 +132,21 @@ def test_flops_that_a_frozen_base_saves(remat):
     traced, written, needed = (of_full - of_adapters for of_full, of_adapters in zip(full, adapted, strict=True))
     assert traced == pytest.approx(written, rel=1e-6)
     assert 0 < needed < 0.5 * full[2]
+
+
+def test_flops_of_scoring_are_those_of_the_policies_that_are_read():
+    """The reference alone with the sampler's log π_old, and two policies if it is recomputed."""
+
+    def flops(**fields):
+        given = setting(DENSE, {"data": 8}, **{"adapter.rank": 0} | fields)
+        traced = jaxpr.product_flops(plan.read(programs.make("score", given.engine)[0].trace())) / 8
+        return traced, given.formula("score")[0].forward
+
+    alone = flops()
+    reference, both = (
+        flops(**{"reference.kl_weight": 0.1, "training.old_logprobs": x}) for x in ("sampler", "recompute")
+    )
+    assert reference == alone and both == (2 * alone[0], 2 * alone[1])
 
 
 def test_bytes_of_the_base_as_it_is_stored():
