@@ -9,17 +9,16 @@ Three ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e
 
 With ep shards on the axis, n tokens of width D on each, and balanced experts, a shard sends and receives, each way:
 gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D, capacity `factor` times that. Gather is therefore the lightest
-while ep <= K. Every buffer is sized at compile time: gather and ragged_all_to_all hold ep·n·min(K, E/ep) rows on each
-shard, though ep times fewer arrive when experts are balanced; the grouped matmul's work follows the rows that arrived.
-A forward that is not differentiated (decode, prefill, scoring) has a second, smaller set of buffers for the usual
-load.
+while ep <= K. Every buffer is sized at compile time, and ep·n·min(K, E/ep) pairs may arrive at a shard, though ep times
+fewer do when experts are balanced. Buffers therefore have room for a multiple of a balanced load, `HEADROOM`, and are
+filled again if more arrive; the grouped matmul's work follows the rows that arrived.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,8 @@ from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
 from gspo_jax.types import UserError, choices
+
+Tree = TypeVar("Tree")
 
 NAMES = ("gather", "ragged_all_to_all", "capacity")
 
@@ -180,79 +181,131 @@ def combine_experts(
       layer: the layer to take from weights of all layers, without a gradient; None if they are one layer's.
       likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
     """
-    worst = _most_pairs(experts, kernels)
-    if likely is None or HEADROOM * likely >= worst:
-        return _combine(x, experts, weights, kernels, layer, likely, worst)
-    return _combine_usually(x, experts, weights, kernels, layer, likely)
+    pairs, leaves = _Pairs.of(experts, kernels.held), jax.tree.leaves((x, weights, kernels))
+    tree = jax.tree.structure((x, weights, kernels))
+    if likely is None or HEADROOM * likely >= pairs.most:
+        return _part(pairs, 0, pairs.most, leaves, layer, tree, likely)
+    return _in_parts(leaves, pairs, layer, tree, likely)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(5,))
-def _combine_usually(
-    x: Array, experts: Array, weights: Array, kernels: ExpertKernels, layer: Array | None, likely: int
-) -> Array:
-    """`combine_experts` in buffers of `HEADROOM` times the likely number of pairs, in larger ones if more arrive.
+class _Pairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert."""
 
-    Most rows of buffers for the worst case are empty: gathers and element-wise operations would take most of their time
-    on them. Differentiated, it has the buffers for the worst case alone, because the gradient of a conditional keeps
-    the residuals of both branches. jax knows whether it differentiates, so no caller has to say.
-    """
-    return _combine(x, experts, weights, kernels, layer, likely, HEADROOM * likely)
+    held: Bool[Array, "N K"]
+    """False for experts that are not held here, whose pairs come last."""
+    order: Int[Array, " P"]
+    """The sorted pairs."""
+    place: Int[Array, "N K"]
+    """Each pair's place among them."""
+    sizes: Int[Array, " E"]
+    """Pairs of each expert."""
+
+    @classmethod
+    def of(cls, experts: Int[Array, "N K"], held: int) -> "_Pairs":
+        """The pairs of experts, of which those with ids in [0, `held`) are held here."""
+        here = (experts >= 0) & (experts < held)
+        order, place, sizes = _sorted(jnp.where(here, experts, held).reshape(-1), held)
+        return cls(here, order, place.reshape(experts.shape), sizes)
+
+    def part(self, first: Array | int, room: int) -> tuple[Array, Array, Array]:
+        """The `room` sorted pairs from `first` on, each pair's slot among them, `room` for none, and group sizes."""
+        if room >= self.most:
+            return self.order[:room], jnp.where(self.held, self.place, room), self.sizes
+        source = jax.lax.dynamic_slice_in_dim(jnp.pad(self.order, (0, room)), first, room)
+        slot = self.place - first
+        slot = jnp.where(self.held & (slot >= 0) & (slot < room), slot, room)
+        return source, slot, jnp.diff(jnp.clip(jnp.cumsum(self.sizes) - first, 0, room), prepend=0)
+
+    @property
+    def most(self) -> int:
+        """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
+        return len(self.held) * min(self.held.shape[1], len(self.sizes))
 
 
-@partial(_combine_usually.defjvp, symbolic_zeros=True)
-def _(likely: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """Differentiates what has a tangent alone, so that frozen kernels get no gradient."""
-    usual, zero = _most_pairs(primals[1], primals[3]), jax.custom_derivatives.SymbolicZero
-    leaves, tree = jax.tree.flatten(primals)
-    moving = {i: t for i, t in enumerate(tree.flatten_up_to(tangents)) if not isinstance(t, zero)}
-
-    def run(*values: Array) -> Array:
-        own = dict(zip(moving, values, strict=True))
-        return _combine(*tree.unflatten([own.get(i, x) for i, x in enumerate(leaves)]), likely=likely, usual=usual)
-
-    return jax.jvp(run, [leaves[i] for i in moving], list(moving.values()))
-
-
-def _most_pairs(experts: Int[Array, "N K"], kernels: ExpertKernels) -> int:
-    """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
-    return experts.shape[0] * min(experts.shape[1], kernels.held)
-
-
-def _combine(
-    x: Float[Array, "N D"],
-    experts: Int[Array, "N K"],
-    weights: Float[Array, "N K"],
-    kernels: ExpertKernels,
+def _part(
+    pairs: _Pairs,
+    first: Array | int,
+    room: int,
+    leaves: Sequence[Array],
     layer: Int[Array, ""] | None,
+    tree: Any,
     likely: int | None,
-    usual: int,
 ) -> Float[Array, "N D"]:
-    """`combine_experts` in buffers of `usual` rows, or for the worst case if more pairs arrive."""
-    E, (N, K) = kernels.held, experts.shape
+    """What the `room` sorted pairs from `first` on add to `combine_experts`.
+
+    `leaves` and `tree` are those of x, weights and kernels.
+    """
+    x, weights, kernels = tree.unflatten(leaves)
+    source, slot, sizes = pairs.part(first, room)
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
     thin = partial(grouped_matmuls, tail=False, likely=likely)
     wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
-    held = (experts >= 0) & (experts < E)
-    order, place, sizes = _sorted(jnp.where(held, experts, E).reshape(-1), E)
+    token, slots = source // slot.shape[1], _first_slots(slot, min(slot.shape[1], kernels.held), room)
+    rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
+    products = partial(_products, wide, thin, sizes=sizes)
+    gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
+    (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
+    return gather_up(out, token, slots)
 
-    def within(room: int) -> Array:
-        source = order[:room]
-        slot = jnp.where(held, place.reshape(N, K), room)
-        token, slots = source // K, _first_slots(slot, min(K, E), room)
-        rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
-        products = partial(_products, wide, thin, sizes=sizes)
-        gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
-        (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
-        return gather_up(out, token, slots)
 
-    def rarely() -> Array:
-        with jax.named_scope(hlo.RARELY):
-            return within(worst)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _in_parts(leaves: list[Array], pairs: _Pairs, layer: Array | None, tree: Any, likely: int) -> Array:
+    """`combine_experts` in buffers of `HEADROOM` times the likely number of pairs, used again if more arrive.
 
-    worst = _most_pairs(experts, kernels)
-    if usual == worst:
-        return within(worst)
-    return jax.lax.cond(sizes.sum() <= usual, lambda: within(usual), rarely)
+    Most rows of buffers for the worst case are empty: they would take most of the memory, and gathers and element-wise
+    operations most of their time. The first part is differentiated as it is; others are computed again for that.
+    """
+    room = HEADROOM * likely
+    y = _part(pairs, 0, room, leaves, layer, tree, likely)
+    return _others(pairs, room, lambda first, y: y + _part(pairs, first, room, leaves, layer, tree, likely), y)
+
+
+def _others(pairs: _Pairs, room: int, more: Callable[[Array, Tree], Tree], state: Tree) -> Tree:
+    """state = more(first, state) for each part but the first."""
+    with jax.named_scope(hlo.RARELY):
+        parts = (pairs.sizes.sum() + room - 1) // room
+        return jax.lax.fori_loop(1, parts, lambda i, state: more(i * room, state), state)
+
+
+def _in_parts_forward(
+    leaves: list[Any], pairs: Any, layer: Any, tree: Any, likely: int
+) -> tuple[Array, tuple[Any, ...]]:
+    """`_in_parts`, and what the gradient needs; the lists say which leaves have one: frozen kernels have none."""
+    pairs, layer = jax.tree.map(lambda p: p.value, (pairs, layer))
+    trained = [p.value if p.perturbed else None for p in leaves]
+    frozen = [None if p.perturbed else p.value for p in leaves]
+    room, part = HEADROOM * likely, partial(_part_of, pairs, frozen, layer, tree, likely)
+    y, pull = jax.vjp(partial(part, 0), trained)
+    y = _others(pairs, room, lambda first, y: y + part(first, trained), y)
+    return y, (pull, trained, frozen, pairs, layer)
+
+
+def _part_of(
+    pairs: _Pairs,
+    frozen: Sequence[Array | None],
+    layer: Array | None,
+    tree: Any,
+    likely: int,
+    first: Array | int,
+    trained: Sequence[Array | None],
+) -> Array:
+    leaves = [b if a is None else a for a, b in zip(trained, frozen, strict=True)]
+    return _part(pairs, first, HEADROOM * likely, cast(Any, leaves), layer, tree, likely)
+
+
+def _in_parts_backward(tree: Any, likely: int, kept: tuple[Any, ...], grads: Any) -> tuple[Any, None, None]:
+    pull, trained, frozen, pairs, layer = kept
+    if isinstance(grads, jax.custom_derivatives.SymbolicZero):
+        return [None] * len(trained), None, None
+    part = partial(_part_of, pairs, frozen, layer, tree, likely)
+
+    def more(first: Array, found: list[Array | None]) -> list[Array | None]:
+        return jax.tree.map(jnp.add, found, jax.vjp(partial(part, first), trained)[1](grads)[0])
+
+    return _others(pairs, HEADROOM * likely, more, pull(grads)[0]), None, None
+
+
+_in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
 
 
 def _products(

@@ -124,7 +124,7 @@ class Setting:
             return 1.0
         K = model.experts_per_token
         share = K / (shards * min(K, model.num_experts // shards))
-        return share if name == "update" else max(share, 1 / HEADROOM)  # the others have buffers for the usual load
+        return max(share, 1 / HEADROOM)
 
     def least_chips(self) -> int:
         """Minimum chips whose HBM holds trainer state, gradients and frozen weights, under any sharding."""
