@@ -259,6 +259,19 @@ def test_visits_are_the_tiles_of_each_group(name):
     assert [(e, first == end) for e, _, first, end in rest] == [(e, True) for e in empty]
 
 
+@pytest.mark.parametrize(("size", "used"), [(300, 500), (128, 0), (40, 37)])
+def test_row_sums_equal_a_plain_sum(size, used):
+    """Rows beyond those in use are NaN, and have targets like others; some targets have no row."""
+    rng = np.random.default_rng(0)
+    targets, (x, x64) = rng.integers(0, size, 512), draw("bfloat16", 512, 256, seed=1)
+    targets[targets == 7] = 8
+    expected = np.zeros((size, 256))
+    np.add.at(expected, targets[:used], x64[:used])
+    x = x.at[used:].set(jnp.nan)
+    found = grouped_matmul_tpu.row_sums(x, jnp.asarray(targets), jnp.int32(used), size, interpret=True)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-6)
+
+
 def test_work_follows_the_rows_in_the_groups():
     """131072 rows in a buffer for four times as many: 256 tiles of 512, plus 31 for groups that start mid-tile."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)

@@ -462,3 +462,30 @@ def outer(
 
     # Groups without rows are visited too: their gradient is zero and must be written.
     return unchecked(run, counts[1], *visits, rows, grads)
+
+
+def row_sums(
+    rows: Float[Array, "N D"],
+    targets: Int[Array, " N"],
+    count: Int[Array, ""],
+    size: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M D"]:
+    """Compute out[m] = Σ_n rows[n] over the rows n < `count` with targets[n] = m, in [0, M) with M = `size`.
+
+    Rows are brought in the order of their targets, so that a block of `_LANES` of these has adjacent rows, and the sums
+    of a block are the product of a one-hot matrix with them. Accumulated in float32 and rounded once.
+    """
+    N, number = len(rows), jnp.arange(len(rows), dtype=jnp.int32)
+    keys = jnp.where(number < count, targets, size)
+    if (size + 1) * N < 2**31:  # one number holds both: cheaper than sorting two arrays
+        ordered, order = jnp.divmod(jnp.sort(keys * N + number), N)
+    else:
+        ordered, order = jax.lax.sort((keys, number), num_keys=1)
+    blocks = pl.cdiv(size, _LANES)
+    block, lane = jnp.divmod(ordered, _LANES)
+    sizes = ((block[:, None] == jnp.arange(blocks)[None]) & (ordered < size)[:, None]).sum(axis=0, dtype=jnp.int32)
+    places = (lane[:, None] == jnp.arange(_LANES)[None]).astype(rows.dtype)
+    sums = outer(places, rows.at[order].get(mode="clip"), sizes, interpret=interpret)
+    return sums.reshape(blocks * _LANES, -1)[:size]

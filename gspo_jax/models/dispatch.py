@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls, stacked_matmuls
+from gspo_jax.kernels.grouped_matmul_tpu import row_sums
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
@@ -91,41 +92,67 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
         raise UserError("dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'")
 
 
-HEADROOM = 2
-"""Size of the buffers for the usual load, as a multiple of a balanced load."""
+HEADROOM = 1.25
+"""Size of the experts' buffers, as a multiple of a balanced load."""
 
 
-@jax.custom_vjp
-def spread(x: Float[Array, "N D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "M D"]:
-    """out[m] = x[source[m]]: the row in slot m; undefined in slots without a row.
+def room_for(most: int, likely: int | None) -> int:
+    """Rows of the experts' buffers at a shard, to which `most` pairs may come and `likely` would if balanced.
 
-    `slots` is the inverse: those of each row, outside [0, M) where it has fewer than J. It makes the gradient a gather
-    (`gather_up`) where it would otherwise be a scatter, which is slow on every backend.
+    That for all of them if it is at most twice the likely number, or that is unknown; else some headroom above it.
     """
-    return x.at[source].get(mode="clip")
+    if likely is None or 2 * likely >= most:
+        return most
+    return 16 * math.ceil(HEADROOM * likely / 16)  # whole tiles of bfloat16
+
+
+class _Slots(NamedTuple):
+    """Which rows of [N, D] are in which slots of [M, D]: both directions, so that gradients are gathers too.
+
+    A scatter is slow on every backend.
+    """
+
+    source: Int[Array, " M"]
+    """The row in each slot; undefined in slots without one."""
+    slots: Int[Array, "N J"]
+    """The slots of each row, outside [0, M) where it has fewer than J."""
+    count: Int[Array, ""] | None = None
+    """Number of slots with a row, if these come first; None: unknown."""
 
 
 @jax.custom_vjp
-def gather_up(y: Float[Array, "M D"], source: Int[Array, " M"], slots: Int[Array, "N J"]) -> Float[Array, "N D"]:
+def spread(x: Float[Array, "N D"], where: _Slots) -> Float[Array, "M D"]:
+    """out[m] = x[source[m]]; undefined in slots without a row. The gradient is `gather_up`."""
+    return x.at[where.source].get(mode="clip")
+
+
+@jax.custom_vjp
+def gather_up(y: Float[Array, "M D"], where: _Slots) -> Float[Array, "N D"]:
     """out[n] = Σ_j y[slots[n, j]] over a row's slots; the gradient is `spread`."""
-    slots = slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
+    slots = where.slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
     if platform() == "cpu":  # gathers of one row each end up in one loop, and no [J, N, D] array in memory
-        parts = (jnp.where(_has_row(s, source)[:, None], y.at[s].get(mode="clip"), 0) for s in slots)
+        parts = (jnp.where(_has_row(s, y)[:, None], y.at[s].get(mode="clip"), 0) for s in slots)
         return reduce(jnp.add, parts)
-    return jnp.where(_has_row(slots, source)[..., None], y.at[slots].get(mode="clip"), 0).sum(axis=0)
+    if platform() == "tpu" and where.count is not None and len(slots) * slots.shape[1] > 2 * len(y) >= _MANY:
+        return row_sums(y, where.source, where.count, slots.shape[1])
+    return jnp.where(_has_row(slots, y)[..., None], y.at[slots].get(mode="clip"), 0).sum(axis=0)
 
 
-def _has_row(slot: Int[Array, "*N"], source: Int[Array, " M"]) -> Bool[Array, "*N"]:
-    return (slot >= 0) & (slot < source.size)
+_MANY = 2048
+"""Rows from which on TPU sums of rows are products: [J, N, D] is then more than what they read."""
+
+
+def _has_row(slot: Int[Array, "*N"], y: Float[Array, "M D"]) -> Bool[Array, "*N"]:
+    return (slot >= 0) & (slot < len(y))
 
 
 spread.defvjp(
-    lambda x, source, slots: (spread(x, source, slots), (source, slots)),
-    lambda places, grads: (gather_up(grads, *places), None, None),
+    lambda x, where: (spread(x, where), where),
+    lambda where, grads: (gather_up(grads, where), None),
 )
 gather_up.defvjp(
-    lambda y, source, slots: (gather_up(y, source, slots), (source, slots)),
-    lambda places, grads: (spread(grads, *places), None, None),
+    lambda y, where: (gather_up(y, where), where),
+    lambda where, grads: (spread(grads, where), None),
 )
 
 
@@ -183,8 +210,8 @@ def combine_experts(
     """
     pairs, leaves = _Pairs.of(experts, kernels.held), jax.tree.leaves((x, weights, kernels))
     tree = jax.tree.structure((x, weights, kernels))
-    if likely is None or HEADROOM * likely >= pairs.most:
-        return _part(pairs, 0, pairs.most, leaves, layer, tree, likely)
+    if (room := room_for(pairs.most, likely)) == pairs.most:
+        return _part(pairs, 0, room, leaves, layer, tree, likely)
     return _in_parts(leaves, pairs, layer, tree, likely)
 
 
@@ -240,22 +267,23 @@ def _part(
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
     thin = partial(grouped_matmuls, tail=False, likely=likely)
     wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
-    token, slots = source // slot.shape[1], _first_slots(slot, min(slot.shape[1], kernels.held), room)
-    rows, shares = spread(x, token, slots), _spread_pairs(weights.astype(x.dtype), source, slot)
+    slots = _first_slots(slot, min(slot.shape[1], kernels.held), room)
+    where = _Slots(source // slot.shape[1], slots, sizes.sum())
+    rows, shares = spread(x, where), _spread_pairs(weights.astype(x.dtype), source, slot)
     products = partial(_products, wide, thin, sizes=sizes)
     gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
     (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
-    return gather_up(out, token, slots)
+    return gather_up(out, where)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _in_parts(leaves: list[Array], pairs: _Pairs, layer: Array | None, tree: Any, likely: int) -> Array:
-    """`combine_experts` in buffers of `HEADROOM` times the likely number of pairs, used again if more arrive.
+    """`combine_experts` in buffers with room for a part of the pairs, used again if more arrive.
 
     Most rows of buffers for the worst case are empty: they would take most of the memory, and gathers and element-wise
     operations most of their time. The first part is differentiated as it is; others are computed again for that.
     """
-    room = HEADROOM * likely
+    room = room_for(pairs.most, likely)
     y = _part(pairs, 0, room, leaves, layer, tree, likely)
     return _others(pairs, room, lambda first, y: y + _part(pairs, first, room, leaves, layer, tree, likely), y)
 
@@ -274,7 +302,7 @@ def _in_parts_forward(
     pairs, layer = jax.tree.map(lambda p: p.value, (pairs, layer))
     trained = [p.value if p.perturbed else None for p in leaves]
     frozen = [None if p.perturbed else p.value for p in leaves]
-    room, part = HEADROOM * likely, partial(_part_of, pairs, frozen, layer, tree, likely)
+    room, part = room_for(pairs.most, likely), partial(_part_of, pairs, frozen, layer, tree, likely)
     y, pull = jax.vjp(partial(part, 0), trained)
     y = _others(pairs, room, lambda first, y: y + part(first, trained), y)
     return y, (pull, trained, frozen, pairs, layer)
@@ -290,7 +318,7 @@ def _part_of(
     trained: Sequence[Array | None],
 ) -> Array:
     leaves = [b if a is None else a for a, b in zip(trained, frozen, strict=True)]
-    return _part(pairs, first, HEADROOM * likely, cast(Any, leaves), layer, tree, likely)
+    return _part(pairs, first, room_for(pairs.most, likely), cast(Any, leaves), layer, tree, likely)
 
 
 def _in_parts_backward(tree: Any, likely: int, kept: tuple[Any, ...], grads: Any) -> tuple[Any, None, None]:
@@ -302,7 +330,7 @@ def _in_parts_backward(tree: Any, likely: int, kept: tuple[Any, ...], grads: Any
     def more(first: Array, found: list[Array | None]) -> list[Array | None]:
         return jax.tree.map(jnp.add, found, jax.vjp(partial(part, first), trained)[1](grads)[0])
 
-    return _others(pairs, HEADROOM * likely, more, pull(grads)[0]), None, None
+    return _others(pairs, room_for(pairs.most, likely), more, pull(grads)[0]), None, None
 
 
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
@@ -332,7 +360,7 @@ def _products(
 
 def _spread_pairs(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
     """out[m] = the weight of the pair in slot m, [M, 1]."""
-    return spread(weights.reshape(-1, 1), source, slot.reshape(-1, 1))
+    return spread(weights.reshape(-1, 1), _Slots(source, slot.reshape(-1, 1)))
 
 
 def _gather(
@@ -425,9 +453,9 @@ def _pairs(
     """Pack pairs by their expert's shard, send them with their weights, and sum the outputs that come back."""
     held, shards = kernels.held, jax.lax.axis_size("expert")
     source, slot, arrived, there, back = transport(experts, held, shards)
-    token = source // experts.shape[1]
-    sent = there(spread(x, token, slot)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), token, slot)
+    where = _Slots(source // experts.shape[1], slot)
+    sent = there(spread(x, where)), arrived[:, None], there(_spread_pairs(weights.astype(x.dtype), source, slot))
+    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), where)
     dropped = (slot >= source.size) & (experts < held * shards)
     return y, dropped.sum(axis=1, dtype=jnp.int32)
 

@@ -13,7 +13,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.dispatch import HEADROOM
+from gspo_jax.models.dispatch import room_for
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.parallel.topology import Chip
@@ -122,9 +122,9 @@ class Setting:
         dispatch = self.config.model.dispatch
         if not model.is_routed or dispatch == "capacity":
             return 1.0
-        K = model.experts_per_token
-        share = K / (shards * min(K, model.num_experts // shards))
-        return max(share, 1 / HEADROOM)
+        most = shards * min(model.experts_per_token, model.num_experts // shards)  # per token of the shard's own
+        likely = 2**20 * model.experts_per_token
+        return likely / room_for(2**20 * most, likely)
 
     def least_chips(self) -> int:
         """Minimum chips whose HBM holds trainer state, gradients and frozen weights, under any sharding."""
