@@ -90,7 +90,7 @@ def program_facts(
     step through.
     """
     traced, found = [one for one, _ in pieces], [compiled.result() for _, compiled in pieces]
-    filled, kernels = dict.fromkeys(executed.GROUPED, setting.filled(name)), executed.kernels(setting, name)
+    filled, kernels = executed.filled(setting, name), executed.kernels(setting, name)
     modules = [costs_lib.Program(one.text, filled=filled, kernels=kernels) for one in found]
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.types import UserError
 
+ROW_SUMS = "row_sums"
+"""Name of the kernel of `row_sums`, whose products stand for sums."""
 _LANES = 128
 _VMEM = 14 * 2**20
 """Byte budget of a kernel's blocks out of the 16 MiB of VMEM that the compiler grants; measured: more can fail."""
@@ -422,10 +424,12 @@ def outer(
     *,
     likely: int | None = None,
     interpret: bool = False,
+    name: str = "grouped_outer",
 ) -> Float[Array, "E D F"]:
     """Compute dW[e] = Σ_n rows[n] grads[n]^T over the rows n of expert e, the gradient of `matmuls` for its weights.
 
-    Accumulated in float32 and rounded once to the rows' dtype. Arguments are those of `matmuls`.
+    Accumulated in float32 and rounded once to the rows' dtype. Arguments are those of `matmuls`; the kernel's name is
+    `name` and its tile.
     """
     (N, D), F, E, size = rows.shape, grads.shape[1], group_sizes.shape[0], rows.dtype.itemsize
     tile = _row_tile(N, E, N if likely is None else likely, max(D, F), size)
@@ -457,7 +461,7 @@ def outer(
                 transcendentals=0,
             ),
             interpret=interpret,
-            name=f"grouped_outer_{tile}",
+            name=f"{name}_{tile}",
         )(*args)
 
     # Groups without rows are visited too: their gradient is zero and must be written.
@@ -487,5 +491,5 @@ def row_sums(
     block, lane = jnp.divmod(ordered, _LANES)
     sizes = ((block[:, None] == jnp.arange(blocks)[None]) & (ordered < size)[:, None]).sum(axis=0, dtype=jnp.int32)
     places = (lane[:, None] == jnp.arange(_LANES)[None]).astype(rows.dtype)
-    sums = outer(places, rows.at[order].get(mode="clip"), sizes, interpret=interpret)
+    sums = outer(places, rows.at[order].get(mode="clip"), sizes, interpret=interpret, name=ROW_SUMS)
     return sums.reshape(blocks * _LANES, -1)[:size]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gspo_jax.kernels import attention_tpu, grouped_matmul_tpu, packed_attention_tpu
+from gspo_jax.kernels.grouped_matmul_tpu import ROW_SUMS
 from gspo_jax.parallel.costs import Cost, Costs, KernelCall, Kernels, Work
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.planning.setting import Setting
@@ -28,7 +29,13 @@ DRAWS = 16
 def kernels(setting: Setting, name: str) -> Kernels:
     """Return the functions for the executed work of the kernels in one program."""
     splash, packed, grouped = _splash(setting, name), _packed(setting), _grouped(setting, name)
-    return {"splash_": splash, "packed_attention": packed, **dict.fromkeys(GROUPED, grouped)}
+    sums = _row_sums(setting, name)
+    return {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
+
+
+def filled(setting: Setting, name: str) -> dict[str, float]:
+    """Return the fraction of a kernel's declared flops that a program needs, by the beginning of the kernel's name."""
+    return {ROW_SUMS: 0.0, **dict.fromkeys(GROUPED, setting.filled(name))}
 
 
 def _splash(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
@@ -105,6 +112,12 @@ def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
     return work
 
 
+def _row_sums(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
+    """Sums of experts' rows, written as products, are computed for the rows that arrive."""
+    fill = setting.filled(name)
+    return lambda call: call.declared._replace(flops=fill * call.declared.flops)
+
+
 def parts(costs: Costs, rates: Rates) -> dict[str, float]:
     """Executed seconds by kind of operation: attention, grouped and other matmuls, memory, latency, collectives."""
     found: Counter[str] = Counter()
@@ -117,7 +130,7 @@ def _part(cost: Cost, rates: Rates) -> str:
     name = cost.operation.partition(" ")[2]
     if name.startswith(ATTENTION):
         return "attention"
-    if name.startswith(GROUPED):
+    if name.startswith((*GROUPED, ROW_SUMS)):
         return "grouped_matmul"
     if cost.waits == "collective":
         return "collectives"
