@@ -1,0 +1,70 @@
+"""GSPO on one TPU host of eight chips, v5e:2x4 or v6e:2x4: Qwen3-30B-A3B with adapters beside a base in int8.
+
+    python -m gspo_jax.train --config=configs/one_host.py --workdir=gs://BUCKET/RUN \\
+        --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
+
+Arguments, joined by commas, change the model and what of it is trained:
+
+- a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
+- `bf16`: a base in bfloat16, and rows of 2048 tokens, half of the above.
+- `full`: all weights are trained; there is no base.
+"""
+
+from ml_collections import ConfigDict
+
+from gspo_jax.config import on_gsm8k
+from gspo_jax.models.published import find
+from gspo_jax.types import UserError, choices
+
+DEFAULT = "Qwen3-30B-A3B"
+MODELS = (DEFAULT, "OLMoE-1B-7B-0924", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """Return the config; `arg` is a comma-separated list of a model and `ARGUMENTS`."""
+    chosen = list(filter(None, arg.split(",")))
+    for name in chosen:
+        if name not in (*MODELS, *ARGUMENTS):
+            raise UserError(f"configs/one_host.py takes no argument {name!r}; {choices(name, (*MODELS, *ARGUMENTS))}")
+    names = [name for name in chosen if name in MODELS]
+    if len(names) > 1:
+        raise UserError(f"configs/one_host.py has one model, not {' and '.join(names)}; name one")
+    config = on_gsm8k(*names or (DEFAULT,))
+    config.model.remat = "full"
+    config.data.prompts_per_batch = 64
+    config.data.max_prompt_length = 512
+    config.sampling.group_size = 8
+    config.sampling.max_response_length = 3968
+    config.sampling.slots = 64
+    config.training.row_tokens = 4480  # a prompt and a response of full length
+    config.training.logprob_chunk = 8 * 1024
+    config.adapter.base_dtype = "int8"
+    config.adapter.rank = 16
+    config.optimizer.learning_rate = 1e-5  # ten times that of full training; see docs/adapters.md
+    if find(config.model.published).is_routed:
+        config.mesh.update({"data": 1, "fsdp": 1, "expert": 8})
+    else:
+        config.mesh.update({"data": 1, "fsdp": 8, "expert": 1})
+        config.sampling.mesh.update({"tensor": 8})
+    if config.model.published.startswith("OLMoE"):  # which knows 4096 positions
+        config.sampling.max_response_length, config.training.row_tokens = 3584, 4096
+    for name in ARGUMENTS:
+        if name in chosen:
+            ARGUMENTS[name](config)
+    return config
+
+
+def bf16(config: ConfigDict) -> None:
+    """Store the base in bfloat16, and compute rows half as long."""
+    config.adapter.base_dtype = "bfloat16"
+    config.sampling.max_response_length = 1536
+    config.training.row_tokens = 2048
+
+
+def full(config: ConfigDict) -> None:
+    """Train all weights."""
+    config.adapter.rank, config.adapter.base_dtype = 0, ""
+    config.optimizer.learning_rate = 1e-6
+
+
+ARGUMENTS = {"bf16": bf16, "full": full}
