@@ -131,7 +131,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
             made = engine.build(config, model, meshes, sampling.stop_rule_of(config, tokenizer))
             state, frozen, name = _state(config, files, made)
             folder = policy.initial_folder(config, files.local)
-            reference = policy.reference_weights(config, folder, made.policy, meshes.trainer, frozen)
+            reference = policy.reference_params(config, folder, made.policy, meshes.trainer)
             experience = _experience(config, tokenizer, scorer, made, state, frozen, reference)
             old, rollout, packing = experience.old, experience.rollout, experience.packing
             host_rollout, host_old = hosts.allgather((rollout, old))
@@ -183,7 +183,7 @@ def _experience(
     made: Engine,
     state: TrainState,
     frozen: nnx.State,
-    reference: Weights | None,
+    reference: nnx.State | None,
 ) -> Experience:
     """The policy's responses to the run's first prompts, with rewards of whole responses and their advantages."""
     mesh, weights = made.meshes.trainer, Weights(state.params, frozen)

@@ -99,7 +99,7 @@ def program_facts(
     fits, chip = all(one.fits for one in found), setting.chip
     uses = [memory.use(module, one, setting, name) for module, one in zip(modules, found, strict=True)]
     largest = max(range(len(found)), key=lambda i: uses[i].peak + uses[i].resident)
-    compiled, module, (peak, resident, twice) = found[largest], modules[largest], uses[largest]
+    compiled, module, (peak, resident) = found[largest], modules[largest], uses[largest]
     facts: dict[str, Any] = {
         "fits": fits and peak + resident <= chip.memory,
         "peak_bytes": peak,
@@ -111,11 +111,6 @@ def program_facts(
         "compile_s": round(sum(one.seconds for one in found), 1),
         "warnings": [],
     }
-    if twice:
-        counted = "count once here, twice" if compiled.fits else "would be in memory once, and count twice"
-        facts["warnings"].append(
-            f"{twice / 1e9:.1f} GB of frozen weights, the policy's and the reference's, {counted} for the compiler"
-        )
     if not facts["fits"]:
         over = (peak + resident - chip.memory) / 1e9
         said = f": {compiled.complaint.splitlines()[0][:200]}" if compiled.complaint else ""

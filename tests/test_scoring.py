@@ -133,7 +133,7 @@ def test_the_old_policy_s_views(rollout):
     np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
     assert plain.values is plain.reference_logprobs is plain.routes is None
     whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
-    found = whole(weights(), critic, reference, rollout)
+    found = whole(weights(), critic, reference.trainable, rollout)
     own, mask = alone(weights(), rollout), rollout.mask
     np.testing.assert_allclose(found.logprobs, own.logprobs, atol=1e-5)
     np.testing.assert_allclose(found.values, own.hidden @ head, rtol=2e-4, atol=2e-4)
@@ -145,7 +145,7 @@ def test_the_old_policy_s_views(rollout):
     np.testing.assert_array_equal(recorded[:, real], expected[:, real])
     assert (recorded[:, ~real] == -1).all()
     in_parts = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph, microbatches=2)
-    chex.assert_trees_all_close(in_parts(weights(), critic, reference, rollout), found, atol=1e-5)
+    chex.assert_trees_all_close(in_parts(weights(), critic, reference.trainable, rollout), found, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
@@ -170,7 +170,7 @@ def test_packed_rows_have_the_old_policy_s_views_of_padded_ones(sizes):
     rollout = dataclasses.replace(rollout, routes=RouterRecord(experts, None))
     graph, critic, _ = make_critic(own_trunk=True)
     policy = weights()
-    others = critic, jax.tree.map(lambda x: x * 1.1, policy)
+    others = critic, jax.tree.map(lambda x: x * 1.1, policy.trainable)
     packer = Packer(group_size=4, minibatches=2, shards=8 if sizes else 1, row_lengths=(48, 12))
     packing = packer(rollout.mask.sum(axis=1), rollout.prompt_lengths)
     settings = {"recompute": True, "replay": "r3", "critic": graph}

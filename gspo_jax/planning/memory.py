@@ -12,8 +12,7 @@ from gspo_jax.planning import programs
 from gspo_jax.planning.setting import Setting
 
 FROZEN = "frozen weights"
-REFERENCE = "reference"
-"""Kinds of arguments that are named in more than one place."""
+"""Kind of the arguments that are the base of adapters."""
 FROZEN_AGAIN = "copies or gradients of frozen weights"
 """Kind of a buffer of an update that is as large as frozen weights; it could do without."""
 
@@ -25,26 +24,21 @@ class Use(NamedTuple):
     """Bytes of the program at its peak, arguments included."""
     resident: int
     """Bytes that the trainer keeps beside them."""
-    twice: int
-    """Bytes of arguments that the compiler counts twice: a reference's frozen weights, which are the policy's."""
 
 
 def use(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> Use:
     """The memory of a compiled program and beside it, each array once.
 
-    A program that the compiler refuses needs what the compiler says. jax leaves out arguments that a program never
+    jax leaves out arguments that a program never
     reads. The sampler's weights are dropped before programs run that do not sample.
     """
     given: Counter[str] = Counter()
     for operation in module.computations.get(module.entry, {}).values():
         if operation.opcode == "parameter":
-            kind = argument_kind(operation.scope)
-            given[FROZEN if kind == REFERENCE else kind] += round(operation.arrays[0].bytes)
+            given[argument_kind(operation.scope)] += round(operation.arrays[0].bytes)
     if name.startswith("sample"):
         given = Counter({FROZEN: given[FROZEN]} if setting.engine.sampler.shares_frozen else {})
-    missing = [size - given[kind] for kind, size in setting.held().items()]
-    resident, twice = sum(n for n in missing if n > 0), -sum(n for n in missing if n < 0)
-    return Use(compiled.peak_bytes - twice * compiled.fits, resident, twice)
+    return Use(compiled.peak_bytes, sum(max(0, size - given[kind]) for kind, size in setting.held().items()))
 
 
 def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
@@ -55,7 +49,6 @@ def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str)
     for buffer in without_aliases(module, compiled.live):
         kinds[kind_of(module, buffer, layers, shapes, name)] += buffer.bytes
     if compiled.fits:
-        kinds[REFERENCE] -= own.twice
         kinds["unused between buffers"] += max(0, own.peak - sum(kinds.values()))
     return {kind: size for kind, size in kinds.most_common() if size}
 
@@ -101,7 +94,7 @@ def argument_kind(path: str) -> str:
     if "opt_state" in path:
         return "optimizer"
     if path.startswith("reference"):
-        return REFERENCE
+        return "reference"
     if path.startswith(("frozen", "weights.frozen")):
         return FROZEN
     if "params" in path or "trainable" in path:

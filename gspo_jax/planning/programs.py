@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
@@ -247,15 +248,15 @@ def copied(engine: Engine) -> Weights:
     return placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.sampler, mesh_lib.SAMPLER))
 
 
-def reference(engine: Engine) -> Weights | None:
-    """Shapes of the reference's weights, as `setup.policy.reference_weights` has them; None without a KL."""
-    policy, weights = engine.policy, trained(engine)
+def reference(engine: Engine) -> nnx.State | None:
+    """Shapes of the reference's parameters, as `setup.policy.reference_params` has them; None without a KL."""
+    policy = engine.policy
     if not engine.config.reference.kl_weight:
         return None
     if policy.adapters is not None:
-        return weights if policy.adapter_folder else Weights.full(weights.frozen)
+        return trained(engine).trainable if policy.adapter_folder else nnx.State({})
     shapes = huggingface.with_dtype(policy.shapes.trainable, engine.dtype)
-    return Weights.full(placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.trainer)))
+    return placed(shapes, mesh_lib.param_shardings(shapes, engine.meshes.trainer))
 
 
 def shard_bytes(shapes: Any) -> int:

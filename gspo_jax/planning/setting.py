@@ -134,17 +134,15 @@ class Setting:
         return math.ceil(held / self.chip.memory)
 
     def held(self) -> dict[str, int]:
-        """Bytes per chip that the trainer keeps in HBM during an iteration, each array once, by kind.
-
-        Frozen weights are those of the policy and of the reference, which have the base of adapters in common.
-        """
+        """Bytes per chip that the trainer keeps in HBM during an iteration, by kind."""
         engine = self.engine
         state, frozen = programs.placed(engine.state_shapes, engine.shardings), programs.trained(engine).frozen
         learners = [learner for learner in (state.policy, state.critic) if learner is not None]
         return {
             "parameters": programs.shard_bytes([learner.params for learner in learners]),
             "optimizer": programs.shard_bytes([learner.opt_state for learner in learners]),
-            "frozen weights": max(map(programs.shard_bytes, (frozen, programs.reference(engine)))),
+            "frozen weights": programs.shard_bytes(frozen),
+            "reference": programs.shard_bytes(programs.reference(engine)),
         }
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:

@@ -84,8 +84,8 @@ class Run:
     """Weights that no update changes; empty in full training."""
     base: str | None
     """Digest of the frozen weights; None in full training."""
-    reference: Weights | None
-    """Weights of the reference policy; None without a KL to it."""
+    reference: nnx.State | None
+    """Parameters of the reference policy; None without a KL to it."""
     boundary: Boundary
     """State and positions at the end of the newest iteration, which a stop saves; the one in hand is sampled again."""
     key: jax.Array
@@ -448,7 +448,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             tokenizer=tokenizer,
             frozen=start.frozen,
             base=start.base,
-            reference=policy.reference_weights(config, folder, made.policy, meshes.trainer, start.frozen),
+            reference=policy.reference_params(config, folder, made.policy, meshes.trainer),
             boundary=Boundary.of(start, prompts),
             key=start.key,
             prompts=prompts,

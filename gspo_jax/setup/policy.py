@@ -261,20 +261,19 @@ def read_run(config: ConfigDict, files: RunFolder) -> tuple[ModelConfig, Tokeniz
     return read_folder(config, initial)
 
 
-def reference_weights(
-    config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh, frozen: nnx.State
-) -> Weights | None:
-    """Weights of the reference (initial) policy, in the compute dtype and trainer's layout; None without a KL.
+def reference_params(config: ConfigDict, folder: Path, policy: Policy, mesh: Mesh) -> nnx.State | None:
+    """Parameters of the reference (initial) policy in the trainer's layout; None without a KL.
 
-    Under adapters they are the frozen weights themselves, with the adapters of `adapter.folder` if a run starts there.
+    In full training they are in the compute dtype. Under adapters they are those of `adapter.folder`, or none: the
+    reference has the policy's frozen weights.
     """
     if not config.reference.kl_weight:
         return None
-    if policy.adapters is not None:
-        if not policy.adapter_folder:
-            return Weights.full(frozen)
-        return Weights(peft.load(policy.adapter_folder, policy.config, policy.adapters, mesh), frozen)
-    return Weights.full(huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype)))
+    if policy.adapters is None:
+        return huggingface.load_params(folder, policy.config, mesh, dtype=jnp.dtype(config.model.dtype))
+    if not policy.adapter_folder:
+        return nnx.State({})
+    return peft.load(policy.adapter_folder, policy.config, policy.adapters, mesh)
 
 
 def newest_weights(config: ConfigDict, files: RunFolder, policy: Policy, mesh: Mesh) -> tuple[Weights, str]:

@@ -53,8 +53,9 @@ class ModelScores:
 
 Fields = dict[str, Any]
 """Some fields of a record, by name."""
-OldPolicyFn = Callable[[Weights, nnx.State | None, Weights | None, Rollout, Packing | None], OldPolicy]
-"""(policy, critic's parameters, reference, rollout, packing) -> log-probs, values and routes that the updates keep."""
+OldPolicyFn = Callable[[Weights, nnx.State | None, nnx.State | None, Rollout, Packing | None], OldPolicy]
+"""(policy, critic's parameters, reference's parameters, rollout, packing) -> log-probs, values and routes that the
+updates keep. The reference has the policy's frozen weights, and its own parameters beside them."""
 
 
 def score(
@@ -106,19 +107,20 @@ def make_old_policy(
 
     log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
     the sampler's under `replay` "r3". The reference policy, whose graph may be another one, without adapters, always
-    uses its own routes. The compiler removes forward
-    passes whose results are unused. Without a packing, rows are processed in `microbatches` parts.
+    uses its own routes. The compiler removes forward passes whose results are unused. Without a packing, rows are
+    processed in `microbatches` parts.
     """
 
     def read(
-        weights: Weights, critic_params: nnx.State | None, reference: Weights | None, rollout: Rollout, layout: Layout
+        weights: Weights, critic_params: nnx.State | None, reference: nnx.State | None, rollout: Rollout, layout: Layout
     ) -> Fields:
         asked = None
         if replay == "r3":
             asked = Routing(experts_to_replay(replay, jax.tree.map(layout.rows, rollout.routes), None))
         scores, found = score(graph, weights, layout, scoring, routing=asked), Fields()
         if reference is not None:
-            found["reference_logprobs"] = score(reference_graph or graph, reference, layout, scoring).logprobs
+            initial = Weights(reference, weights.frozen)
+            found["reference_logprobs"] = score(reference_graph or graph, initial, layout, scoring).logprobs
         if critic is not None:
             assert critic_params is not None
             found["values"] = values(critic, critic_params, layout, scoring, policy_hidden=scores.hidden)
@@ -157,7 +159,7 @@ def make_old_policy(
     def old_policy(
         weights: Weights,
         critic_params: nnx.State | None,
-        reference: Weights | None,
+        reference: nnx.State | None,
         rollout: Rollout,
         packing: Packing | None = None,
     ) -> OldPolicy:
