@@ -268,7 +268,8 @@ def test_row_sums_equal_a_plain_sum(size, used):
     expected = np.zeros((size, 256))
     np.add.at(expected, targets[:used], x64[:used])
     x = x.at[used:].set(jnp.nan)
-    found = grouped_matmul_tpu.row_sums(x, jnp.asarray(targets), jnp.int32(used), size, interpret=True)
+    by = grouped_matmul_tpu.by_target(jnp.asarray(targets), jnp.int32(used), size)
+    found = grouped_matmul_tpu.row_sums(x, by, size, interpret=True)
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-6)
 
 

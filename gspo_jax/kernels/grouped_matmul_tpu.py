@@ -468,28 +468,36 @@ def outer(
     return unchecked(run, counts[1], *visits, rows, grads)
 
 
-def row_sums(
-    rows: Float[Array, "N D"],
-    targets: Int[Array, " N"],
-    count: Int[Array, ""],
-    size: int,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M D"]:
-    """Compute out[m] = Σ_n rows[n] over the rows n < `count` with targets[n] = m, in [0, M) with M = `size`.
+class ByTarget(NamedTuple):
+    """Rows in the order of their targets."""
 
-    Rows are brought in the order of their targets, so that a block of `_LANES` of these has adjacent rows, and the sums
-    of a block are the product of a one-hot matrix with them. Accumulated in float32 and rounded once.
-    """
-    N, number = len(rows), jnp.arange(len(rows), dtype=jnp.int32)
+    order: Int[Array, " N"]
+    """The rows; those without a target come last."""
+    targets: Int[Array, " N"]
+    """Their targets; the number of targets for rows without one."""
+
+
+def by_target(targets: Int[Array, " N"], count: Int[Array, ""], size: int) -> ByTarget:
+    """The order of N rows by their targets in [0, `size`), which those from `count` on do not have."""
+    N, number = len(targets), jnp.arange(len(targets), dtype=jnp.int32)
     keys = jnp.where(number < count, targets, size)
     if (size + 1) * N < 2**31:  # one number holds both: cheaper than sorting two arrays
         ordered, order = jnp.divmod(jnp.sort(keys * N + number), N)
     else:
         ordered, order = jax.lax.sort((keys, number), num_keys=1)
+    return ByTarget(order, ordered)
+
+
+def row_sums(rows: Float[Array, "N D"], by: ByTarget, size: int, *, interpret: bool = False) -> Float[Array, "M D"]:
+    """Compute out[m] = Σ_n rows[n] over the rows n with target m, in [0, M) with M = `size`.
+
+    In the order of their targets, rows of a block of `_LANES` of these are adjacent, and its sums are the product of a
+    one-hot matrix with them. Accumulated in float32 and rounded once.
+    """
     blocks = pl.cdiv(size, _LANES)
-    block, lane = jnp.divmod(ordered, _LANES)
-    sizes = ((block[:, None] == jnp.arange(blocks)[None]) & (ordered < size)[:, None]).sum(axis=0, dtype=jnp.int32)
+    block, lane = jnp.divmod(by.targets, _LANES)
+    here = (block[:, None] == jnp.arange(blocks)[None]) & (by.targets < size)[:, None]
     places = (lane[:, None] == jnp.arange(_LANES)[None]).astype(rows.dtype)
-    sums = outer(places, rows.at[order].get(mode="clip"), sizes, interpret=interpret, name=ROW_SUMS)
+    ordered = rows.at[by.order].get(mode="clip")
+    sums = outer(places, ordered, here.sum(axis=0, dtype=jnp.int32), interpret=interpret, name=ROW_SUMS)
     return sums.reshape(blocks * _LANES, -1)[:size]

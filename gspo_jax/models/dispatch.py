@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls, stacked_matmuls
-from gspo_jax.kernels.grouped_matmul_tpu import row_sums
+from gspo_jax.kernels.grouped_matmul_tpu import ByTarget, by_target, row_sums
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import hlo
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
@@ -96,6 +96,10 @@ HEADROOM = 1.25
 """Size of the experts' buffers, as a multiple of a balanced load."""
 
 
+_MANY = 2048
+"""Twice the rows from which on their sums are products on TPU: gathered as [J, N, D], they would be mostly zeros."""
+
+
 def room_for(most: int, likely: int | None) -> int:
     """Rows of the experts' buffers at a shard, to which `most` pairs may come and `likely` would if balanced.
 
@@ -116,8 +120,8 @@ class _Slots(NamedTuple):
     """The row in each slot; undefined in slots without one."""
     slots: Int[Array, "N J"]
     """The slots of each row, outside [0, M) where it has fewer than J."""
-    count: Int[Array, ""] | None = None
-    """Number of slots with a row, if these come first; None: unknown."""
+    by_row: ByTarget | None = None
+    """The slots in the order of their rows, for sums on TPU; None: sums gather [J, N, D]."""
 
 
 @jax.custom_vjp
@@ -133,13 +137,9 @@ def gather_up(y: Float[Array, "M D"], where: _Slots) -> Float[Array, "N D"]:
     if platform() == "cpu":  # gathers of one row each end up in one loop, and no [J, N, D] array in memory
         parts = (jnp.where(_has_row(s, y)[:, None], y.at[s].get(mode="clip"), 0) for s in slots)
         return reduce(jnp.add, parts)
-    if platform() == "tpu" and where.count is not None and len(slots) * slots.shape[1] > 2 * len(y) >= _MANY:
-        return row_sums(y, where.source, where.count, slots.shape[1])
+    if where.by_row is not None:
+        return row_sums(y, where.by_row, slots.shape[1])
     return jnp.where(_has_row(slots, y)[..., None], y.at[slots].get(mode="clip"), 0).sum(axis=0)
-
-
-_MANY = 2048
-"""Rows from which on TPU sums of rows are products: [J, N, D] is then more than what they read."""
 
 
 def _has_row(slot: Int[Array, "*N"], y: Float[Array, "M D"]) -> Bool[Array, "*N"]:
@@ -268,7 +268,10 @@ def _part(
     thin = partial(grouped_matmuls, tail=False, likely=likely)
     wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
     slots = _first_slots(slot, min(slot.shape[1], kernels.held), room)
-    where = _Slots(source // slot.shape[1], slots, sizes.sum())
+    token, by_row = source // slot.shape[1], None
+    if platform() == "tpu" and slots.size > 2 * room >= _MANY:
+        by_row = by_target(token, sizes.sum(), len(x))
+    where = _Slots(token, slots, by_row)
     rows, shares = spread(x, where), _spread_pairs(weights.astype(x.dtype), source, slot)
     products = partial(_products, wide, thin, sizes=sizes)
     gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
