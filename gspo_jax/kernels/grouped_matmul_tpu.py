@@ -482,7 +482,7 @@ def by_target(targets: Int[Array, " N"], count: Int[Array, ""], size: int) -> By
     N, number = len(targets), jnp.arange(len(targets), dtype=jnp.int32)
     keys = jnp.where(number < count, targets, size)
     if (size + 1) * N < 2**31:  # one number holds both: cheaper than sorting two arrays
-        ordered, order = jnp.divmod(jnp.sort(keys * N + number), N)
+        ordered, order = jnp.divmod(jnp.sort(keys * N + number, stable=False), N)
     else:
         ordered, order = jax.lax.sort((keys, number), num_keys=1)
     return ByTarget(order, ordered)

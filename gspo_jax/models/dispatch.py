@@ -177,7 +177,7 @@ def _sorted(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int
     """
     pairs = jnp.arange(group.size, dtype=jnp.int32)
     if (groups + 1) * group.size < 2**31:  # one number holds both: cheaper than sorting two arrays
-        ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs), group.size)
+        ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs, stable=False), group.size)
     else:
         ordered, order = jax.lax.sort((group, pairs), num_keys=1)
     # A binary search is a loop, which on TPU takes longer than comparing with every element.
