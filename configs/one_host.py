@@ -45,7 +45,9 @@ def get_config(arg: str = "") -> ConfigDict:
         config.mesh.update({"data": 1, "fsdp": 1, "expert": 8})
     else:
         config.mesh.update({"data": 1, "fsdp": 8, "expert": 1})
-        config.sampling.mesh.update({"tensor": 8})
+        config.sampling.mesh.update({"data": 8})
+    if config.model.published == "Qwen3-8B":  # whose weights are on every chip while it samples
+        config.sampling.slots = 32
     if config.model.published.startswith("OLMoE"):  # which knows 4096 positions
         config.sampling.max_response_length, config.training.row_tokens = 3584, 4096
     for name in ARGUMENTS:

@@ -94,10 +94,8 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
 
 HEADROOM = 1.25
 """Size of the experts' buffers, as a multiple of a balanced load."""
-
-
-_MANY = 2048
-"""Twice the rows from which on their sums are products on TPU: gathered as [J, N, D], they would be mostly zeros."""
+_MANY = 1024
+"""Rows of a buffer from which on their sums are products on TPU; fewer are gathered as [J, N, D], mostly zeros."""
 
 
 def room_for(most: int, likely: int | None) -> int:
@@ -269,7 +267,7 @@ def _part(
     wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
     slots = _first_slots(slot, min(slot.shape[1], kernels.held), room)
     token, by_row = source // slot.shape[1], None
-    if platform() == "tpu" and slots.size > 2 * room >= _MANY:
+    if platform() == "tpu" and room >= _MANY and slots.size > 2 * room:
         by_row = by_target(token, sizes.sum(), len(x))
     where = _Slots(token, slots, by_row)
     rows, shares = spread(x, where), _spread_pairs(weights.astype(x.dtype), source, slot)
