@@ -3,6 +3,14 @@
     python -m gspo_jax.train --config=configs/one_host.py --workdir=gs://BUCKET/RUN \\
         --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
 
+Compiled ahead of time by
+
+    python -m gspo_jax.plan --config=configs/one_host.py --topology=v5e:2x4
+
+no program needs more than 9.3 of a chip's 16.9 GB. An update, of rows of 4480 tokens on every chip, needs 7.8 GB, 4.0
+of it the base; with all 128 responses at full length it executes for 17 s. A decode step of 64 responses at full length
+executes for 21 ms, of which its bytes take 9.6. Nothing has been measured on a real TPU, and no accuracy is known.
+
 Arguments, joined by commas, change the model and what of it is trained:
 
 - a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
