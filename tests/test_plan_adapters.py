@@ -76,25 +76,21 @@ def test_what_the_trainer_keeps_beside_a_program(mesh, shares):
     }
     for name, expected in beside.items():
         found, kinds = used(given, name)
-        assert found == (10**6, pytest.approx(expected, abs=COUNTERS), 0)
+        assert found == (10**6, pytest.approx(expected, abs=COUNTERS))
         own = 0 if shares else frozen
         base = own if name == "reshard" else programs.shard_bytes(programs.copied(given.engine).frozen)
         assert kinds.get("frozen weights", 0) == base
 
 
-@pytest.mark.parametrize(("old_logprobs", "given_twice"), [("sampler", False), ("recompute", True)])
-def test_the_references_weights_are_the_base(old_logprobs, given_twice):
-    """Scoring gets them as the policy's too if it recomputes log π_old; a program that does not fit gets them twice."""
+@pytest.mark.parametrize("old_logprobs", ["sampler", "recompute"])
+def test_the_references_weights_are_the_base(old_logprobs):
+    """Scoring gets them once, whether it reads the policy's adapters beside them or not."""
     given = setting(**{"reference.kl_weight": 0.1, "training.old_logprobs": old_logprobs})
     adapters, frozen = sizes(given)
     found, kinds = used(given, "score")
-    beside = pytest.approx((2 if given_twice else 3) * adapters, abs=COUNTERS)
-    assert found == (10**6 - frozen * given_twice, beside, frozen * given_twice)
-    assert kinds["frozen weights" if given_twice else "reference"] == frozen
-    assert ("reference" in kinds) != given_twice and sum(kinds.values()) == found.peak
-    if given_twice:
-        found, kinds = used(given, "score", fits=False)
-        assert found.peak == 10**6 and kinds["reference"] == kinds["frozen weights"] == frozen
+    beside = (2 if old_logprobs == "recompute" else 3) * adapters
+    assert found == (10**6, pytest.approx(beside, abs=COUNTERS))
+    assert kinds["frozen weights"] == frozen and "reference" not in kinds
 
 
 def test_a_reference_of_its_own_is_kept_too():
@@ -102,12 +98,10 @@ def test_a_reference_of_its_own_is_kept_too():
     full, without = (
         setting(**{"adapter.rank": 0, "adapter.expert_rank": 0, "reference.kl_weight": kl}).held() for kl in (0.1, 0.0)
     )
-    assert without["frozen weights"] == 0
-    assert full["frozen weights"] == pytest.approx(full["parameters"] / 2, rel=0.1), (
-        "all but norms and routers in bfloat16"
-    )
+    assert without["reference"] == without["frozen weights"] == full["frozen weights"] == 0
+    assert full["reference"] == pytest.approx(full["parameters"] / 2, rel=0.1), "all but norms and routers in bfloat16"
     given = setting(**{"reference.kl_weight": 0.1, "adapter.folder": "some"})
-    assert given.held()["frozen weights"] == sum(sizes(given))
+    assert (given.held()["reference"], given.held()["frozen weights"]) == sizes(given)
 
 
 def test_a_buffer_as_large_as_frozen_weights_is_no_gradient():

@@ -172,7 +172,9 @@ def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
 @pytest.fixture(scope="module")
 def olds(rollout):
     """Return the old policy's record under r2 and r3, with scores of a different reference policy."""
-    return {replay: jax.device_get(f(weights(), None, reference(), rollout)) for replay, f in OLD_POLICY.items()}
+    return {
+        replay: jax.device_get(f(weights(), None, reference().trainable, rollout)) for replay, f in OLD_POLICY.items()
+    }
 
 
 @functools.cache
@@ -238,7 +240,7 @@ def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
     """The reference policy routes natively, even where r3 makes the old policy replay routes no router would choose."""
     expected = learn(reference(), rollout)[1].logprobs
     other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
-    led = OLD_POLICY["r3"](weights(), None, reference(), dataclasses.replace(rollout, routes=other))
+    led = OLD_POLICY["r3"](weights(), None, reference().trainable, dataclasses.replace(rollout, routes=other))
     for old in (*olds.values(), led):
         np.testing.assert_allclose(old.reference_logprobs[rollout.mask], expected[rollout.mask], atol=1e-5)
     there = real(rollout)
