@@ -14,8 +14,10 @@ executes for 21 ms, of which its bytes take 9.6. Nothing has been measured on a 
 Arguments, joined by commas, change the model and what of it is trained:
 
 - a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
-- `bf16`: a base in bfloat16, and rows of 2048 tokens, half of the above.
+- `bf16`: a base in bfloat16, and rows of 2048 tokens instead of 4480.
 - `full`: all weights are trained; there is no base.
+
+Not all of these fit: run `plan` first. Qwen3-30B-A3B with `full`, and Qwen3-8B with `bf16` or `full`, do not.
 """
 
 from ml_collections import ConfigDict
@@ -37,6 +39,8 @@ def get_config(arg: str = "") -> ConfigDict:
     names = [name for name in chosen if name in MODELS]
     if len(names) > 1:
         raise UserError(f"configs/one_host.py has one model, not {' and '.join(names)}; name one")
+    if {"bf16", "full"} <= set(chosen):
+        raise UserError("configs/one_host.py takes bf16 or full, not both: with full there is no base; name one")
     config = on_gsm8k(*names or (DEFAULT,))
     config.model.remat = "full"
     config.data.prompts_per_batch = 64
@@ -65,7 +69,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def bf16(config: ConfigDict) -> None:
-    """Store the base in bfloat16, and compute rows half as long."""
+    """Store the base in bfloat16, and compute rows of 2048 tokens."""
     config.adapter.base_dtype = "bfloat16"
     config.sampling.max_response_length = 1536
     config.training.row_tokens = 2048

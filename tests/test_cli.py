@@ -177,8 +177,9 @@ def test_a_config_argument_that_does_not_exist(name):
         ),
         (
             {"adapter.rank": 4, "adapter.base_dtype": "int8", "sampling.weights_dtype": "bfloat16"},
-            "sampling.weights_dtype is 'bfloat16', which rounds a copy of the base, .*; leave it empty",
+            "sampling.weights_dtype is 'bfloat16', and a base in int8 is not rounded again; leave it empty",
         ),
+        ({"adapter.base_dtype": "int8"}, "adapter.base_dtype is 'int8' and there are no adapters, so all weights"),
         ({"adapter.rank": -4}, "adapter.rank is -4; use 0 to"),
         ({"adapter.rank": 4, "adapter.targets": ("q",)}, "adapter.targets has no 'q'; there are q_proj, k_proj"),
         ({"adapter.folder": "some"}, "adapter.folder is 'some' and both ranks are 0; set them to the folder's"),

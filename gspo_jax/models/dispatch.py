@@ -95,7 +95,7 @@ def check_dispatch(dispatch: Dispatch, platform: str) -> None:
 HEADROOM = 1.25
 """Size of the experts' buffers, as a multiple of a balanced load."""
 _MANY = 1024
-"""Rows of a buffer from which on their sums are products on TPU; fewer are gathered as [J, N, D], mostly zeros."""
+"""Minimum rows of a buffer for sums by one-hot products on TPU; with fewer, [J, N, D] is gathered, mostly zeros."""
 
 
 def room_for(most: int, likely: int | None) -> int:

@@ -63,12 +63,12 @@ def matrix(module: nnx.Module, name: str, dtype: DTypeLike) -> Matrix:
 
 
 def project(module: nnx.Module, names: Sequence[str], x: Float[Array, "B T n"]) -> list[Float[Array, "B T _"]]:
-    """x times each of some matrices of a module, in x's dtype; all of them are sharded alike."""
-    own = [matrix(module, name, x.dtype) for name in names]
-    bases = [m._replace(low=None) for m in own]
-    variables = [getattr(module, name) for name in names]
-    if spread.is_spread(variables[0]):
-        found = spread.products(bases, [v.get_metadata("axes")[-1] for v in variables], x)
-    else:
-        found = [base(x) for base in bases]
-    return [y if m.low is None else y + m.low(x) for y, m in zip(found, own, strict=True)]
+    """x times each of some matrices of a module, in x's dtype."""
+    own = {name: matrix(module, name, x.dtype) for name in names}
+    bases = {name: m._replace(low=None) for name, m in own.items()}
+    over = [name for name in names if spread.is_spread(getattr(module, name))]
+    found = {name: bases[name](x) for name in names if name not in over}
+    if over:
+        columns = [getattr(module, name).get_metadata("axes")[-1] for name in over]
+        found |= zip(over, spread.products([bases[name] for name in over], columns, x), strict=True)
+    return [found[name] if m.low is None else found[name] + m.low(x) for name, m in own.items()]

@@ -176,7 +176,7 @@ def of_model(config: ModelConfig, *stacks: Mapping[str, Rule]) -> dict[str, Rule
 
 
 _MAPPED = 2**28
-"""Bytes read after which all files are closed: until then the pages that were read count as the process's memory."""
+"""Bytes of rows touched after which files are closed, and opened again when read: mapped pages count as memory."""
 
 
 class Checkpoint:

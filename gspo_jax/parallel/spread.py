@@ -1,9 +1,9 @@
 """Matrices that every token passes, sharded over the mesh axis `expert` too, as those of a frozen base are.
 
-Sharded is a matrix's last dimension, its columns; of the embedding, the vocabulary. Rows of tokens are sharded over
-the same axis. Where it is left to the compiler, in training, a layer's weights are gathered to compute with them. Where
-it is manual, in the sampler, what is smaller moves: in a decode step that is the tokens, which visit every shard's
-columns. Embedding and head look up and unembed in the same way.
+A matrix is sharded along its last dimension, its columns; the embedding along the vocabulary. Rows of tokens are
+sharded over the same axis. Where it is left to the compiler, in training, a layer's weights are gathered to compute
+with them. Where it is manual, in the sampler, what is smaller moves: in a decode step that is the tokens, which visit
+every shard's columns. Embedding and head look up and unembed in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ def products(matrices: Sequence[Any], columns: Sequence[str], x: Float[Array, "b
     if not _is_manual():
         whole = [jax.tree.map(lambda w, c=c: _gathered(w, c), m) for m, c in zip(matrices, columns, strict=True)]
         return [matrix(x) for matrix in whole]
-    shards, leaves = jax.lax.axis_size("expert"), jax.tree.leaves(matrices)
-    across = sum(w.shape[-1] for w in leaves)
-    if x.nbytes * shards + x.nbytes // x.shape[-1] * across < sum(w.nbytes for w in leaves) * shards:
+    leaves = jax.tree.leaves(matrices)
+    across = sum(w.shape[-1] for w in leaves if w.ndim > 1)
+    if x.nbytes + x.nbytes // x.shape[-1] * across < sum(w.nbytes for w in leaves):
         return _visited(lambda rows: [matrix(rows) for matrix in matrices], x)
     whole = jax.tree.map(lambda w: jax.lax.all_gather(w, "expert", axis=w.ndim - 1, tiled=True), matrices)
     return [matrix(x) for matrix in whole]
@@ -58,7 +58,7 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array
         at = jax.lax.all_gather(tokens, "expert", axis=0, tiled=True) - jax.lax.axis_index("expert") * len(table)
         here = (at >= 0) & (at < len(table))
         found = jnp.where(here[..., None], table.at[at].get(mode="clip"), 0)
-        # All but one shard send zeros. XLA's CPU compiler aborts on a reduce-scatter of bfloat16 where `tensor` is its.
+        # All but one shard send zeros. XLA aborts on a reduce-scatter of bfloat16 on CPU where it manages `tensor`.
         return _returned(found).sum(axis=0)
 
     if _is_manual():

@@ -29,8 +29,8 @@ class Use(NamedTuple):
 def use(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> Use:
     """The memory of a compiled program and beside it, each array once.
 
-    jax leaves out arguments that a program never
-    reads. The sampler's weights are dropped before programs run that do not sample.
+    jax leaves out arguments that a program never reads. The sampler's weights are dropped before programs run that do
+    not sample.
     """
     given: Counter[str] = Counter()
     for operation in module.computations.get(module.entry, {}).values():

@@ -148,9 +148,11 @@ class Setting:
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """Flops of a program's forward passes on one chip, by part, and how many times it runs those of attention."""
         work, config = self.work(name), self.config
-        forward = flops_lib.forward(self.model, work)._replace(adapters=work.tokens * self._adapter_flops)
+        forward, passes = flops_lib.forward(self.model, work), 1
         if name == "score" and config.reference.kl_weight and config.training.old_logprobs == "recompute":
             forward = flops_lib.Flops(*(2 * part for part in forward))  # the policy's, and the reference's
+            passes += bool(self.engine.policy.adapter_folder)  # which has no adapters but those of a folder
+        forward = forward._replace(adapters=passes * work.tokens * self._adapter_flops)
         return forward, 3.5 + self.recomputes if name == "update" else 1.0
 
     @property

@@ -219,14 +219,20 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
 def _check_adapters(config: ConfigDict) -> None:
     """Check the adapters, and that nothing needs a second model beside them."""
     if policy.make_adapters(config) is None:
+        stored = config.get("adapter", {}).get("base_dtype")  # a run of an earlier version has no such section
+        if stored:
+            raise UserError(
+                f"adapter.base_dtype is {stored!r} and there are no adapters, so all weights are trained; set "
+                "adapter.rank, or leave it empty"
+            )
         return
     if config.adapter.base_dtype not in ("", "float32", "bfloat16", "int8"):
         known = "use 'float32', 'bfloat16', 'int8', or '' for model.dtype"
         raise UserError(f"adapter.base_dtype is {config.adapter.base_dtype!r}; {known}")
     if config.adapter.base_dtype == "int8" and config.sampling.weights_dtype:
         raise UserError(
-            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}, which rounds a copy of the base, and the "
-            "sampler reads the trainer's own in int8; leave it empty"
+            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}, and a base in int8 is not rounded again; "
+            "leave it empty"
         )
     if learning.make_objective(config).critic is not None and config.critic.trunk == "own":
         raise UserError(
