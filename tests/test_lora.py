@@ -26,7 +26,7 @@ from tests.tiny import CONFIG, leaf_errors, mesh_id, params
 
 DENSE = dataclasses.replace(CONFIG, num_experts=0, experts_per_token=0, moe_intermediate_size=0)
 EVERYWHERE = Adapters(rank=3, expert_rank=2, alpha=4.0, targets=tuple(lora.TARGETS))
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, CONFIG.vocab_size, (8, 9)))
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, CONFIG.vocab_size, (8, 13)))
 
 
 class Adapted(NamedTuple):

@@ -177,10 +177,10 @@ def test_programs_with_adapters_are_counted_right():
     found = ahead.figures("tests.test_plan_adapters")
     assert all(program["fits"] and program["flops_apart"] < 0.02 for program in found.values())
     kinds = found["update"]["hbm_by_kind"]
-    assert kinds["frozen weights"] > 1e9 and kinds.get("gradients", 0) <= 1.01 * kinds["parameters"]
+    assert kinds["frozen weights"] > 0.4e9 and kinds.get("gradients", 0) <= 1.01 * kinds["parameters"]
     assert kinds.get(memory.FROZEN_AGAIN, 0) < 0.01 * kinds["frozen weights"]
     assert found["sample_prefill"]["hbm_by_kind"]["frozen weights"] == kinds["frozen weights"]
-    assert found["sample_prefill"]["resident_bytes"] < 0.2e9 < 1e9 < found["reshard"]["resident_bytes"]
+    assert found["sample_prefill"]["resident_bytes"] < 0.2e9 < 0.4e9 < found["reshard"]["resident_bytes"]
 
 
 if __name__ == "__main__":
