@@ -97,9 +97,10 @@ def program_facts(
         for i, one in enumerate(found):
             (dump / f"{name}{f'_{i}' if i else ''}.hlo").write_text(one.text)
     fits, chip = all(one.fits for one in found), setting.chip
-    uses = [memory.use(module, one, setting, name) for module, one in zip(modules, found, strict=True)]
-    largest = max(range(len(found)), key=lambda i: uses[i].peak + uses[i].resident)
-    compiled, module, (peak, resident) = found[largest], modules[largest], uses[largest]
+    beside = [memory.resident(module, setting, name) for module in modules]
+    largest = max(range(len(found)), key=lambda i: found[i].peak_bytes + beside[i])
+    compiled, module, resident = found[largest], modules[largest], beside[largest]
+    peak = compiled.peak_bytes
     facts: dict[str, Any] = {
         "fits": fits and peak + resident <= chip.memory,
         "peak_bytes": peak,

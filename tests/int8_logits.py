@@ -1,6 +1,8 @@
-"""How far logits and log-probs of a folder's model move when its matrices are int8, computed in float32.
+"""How far logits and log-probs of a folder's model move when its matrices are int8.
 
-python -m tests.int8_logits FOLDER
+    python -m tests.int8_logits FOLDER
+
+Both are computed in float32.
 """
 
 import json

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gspo_jax.models import dispatch as dispatch_lib
-from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.experts import ExpertKernels, room_for
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError
@@ -135,7 +136,7 @@ def test_a_forward_has_room_for_every_load(load, layer):
     x, weights, kernels, _ = numbers()
     given = kernels if layer is None else jax.tree.map(lambda w: jnp.stack([jnp.full_like(w, jnp.nan), w]), kernels)
     held = np.bincount(experts.reshape(-1)[(experts.reshape(-1) >= 0) & (experts.reshape(-1) < E)], minlength=E)
-    assert (held.max() > dispatch_lib.room_for(B * T, B * T * K // 8)) == (load == "one expert")
+    assert (held.max() > room_for(B * T, B * T * K // 8)) == (load == "one expert")
     with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
         y, dropped = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(
             x, experts, weights, given, layer=None if layer is None else jnp.asarray(layer)
@@ -145,7 +146,7 @@ def test_a_forward_has_room_for_every_load(load, layer):
 
 
 def test_no_buffer_is_for_the_worst_case():
-    """Of 32 pairs that may arrive at a shard with one expert, 8 do if these are balanced; there is room for 16."""
+    """There is room for 16 pairs at a shard with one expert, where 32 may arrive, and 8 do if experts are balanced."""
     x, weights, kernels, _ = numbers()
     experts = jnp.asarray(routed("random"))
 

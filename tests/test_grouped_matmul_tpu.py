@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from gspo_jax.kernels import grouped_matmul_tpu
+from gspo_jax.kernels import grouped_matmul_tpu, row_sums_tpu
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
@@ -268,8 +268,8 @@ def test_row_sums_equal_a_plain_sum(size, used):
     expected = np.zeros((size, 256))
     np.add.at(expected, targets[:used], x64[:used])
     x = x.at[used:].set(jnp.nan)
-    by = grouped_matmul_tpu.by_target(jnp.asarray(targets), jnp.int32(used), size)
-    found = grouped_matmul_tpu.row_sums(x, by, size, interpret=True)
+    by = row_sums_tpu.by_target(jnp.asarray(targets), jnp.int32(used), size)
+    found = row_sums_tpu.row_sums(x, by, size, interpret=True)
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""A frozen base in int8: read as it is quantised, computed with as its values say, never copied in more bits."""
+"""A frozen base in int8: read as it is quantised, and computed with as its values say."""
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def test_shards_have_the_whole_column_s_scale(sizes, folders):
 
 @pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=pytest.mark.slow), DENSE], ids=["routed", "dense"])
 def test_logits_and_gradients_are_those_of_the_values(config, folders):
-    """Those of the model whose base is values times scales; and the logits are near those of the base that was read."""
+    """Both equal those of the model whose base is values times scales; logits are near those of the base as read."""
     base = huggingface.load_params(folders[config], config, base="int8")
     graph, _ = transformer.abstract(config, adapters=EVERYWHERE, base="int8")
     model = adapted(config)

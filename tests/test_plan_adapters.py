@@ -39,16 +39,16 @@ def setting(model: ModelConfig = tiny.CONFIG, mesh: Any = SHARED, **fields: Any)
     return Setting(build(config, model, meshes, stop), topology.CHIPS["v5e"], rates.assumed("v5e"))
 
 
-def used(given, name, *, fits=True):
-    """Return the memory of a program, as if its own were 1 MB, and the kinds of its arguments."""
+def used(given, name):
+    """Return what the trainer keeps beside a program, and the kinds of its arguments, as if it needed 1 MB."""
     program = programs.make(name, given.engine)[0]
     with jax.set_mesh(program.mesh):
         text = program.trace().lower().compile().as_text() or ""
     module = hlo.Module(text)
     arguments = [op for op in module.computations[module.entry].values() if op.opcode == "parameter"]
     live = tuple(Buffer(op.name, None, round(op.arrays[0].bytes)) for op in arguments)
-    compiled = Compiled(text, 10**6, 0, fits, live, "", 0.0)
-    return memory.use(module, compiled, given, name), memory.by_kind(module, compiled, given, name)
+    compiled = Compiled(text, 10**6, 0, True, live, "", 0.0)
+    return memory.resident(module, given, name), memory.by_kind(module, compiled, given, name)
 
 
 def sizes(given):
@@ -76,7 +76,7 @@ def test_what_the_trainer_keeps_beside_a_program(mesh, shares):
     }
     for name, expected in beside.items():
         found, kinds = used(given, name)
-        assert found == (10**6, pytest.approx(expected, abs=COUNTERS))
+        assert found == pytest.approx(expected, abs=COUNTERS)
         own = 0 if shares else frozen
         base = own if name == "reshard" else programs.shard_bytes(programs.copied(given.engine).frozen)
         assert kinds.get("frozen weights", 0) == base
@@ -89,19 +89,21 @@ def test_the_references_weights_are_the_base(old_logprobs):
     adapters, frozen = sizes(given)
     found, kinds = used(given, "score")
     beside = (2 if old_logprobs == "recompute" else 3) * adapters
-    assert found == (10**6, pytest.approx(beside, abs=COUNTERS))
+    assert found == pytest.approx(beside, abs=COUNTERS)
     assert kinds["frozen weights"] == frozen and "reference" not in kinds
 
 
 def test_a_reference_of_its_own_is_kept_too():
     """In full training, and, of adapters of a folder, these alone."""
     full, without = (
-        setting(**{"adapter.rank": 0, "adapter.expert_rank": 0, "reference.kl_weight": kl}).held() for kl in (0.1, 0.0)
+        memory.held(setting(**{"adapter.rank": 0, "adapter.expert_rank": 0, "reference.kl_weight": kl}))
+        for kl in (0.1, 0.0)
     )
     assert without["reference"] == without["frozen weights"] == full["frozen weights"] == 0
     assert full["reference"] == pytest.approx(full["parameters"] / 2, rel=0.1), "all but norms and routers in bfloat16"
     given = setting(**{"reference.kl_weight": 0.1, "adapter.folder": "some"})
-    assert (given.held()["reference"], given.held()["frozen weights"]) == sizes(given)
+    kept = memory.held(given)
+    assert (kept["reference"], kept["frozen weights"]) == sizes(given)
 
 
 def test_a_buffer_as_large_as_frozen_weights_is_no_gradient():

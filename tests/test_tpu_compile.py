@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from gspo_jax.kernels.grouped_matmul_tpu import ROW_SUMS
-from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
+from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.models.moe import route
 from gspo_jax.parallel import costs as costs_lib

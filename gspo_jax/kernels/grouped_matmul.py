@@ -113,7 +113,7 @@ def _blocked(
     return _for_groups(group_sizes, one, outs)
 
 
-def _scaled(x: Array, scale: Array) -> Array:
+def scaled(x: Array, scale: Array) -> Array:
     """x times the scale, one for each column or an array like x, multiplied in float32 and in x's dtype again."""
     return (x.astype(jnp.float32) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)).astype(x.dtype)
 
@@ -124,7 +124,7 @@ def _blocked_products(
     """Compute out_i[n] = rows[n] @ weights_i[e(n)] block by block."""
 
     def product(rows: Sequence[Array], weights: Sequence[Weights]) -> tuple[Array, ...]:
-        return tuple(_scaled(rows[0] @ w.values, w.scale) if isinstance(w, Scaled) else rows[0] @ w for w in weights)
+        return tuple(scaled(rows[0] @ w.values, w.scale) if isinstance(w, Scaled) else rows[0] @ w for w in weights)
 
     return _blocked([rows], weights, group_sizes, product, first=first)
 
@@ -134,7 +134,7 @@ def _blocked_transposed(grads: Sequence[Array], weights: Sequence[Weights], grou
 
     def product(grads: Sequence[Array], weights: Sequence[Weights]) -> tuple[Array, ...]:
         each = (
-            _scaled(g, w.scale) @ w.values.T if isinstance(w, Scaled) else g @ w.T
+            scaled(g, w.scale) @ w.values.T if isinstance(w, Scaled) else g @ w.T
             for g, w in zip(grads, weights, strict=True)
         )
         return (reduce(jnp.add, each),)
@@ -197,7 +197,7 @@ def _ragged_products(rows: Array, weights: Sequence[Weights], group_sizes: Array
         if not isinstance(w, Scaled):
             return jax.lax.ragged_dot(rows, w, group_sizes)
         y = jax.lax.ragged_dot(rows, w.values.astype(rows.dtype), group_sizes)
-        return _scaled(y, _of_rows(w, group_sizes, len(rows)))
+        return scaled(y, _of_rows(w, group_sizes, len(rows)))
 
     return tuple(_tail_zeroed(one(w), group_sizes) for w in weights)
 
@@ -205,7 +205,7 @@ def _ragged_products(rows: Array, weights: Sequence[Weights], group_sizes: Array
 def _ragged_transposed(grads: Sequence[Array], weights: Sequence[Weights], group_sizes: Array) -> Array:
     def one(g: Array, w: Weights) -> Array:
         if isinstance(w, Scaled):
-            g, w = _scaled(g, _of_rows(w, group_sizes, len(g))), w.values.astype(g.dtype)
+            g, w = scaled(g, _of_rows(w, group_sizes, len(g))), w.values.astype(g.dtype)
         return _ragged_products(g, [w.mT], group_sizes)[0]
 
     return reduce(jnp.add, map(one, grads, weights))
@@ -252,8 +252,8 @@ def _tpu_transposed(
 
 def _parts(weights: Sequence[Weights]) -> tuple[list[Array], list[Array]]:
     """The values of weights that are alike, and their scales: as many, or none."""
-    scaled = [w for w in weights if isinstance(w, Scaled)]
-    return [w.values if isinstance(w, Scaled) else w for w in weights], [w.scale for w in scaled]
+    scales = [w.scale for w in weights if isinstance(w, Scaled)]
+    return [w.values if isinstance(w, Scaled) else w for w in weights], scales
 
 
 def _in_calls(run: Callable[..., tuple[Array, ...]], weights: Sequence[Weights]) -> tuple[Array, ...]:

@@ -21,9 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.types import UserError
 
-ROW_SUMS = "row_sums"
-"""Name of the kernel of `row_sums`, whose products stand for sums."""
-_LANES = 128
+LANES = 128
 _VMEM = 14 * 2**20
 """Byte budget of a kernel's blocks out of the 16 MiB of VMEM that the compiler grants; measured: more can fail."""
 
@@ -102,7 +100,7 @@ def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int
     last tile; of tiles longer than the groups only parts would be. Two buffers of a tile, whose rows have `width`
     elements of `size` bytes, take at most a third of the VMEM budget.
     """
-    tile = next((t for t in (512, 256) if likely // groups >= t), _LANES)
+    tile = next((t for t in (512, 256) if likely // groups >= t), LANES)
     while tile > 16 and 2 * size * tile * width > _VMEM // 3:
         tile //= 2
     return min(tile, rows)
@@ -110,7 +108,7 @@ def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int
 
 def _part(tile: int) -> int:
     """Rows per part of a tile: the fewest that are computed at once."""
-    return _LANES if tile % _LANES == 0 else tile
+    return LANES if tile % LANES == 0 else tile
 
 
 def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
@@ -128,9 +126,9 @@ def _splits(size: int) -> list[int]:
 
     If the dimension is not a multiple of the lanes: the dimension itself, or shorter tiles with a masked last one.
     """
-    if size % _LANES:
+    if size % LANES:
         return [size, *(t for t in (1024, 512, 256, 128) if t < size)]
-    return [t for t in range(_LANES, size + 1, _LANES) if size % t == 0]
+    return [t for t in range(LANES, size + 1, LANES) if size % t == 0]
 
 
 def _columns(width: int, fits: Callable[[int], bool]) -> int:
@@ -466,38 +464,3 @@ def outer(
 
     # Groups without rows are visited too: their gradient is zero and must be written.
     return unchecked(run, counts[1], *visits, rows, grads)
-
-
-class ByTarget(NamedTuple):
-    """Rows in the order of their targets."""
-
-    order: Int[Array, " N"]
-    """The rows; those without a target come last."""
-    targets: Int[Array, " N"]
-    """Their targets; the number of targets for rows without one."""
-
-
-def by_target(targets: Int[Array, " N"], count: Int[Array, ""], size: int) -> ByTarget:
-    """The order of N rows by their targets in [0, `size`), which those from `count` on do not have."""
-    N, number = len(targets), jnp.arange(len(targets), dtype=jnp.int32)
-    keys = jnp.where(number < count, targets, size)
-    if (size + 1) * N < 2**31:  # one number holds both: cheaper than sorting two arrays
-        ordered, order = jnp.divmod(jnp.sort(keys * N + number, stable=False), N)
-    else:
-        ordered, order = jax.lax.sort((keys, number), num_keys=1)
-    return ByTarget(order, ordered)
-
-
-def row_sums(rows: Float[Array, "N D"], by: ByTarget, size: int, *, interpret: bool = False) -> Float[Array, "M D"]:
-    """Compute out[m] = Σ_n rows[n] over the rows n with target m, in [0, M) with M = `size`.
-
-    In the order of their targets, rows of a block of `_LANES` of these are adjacent, and its sums are the product of a
-    one-hot matrix with them. Accumulated in float32 and rounded once.
-    """
-    blocks = pl.cdiv(size, _LANES)
-    block, lane = jnp.divmod(by.targets, _LANES)
-    here = (block[:, None] == jnp.arange(blocks)[None]) & (by.targets < size)[:, None]
-    places = (lane[:, None] == jnp.arange(_LANES)[None]).astype(rows.dtype)
-    ordered = rows.at[by.order].get(mode="clip")
-    sums = outer(places, ordered, here.sum(axis=0, dtype=jnp.int32), interpret=interpret, name=ROW_SUMS)
-    return sums.reshape(blocks * _LANES, -1)[:size]

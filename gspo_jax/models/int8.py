@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int8
 
 from gspo_jax.models.config import by_path, ones, parameter
-from gspo_jax.models.lora import places
+from gspo_jax.models.lora import matrices
 from gspo_jax.models.matrices import SCALE
 
 LARGEST = 127
@@ -39,17 +39,11 @@ def quantize(
 def add(model: Any) -> None:
     """Make a transformer's matrices int8, with a `Scale` beside each; their values are yet to be given."""
     rngs = nnx.Rngs(0)
-    for block in model.layers:
-        for name, (module, own) in places(block).items():
-            if name == "router":
-                continue
-            matrix = getattr(module, own)
-            axes, shape = (tuple(x[:-2]) + tuple(x[-1:]) for x in (matrix.get_metadata("axes"), matrix.shape))
-            scale = parameter(rngs, shape, axes, ones, float32=True, kind=Scale)
-            if "expert" not in axes:
-                scale.set_metadata(spread=(len(shape) - 1, shape[-1]))
-            setattr(module, own + SCALE, scale)
-            matrix.set_value(jnp.zeros(matrix.shape, jnp.int8))
+    for module, own in (place for block in model.layers for place in matrices(block)):
+        matrix = getattr(module, own)
+        axes, shape = (tuple(x[:-2]) + tuple(x[-1:]) for x in (matrix.get_metadata("axes"), matrix.shape))
+        setattr(module, own + SCALE, parameter(rngs, shape, axes, ones, float32=True, kind=Scale))
+        matrix.set_value(jnp.zeros(matrix.shape, jnp.int8))
 
 
 def split(params: nnx.State) -> tuple[dict[str, Any], nnx.State]:

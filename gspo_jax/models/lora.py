@@ -126,6 +126,11 @@ def places(block: Any) -> dict[str, tuple[nnx.Module, str]]:
     return found
 
 
+def matrices(block: Any) -> list[tuple[nnx.Module, str]]:
+    """The same of all but the router."""
+    return [place for name, place in places(block).items() if name != "router"]
+
+
 def matrix_of(path: str) -> tuple[str, str]:
     """The path of the matrix that an adapter's parameter is beside, and which it is: "a" or "b"."""
     beside, _, which = path.rpartition(".")

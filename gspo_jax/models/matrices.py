@@ -6,11 +6,11 @@ A layer's modules hold these as parameters side by side, named after the weights
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.parallel import spread
 
 ADAPTER = "_adapter"
@@ -46,8 +46,7 @@ class Matrix(NamedTuple):
     def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
         """x times the matrix, in x's dtype; of experts, there is no such product."""
         y = x @ self.weights.astype(x.dtype)
-        if self.scale is not None:
-            y = (y.astype(jnp.float32) * self.scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+        y = y if self.scale is None else scaled(y, self.scale)
         return y if self.low is None else y + self.low(x)
 
 

@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.models.config import ModelConfig, Stack, parameter
-from gspo_jax.models.dispatch import Dispatch, ExpertKernels, exchange
+from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import matrix, project
 from gspo_jax.types import RouterRecord
 

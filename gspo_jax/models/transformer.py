@@ -28,6 +28,7 @@ from gspo_jax.models.attention import (
 from gspo_jax.models.cache import Cache, Slots, write_column
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
+from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.moe import (
     Routes,
     Routing,
@@ -335,10 +336,10 @@ def _make(
     **options: Any,
 ) -> Transformer:
     model = Transformer(config, rngs=rngs, **options)
-    if base != "trained":
-        _spread(model)
     if base == "int8":
         int8.add(model)
+    if base != "trained":
+        _spread(model)
     if adapters is not None:
         lora.add(model, adapters, rngs=rngs)
     return model
@@ -347,11 +348,11 @@ def _make(
 def _spread(model: Transformer) -> None:
     """Declare that matrices which every token passes are also sharded over `expert`: columns, and the vocabulary."""
     found = [(model.embed, 0)] if model.head is None else [(model.embed, 0), (model.head, 1)]
-    for block in model.layers:
-        matrices = [getattr(module, own) for name, (module, own) in lora.places(block).items() if name != "router"]
-        found += [(matrix, matrix.ndim - 1) for matrix in matrices if "expert" not in matrix.get_metadata("axes")]
-    for matrix, dimension in found:
-        matrix.set_metadata(spread=(dimension, matrix.shape[dimension]))
+    for module, own in (place for block in model.layers for place in lora.matrices(block)):
+        columns = [v for v in (getattr(module, own), getattr(module, own + SCALE, None)) if v is not None]
+        found += [(v, v.ndim - 1) for v in columns if "expert" not in v.get_metadata("axes")]
+    for variable, dimension in found:
+        variable.set_metadata(spread=(dimension, variable.shape[dimension]))
 
 
 def init_params(

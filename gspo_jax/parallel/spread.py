@@ -79,7 +79,7 @@ def _gathered(w: Array, axis: str) -> Array:
 
 
 def _visited(run: Callable[[Array], list[Array]], x: Float[Array, "b T D"]) -> list[Float[Array, "b T _"]]:
-    """What `run` makes of x on every shard of `expert`, side by side: rows are gathered, and their results returned."""
+    """The columns that `run` gives for x on all shards of `expert`: rows are gathered, and their results returned."""
     parts = run(jax.lax.all_gather(x, "expert", axis=0, tiled=True))
     ends = np.cumsum([part.shape[-1] for part in parts])
     back = _returned(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1))
@@ -88,7 +88,7 @@ def _visited(run: Callable[[Array], list[Array]], x: Float[Array, "b T D"]) -> l
 
 
 def _returned(rows: Float[Array, "n T _"]) -> Float[Array, "E b T _"]:
-    """What every shard of `expert` has of this shard's rows, n = E · b being all shards' rows in order."""
+    """This shard's rows as each shard of `expert` has them, n = E · b being all shards' rows in order."""
     shards = jax.lax.axis_size("expert")
     back = jax.lax.all_to_all(rows, "expert", split_axis=0, concat_axis=0, tiled=True)
     return back.reshape(shards, -1, *rows.shape[1:])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gspo_jax.kernels import attention_tpu, grouped_matmul_tpu, packed_attention_tpu
-from gspo_jax.kernels.grouped_matmul_tpu import ROW_SUMS
+from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
 from gspo_jax.parallel.costs import Cost, Costs, KernelCall, Kernels, Work
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.planning.setting import Setting

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 
@@ -11,23 +10,27 @@ from gspo_jax.parallel.ahead import Buffer, Compiled
 from gspo_jax.planning import programs
 from gspo_jax.planning.setting import Setting
 
-FROZEN = "frozen weights"
-"""Kind of the arguments that are the base of adapters."""
+PARAMETERS, OPTIMIZER, FROZEN, REFERENCE = "parameters", "optimizer", "frozen weights", "reference"
+"""Kinds of arguments that the trainer keeps; frozen weights are the base of adapters."""
 FROZEN_AGAIN = "copies or gradients of frozen weights"
 """Kind of a buffer of an update that is as large as frozen weights; it could do without."""
 
 
-class Use(NamedTuple):
-    """A chip's memory while a program runs."""
+def held(setting: Setting) -> dict[str, int]:
+    """Bytes per chip that the trainer keeps in HBM during an iteration, by kind."""
+    engine = setting.engine
+    state, frozen = programs.placed(engine.state_shapes, engine.shardings), programs.trained(engine).frozen
+    learners = [learner for learner in (state.policy, state.critic) if learner is not None]
+    return {
+        PARAMETERS: programs.shard_bytes([learner.params for learner in learners]),
+        OPTIMIZER: programs.shard_bytes([learner.opt_state for learner in learners]),
+        FROZEN: programs.shard_bytes(frozen),
+        REFERENCE: programs.shard_bytes(programs.reference(engine)),
+    }
 
-    peak: int
-    """Bytes of the program at its peak, arguments included."""
-    resident: int
-    """Bytes that the trainer keeps beside them."""
 
-
-def use(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> Use:
-    """The memory of a compiled program and beside it, each array once.
+def resident(module: hlo.Module, setting: Setting, name: str) -> int:
+    """Bytes per chip that the trainer keeps in HBM beside a program, which does not get them as arguments.
 
     jax leaves out arguments that a program never reads. The sampler's weights are dropped before programs run that do
     not sample.
@@ -38,18 +41,18 @@ def use(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> 
             given[argument_kind(operation.scope)] += round(operation.arrays[0].bytes)
     if name.startswith("sample"):
         given = Counter({FROZEN: given[FROZEN]} if setting.engine.sampler.shares_frozen else {})
-    return Use(compiled.peak_bytes, sum(max(0, size - given[kind]) for kind, size in setting.held().items()))
+    return sum(max(0, size - given[kind]) for kind, size in held(setting).items())
 
 
 def by_kind(module: hlo.Module, compiled: Compiled, setting: Setting, name: str) -> dict[str, int]:
     """Bytes in use at the peak, by kind of content, the largest first."""
     kinds: Counter[str] = Counter()
-    model, shapes, own = setting.model, parameter_shapes(setting), use(module, compiled, setting, name)
+    model, shapes = setting.model, parameter_shapes(setting)
     layers = {model.num_layers, *(stack.layers for stack in model.stacks)}
     for buffer in without_aliases(module, compiled.live):
         kinds[kind_of(module, buffer, layers, shapes, name)] += buffer.bytes
     if compiled.fits:
-        kinds["unused between buffers"] += max(0, own.peak - sum(kinds.values()))
+        kinds["unused between buffers"] += max(0, compiled.peak_bytes - sum(kinds.values()))
     return {kind: size for kind, size in kinds.most_common() if size}
 
 
@@ -92,13 +95,13 @@ def parameter_shapes(setting: Setting) -> dict[tuple[int, ...], str]:
 def argument_kind(path: str) -> str:
     """Kind of content of a program's argument, by its path, such as `state.policy.params['embed'].value`."""
     if "opt_state" in path:
-        return "optimizer"
+        return OPTIMIZER
     if path.startswith("reference"):
-        return "reference"
+        return REFERENCE
     if path.startswith(("frozen", "weights.frozen")):
         return FROZEN
     if "params" in path or "trainable" in path:
-        return "parameters"
+        return PARAMETERS
     return "cache" if ".k" in path or ".v" in path or path.startswith("rings") else "batch"
 
 

@@ -13,7 +13,7 @@ from gspo_jax.engine import Engine
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.dispatch import room_for
+from gspo_jax.models.experts import room_for
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.parallel.topology import Chip
@@ -132,18 +132,6 @@ class Setting:
         trained = (state.params, None if state.critic is None else state.critic.params)
         held = nbytes((state, trained, self.engine.policy.shapes.frozen))
         return math.ceil(held / self.chip.memory)
-
-    def held(self) -> dict[str, int]:
-        """Bytes per chip that the trainer keeps in HBM during an iteration, by kind."""
-        engine = self.engine
-        state, frozen = programs.placed(engine.state_shapes, engine.shardings), programs.trained(engine).frozen
-        learners = [learner for learner in (state.policy, state.critic) if learner is not None]
-        return {
-            "parameters": programs.shard_bytes([learner.params for learner in learners]),
-            "optimizer": programs.shard_bytes([learner.opt_state for learner in learners]),
-            "frozen weights": programs.shard_bytes(frozen),
-            "reference": programs.shard_bytes(programs.reference(engine)),
-        }
 
     def formula(self, name: str) -> tuple[flops_lib.Flops, float]:
         """Flops of a program's forward passes on one chip, by part, and how many times it runs those of attention."""

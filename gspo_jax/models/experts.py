@@ -1,0 +1,311 @@
+"""What one shard computes of its experts: rows of tokens in buffers, sorted by expert, and the sums of what comes out.
+
+`dispatch` brings tokens here and takes their sums away.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from gspo_jax.kernels.backend import platform
+from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls, stacked_matmuls
+from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, row_sums
+from gspo_jax.models.matrices import Matrix
+from gspo_jax.parallel import hlo
+
+Tree = TypeVar("Tree")
+
+
+class ExpertKernels(NamedTuple):
+    """The SwiGLU kernels of experts; weights may be those of all layers of a stack, [L, …], all else is one layer's."""
+
+    gate: Matrix
+    """[E, D, F]."""
+    up: Matrix
+    """[E, D, F]."""
+    down: Matrix
+    """[E, F, D]."""
+
+    @property
+    def held(self) -> int:
+        """Number of experts."""
+        return self.gate.weights.shape[-3]
+
+
+HEADROOM = 1.25
+"""Size of the experts' buffers, as a multiple of a balanced load."""
+_MANY = 1024
+"""Minimum rows of a buffer for sums by one-hot products on TPU; with fewer, [J, N, D] is gathered, mostly zeros."""
+
+
+def room_for(most: int, likely: int | None) -> int:
+    """Rows of the experts' buffers at a shard, to which `most` pairs may come and `likely` would if balanced.
+
+    That for all of them if it is at most twice the likely number, or that is unknown; else some headroom above it.
+    """
+    if likely is None or 2 * likely >= most:
+        return most
+    return 16 * math.ceil(HEADROOM * likely / 16)  # whole tiles of bfloat16
+
+
+class Slots(NamedTuple):
+    """Which rows of [N, D] are in which slots of [M, D]: both directions, so that gradients are gathers too.
+
+    A scatter is slow on every backend.
+    """
+
+    source: Int[Array, " M"]
+    """The row in each slot; undefined in slots without one."""
+    slots: Int[Array, "N J"]
+    """The slots of each row, outside [0, M) where it has fewer than J."""
+    by_row: ByTarget | None = None
+    """The slots in the order of their rows, for sums on TPU; None: sums gather [J, N, D]."""
+
+
+@jax.custom_vjp
+def to_slots(x: Float[Array, "N D"], where: Slots) -> Float[Array, "M D"]:
+    """out[m] = x[source[m]]; undefined in slots without a row. The gradient is `gather_up`."""
+    return x.at[where.source].get(mode="clip")
+
+
+@jax.custom_vjp
+def gather_up(y: Float[Array, "M D"], where: Slots) -> Float[Array, "N D"]:
+    """out[n] = Σ_j y[slots[n, j]] over a row's slots; the gradient is `to_slots`."""
+    slots = where.slots.T  # over rows first: a TPU would pad a second last dimension of J to a multiple of 8
+    if platform() == "cpu":  # gathers of one row each end up in one loop, and no [J, N, D] array in memory
+        parts = (jnp.where(_has_row(s, y)[:, None], y.at[s].get(mode="clip"), 0) for s in slots)
+        return reduce(jnp.add, parts)
+    if where.by_row is not None:
+        return row_sums(y, where.by_row, slots.shape[1])
+    return jnp.where(_has_row(slots, y)[..., None], y.at[slots].get(mode="clip"), 0).sum(axis=0)
+
+
+def _has_row(slot: Int[Array, "*N"], y: Float[Array, "M D"]) -> Bool[Array, "*N"]:
+    return (slot >= 0) & (slot < len(y))
+
+
+to_slots.defvjp(
+    lambda x, where: (to_slots(x, where), where),
+    lambda where, grads: (gather_up(grads, where), None),
+)
+gather_up.defvjp(
+    lambda y, where: (gather_up(y, where), where),
+    lambda where, grads: (to_slots(grads, where), None),
+)
+
+
+def _first_slots(slot: Int[Array, "N K"], most: int, rows: int) -> Int[Array, "N J"]:
+    """The slots of a token's pairs that have one, in [0, `rows`), in order and at most `most`; `rows` for want of one.
+
+    Few of a token's pairs are held where few experts are, and a sum over all K would read mostly what it leaves out.
+    """
+    if most == slot.shape[1]:
+        return slot
+    has = slot < rows
+    # By comparison, because on TPU neither a sort nor a gather of single numbers is fast.
+    ranks = jnp.where(has, jnp.cumsum(has, axis=1) - 1, most)
+    return jnp.where(ranks[:, None] == jnp.arange(most)[None, :, None], slot[:, None], rows).min(axis=2)
+
+
+def sort_pairs(group: Int[Array, " P"], groups: int) -> tuple[Int[Array, " P"], Int[Array, " P"], Int[Array, " G"]]:
+    """Sort pairs by group, in token order within a group.
+
+    Returns the sorted pairs, each pair's place among them, and the group sizes. Pairs of group `groups` belong to no
+    group and come last.
+    """
+    pairs = jnp.arange(group.size, dtype=jnp.int32)
+    if (groups + 1) * group.size < 2**31:  # one number holds both: cheaper than sorting two arrays
+        ordered, order = jnp.divmod(jnp.sort(group * group.size + pairs, stable=False), group.size)
+    else:
+        ordered, order = jax.lax.sort((group, pairs), num_keys=1)
+    # A binary search is a loop, which on TPU takes longer than comparing with every element.
+    method = "compare_all" if platform() == "tpu" else "scan"
+    ends = jnp.searchsorted(ordered, jnp.arange(groups, dtype=jnp.int32), side="right", method=method).astype(jnp.int32)
+    return order, jnp.argsort(order, stable=False).astype(jnp.int32), jnp.diff(ends, prepend=0)
+
+
+def combine_experts(
+    x: Float[Array, "N D"],
+    experts: Int[Array, "N K"],
+    weights: Float[Array, "N K"],
+    kernels: ExpertKernels,
+    *,
+    layer: Int[Array, ""] | None = None,
+    likely: int | None = None,
+) -> Float[Array, "N D"]:
+    """Σ_k w_k · down_e(silu(gate_e x) · up_e x) over those of a token's experts that are held here, ids in [0, E).
+
+    A token's experts must differ, as a router's do, so at most min(K, E) of them are held. The weight multiplies the
+    input of `down`: it is narrower than the output, which then need not be kept for the weight's gradient.
+
+    Args:
+      x: the tokens.
+      experts: ids; those outside [0, E) are not held here and add nothing.
+      weights: the factor of each expert's output.
+      kernels: the kernels of the experts held here.
+      layer: the layer to take from weights of all layers, without a gradient; None if they are one layer's.
+      likely: pairs held here if all experts of the model have the same load; None: all N · min(K, E).
+    """
+    pairs, leaves = _Pairs.of(experts, kernels.held), jax.tree.leaves((x, weights, kernels))
+    tree = jax.tree.structure((x, weights, kernels))
+    if (room := room_for(pairs.most, likely)) == pairs.most:
+        return _part(pairs, 0, room, leaves, layer, tree, likely)
+    return _in_parts(leaves, pairs, layer, tree, room, likely)
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert."""
+
+    held: Bool[Array, "N K"]
+    """False for experts that are not held here, whose pairs come last."""
+    order: Int[Array, " P"]
+    """The sorted pairs."""
+    place: Int[Array, "N K"]
+    """Each pair's place among them."""
+    sizes: Int[Array, " E"]
+    """Pairs of each expert."""
+
+    @classmethod
+    def of(cls, experts: Int[Array, "N K"], held: int) -> "_Pairs":
+        """The pairs of experts, of which those with ids in [0, `held`) are held here."""
+        here = (experts >= 0) & (experts < held)
+        order, place, sizes = sort_pairs(jnp.where(here, experts, held).reshape(-1), held)
+        return cls(here, order, place.reshape(experts.shape), sizes)
+
+    def part(self, first: Array | int, room: int) -> tuple[Array, Array, Array]:
+        """The `room` sorted pairs from `first` on, each pair's slot among them, `room` for none, and group sizes."""
+        if room >= self.most:
+            return self.order[:room], jnp.where(self.held, self.place, room), self.sizes
+        source = jax.lax.dynamic_slice_in_dim(jnp.pad(self.order, (0, room)), first, room)
+        slot = self.place - first
+        slot = jnp.where(self.held & (slot >= 0) & (slot < room), slot, room)
+        return source, slot, jnp.diff(jnp.clip(jnp.cumsum(self.sizes) - first, 0, room), prepend=0)
+
+    @property
+    def most(self) -> int:
+        """Pairs that are held here at most, N · min(K, E), as a token's experts differ."""
+        return len(self.held) * min(self.held.shape[1], len(self.sizes))
+
+
+def _part(
+    pairs: _Pairs,
+    first: Array | int,
+    room: int,
+    leaves: Sequence[Array],
+    layer: Int[Array, ""] | None,
+    tree: Any,
+    likely: int | None,
+) -> Float[Array, "N D"]:
+    """The share of `combine_experts` that `room` sorted pairs have, from `first` on.
+
+    `leaves` and `tree` are those of x, weights and kernels.
+    """
+    x, weights, kernels = tree.unflatten(leaves)
+    source, slot, sizes = pairs.part(first, room)
+    # Rows without a pair yield undefined rows, which `gather_up` does not read.
+    thin = partial(grouped_matmuls, tail=False, likely=likely)
+    wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
+    slots = _first_slots(slot, min(slot.shape[1], kernels.held), room)
+    token, by_row = source // slot.shape[1], None
+    if platform() == "tpu" and room >= _MANY and slots.size > 2 * room:
+        by_row = by_target(token, sizes.sum(), len(x))
+    where = Slots(token, slots, by_row)
+    rows, shares = to_slots(x, where), weights_to_slots(weights.astype(x.dtype), source, slot)
+    products = partial(_products, wide, thin, sizes=sizes)
+    gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
+    (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
+    return gather_up(out, where)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _in_parts(leaves: list[Array], pairs: _Pairs, layer: Array | None, tree: Any, room: int, likely: int) -> Array:
+    """`combine_experts` in buffers of `room` rows, used again if more pairs arrive.
+
+    Most rows of buffers for the worst case are empty: they would take most of the memory, and gathers and element-wise
+    operations most of their time. The first part is differentiated as it is; others are computed again for that.
+    """
+    y = _part(pairs, 0, room, leaves, layer, tree, likely)
+    return _others(pairs, room, lambda first, y: y + _part(pairs, first, room, leaves, layer, tree, likely), y)
+
+
+def _others(pairs: _Pairs, room: int, more: Callable[[Array, Tree], Tree], state: Tree) -> Tree:
+    """state = more(first, state) for each part but the first."""
+    with jax.named_scope(hlo.RARELY):
+        parts = (pairs.sizes.sum() + room - 1) // room
+        return jax.lax.fori_loop(1, parts, lambda i, state: more(i * room, state), state)
+
+
+def _in_parts_forward(
+    leaves: list[Any], pairs: Any, layer: Any, tree: Any, room: int, likely: int
+) -> tuple[Array, tuple[Any, ...]]:
+    """`_in_parts`, and what the gradient needs; the lists say which leaves have one: frozen kernels have none."""
+    pairs, layer = jax.tree.map(lambda p: p.value, (pairs, layer))
+    trained = [p.value if p.perturbed else None for p in leaves]
+    frozen = [None if p.perturbed else p.value for p in leaves]
+    part = partial(_part_of, pairs, frozen, layer, tree, room, likely)
+    y, pull = jax.vjp(partial(part, 0), trained)
+    y = _others(pairs, room, lambda first, y: y + part(first, trained), y)
+    return y, (pull, trained, frozen, pairs, layer)
+
+
+def _part_of(
+    pairs: _Pairs,
+    frozen: Sequence[Array | None],
+    layer: Array | None,
+    tree: Any,
+    room: int,
+    likely: int,
+    first: Array | int,
+    trained: Sequence[Array | None],
+) -> Array:
+    """`_part` of leaves in two lists."""
+    leaves = [b if a is None else a for a, b in zip(trained, frozen, strict=True)]
+    return _part(pairs, first, room, cast(Any, leaves), layer, tree, likely)
+
+
+def _in_parts_backward(tree: Any, room: int, likely: int, kept: tuple[Any, ...], grads: Any) -> tuple[Any, None, None]:
+    pull, trained, frozen, pairs, layer = kept
+    if isinstance(grads, jax.custom_derivatives.SymbolicZero):
+        return [None] * len(trained), None, None
+    part = partial(_part_of, pairs, frozen, layer, tree, room, likely)
+
+    def more(first: Array, found: list[Array | None]) -> list[Array | None]:
+        return jax.tree.map(jnp.add, found, jax.vjp(partial(part, first), trained)[1](grads)[0])
+
+    return _others(pairs, room, more, pull(grads)[0]), None, None
+
+
+_in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
+
+
+def _products(
+    wide: Callable[..., tuple[Array, ...]],
+    thin: Callable[..., tuple[Array, ...]],
+    rows: Float[Array, "N D"],
+    matrices: Sequence[Matrix],
+    *,
+    sizes: Int[Array, " E"],
+) -> list[Array]:
+    """Each row times its expert's matrices, by the grouped matmul `wide`, and `thin` for adapters."""
+    weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices)
+    lows = [m.low for m in matrices if m.low is not None]
+    if wide is thin:  # rows are read once
+        outs = thin(rows, (*weights, *(low.a for low in lows)), sizes)
+        outs, inner = outs[: len(weights)], outs[len(weights) :]
+    else:
+        outs, inner = wide(rows, weights, sizes), thin(rows, tuple(low.a for low in lows), sizes) if lows else ()
+    parts = (checkpoint_name(y, "dot") * low.scale for y, low in zip(inner, lows, strict=True))
+    return [
+        y if m.low is None else y + thin(next(parts), (m.low.b,), sizes)[0] for y, m in zip(outs, matrices, strict=True)
+    ]
+
+
+def weights_to_slots(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:
+    """out[m] = the weight of the pair in slot m, [M, 1]."""
+    return to_slots(weights.reshape(-1, 1), Slots(source, slot.reshape(-1, 1)))
