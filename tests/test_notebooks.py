@@ -117,7 +117,6 @@ def test_one_host_trains_and_goes_on_in_another_session(tmp_path):
         ('"checkout"', '".."'),
         ("gsm8k.py", "gsm8k.py:runlocal"),
         ("../input/qwen3-4b", "../tests/golden/adder"),
-        ("mesh.tensor=8", "mesh.tensor=2 --config.sampling.mesh.data=4"),
         ("{DATA}", "../../input/gsm8k"),
     )
     first, second = tmp_path / "first", tmp_path / "second"
