@@ -95,6 +95,9 @@ def base() -> ConfigDict:
     # "bfloat16" or "int8": round the sampler's weights to what a rollout engine would store, under a trainer in more
     # precision, so that the two policies differ as they do there. Empty: model.dtype alone.
     config.sampling.weights_dtype = ""
+    # "int8": the decoder's cache of keys and values takes half of bfloat16's memory and time to read, with a scale for
+    # each token and head. The sampler's policy then differs a little from the trainer's. Empty: model.dtype.
+    config.sampling.cache_dtype = ""
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices; None: all of them
     # Decode steps after which the host looks whether the run is to stop; a decode that takes fewer is one program.
     config.sampling.poll_steps = 256

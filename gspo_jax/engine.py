@@ -173,6 +173,7 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         poll_steps=config.sampling.poll_steps,
         router_logprobs=sampling.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,
+        cache_dtype=config.sampling.cache_dtype or None,
         shares_frozen=_shares_frozen(config, made, meshes),
     )
 

@@ -171,6 +171,7 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"environment.name": "countdown"}, "no environment 'countdown'; did you mean 'countdown_feedback'"),
         ({"environment.turns": 0}, "environment.turns is 0; use 1 to"),
         ({"sampling.weights_dtype": "int4"}, "weights_dtype is 'int4'; use 'bfloat16', 'int8', or '' for model.dtype"),
+        ({"sampling.cache_dtype": "fp8"}, "sampling.cache_dtype is 'fp8'; use 'int8', or '' for model.dtype"),
         (
             {"adapter.rank": 4, "adapter.base_dtype": "int4"},
             "adapter.base_dtype is 'int4'; use 'float32', 'bfloat16', 'int8'",

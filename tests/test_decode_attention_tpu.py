@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.kernels import attention, decode_attention_tpu
+from gspo_jax.models.cache import head_bytes, stored
 from tests.tiny import mostly_slow
 
 L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
@@ -16,10 +17,10 @@ L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
 RING = N * C
 
 
-def draw(dtype):
+def draw(dtype, cache_dtype=None):
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((B, KV, G, H)), dtype)
-    return q, *(jnp.asarray(x, dtype) for x in rng.standard_normal((2, L, N, B, KV, C, H)))
+    return q, *(stored(jnp.asarray(x, dtype), cache_dtype) for x in rng.standard_normal((2, L, N, B, KV, C, H)))
 
 
 @partial(jax.jit, static_argnames="block")
@@ -30,15 +31,23 @@ def kernel(q, k, v, step, ages, block):
 
 
 @pytest.mark.parametrize(
-    ("block", "dtype"),
-    mostly_slow(itertools.product([16, 32], ["float32", "bfloat16"]), always=[(16, "float32"), (32, "bfloat16")]),
+    ("block", "dtype", "cache_dtype"),
+    mostly_slow(
+        [
+            *itertools.product([16, 32], ["float32", "bfloat16"], [None]),
+            (16, "float32", "int8"),
+            (32, "bfloat16", "int8"),
+        ],
+        always=[(16, "float32", None), (32, "bfloat16", None), (16, "float32", "int8")],
+    ),
 )
-def test_the_kernel_equals_the_loop_over_segments(block, dtype, monkeypatch):
+def test_the_kernel_equals_the_loop_over_segments(block, dtype, cache_dtype, monkeypatch):
     """Covers a ring that is filling, full and wrapped around; slots of mixed ages, one idle slot, equal ages."""
-    q, k, v = draw(dtype)
-    column = KV * H * k.dtype.itemsize
+    q, k, v = draw(dtype, cache_dtype)
+    column = KV * head_bytes(H, dtype, cache_dtype)
     monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
-    assert decode_attention_tpu.block_columns(C, column) == block
+    monkeypatch.setattr(decode_attention_tpu, "_LANES", 16)
+    assert decode_attention_tpu.block_columns(C, column, scaled=cache_dtype is not None) == block
     zero, lowest = jnp.zeros((B, KV, G, 1)), jnp.full((B, KV, G, 1), attention._MASKED / 10)
     none = attention._PartialSoftmax(jnp.zeros((B, KV, G, H)), lowest, zero)
     loop = jax.jit(partial(attention._attend_own_tokens, none, q, k, v, jnp.asarray(1)))
@@ -82,3 +91,9 @@ def test_decoding_takes_the_kernel_on_tpu(monkeypatch):
 def test_blocks_divide_a_segment(size, columns):
     """Four bfloat16 heads of 128: 1024 columns take 2^20 bytes. 64 · 37 = 2368 = 4 · 592."""
     assert decode_attention_tpu.block_columns(size, 4 * 128 * 2) == columns
+
+
+@pytest.mark.parametrize(("size", "columns"), [(448, 448), (4096, 1024), (128 * 37, 128), (64 * 37, 64 * 37)])
+def test_blocks_with_scales_are_whole_lanes(size, columns):
+    """Or all of a segment, where no number of whole lanes divides it."""
+    assert decode_attention_tpu.block_columns(size, 4 * (128 + 4), scaled=True) == columns

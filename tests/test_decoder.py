@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.rollout import decoder
+from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.decoder import generate, make_reshard, response_keys
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import Prefix, pack
@@ -246,15 +247,15 @@ def test_a_frozen_base_spread_over_experts_samples_the_same(sizes, one_by_one):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "slots", "early_exit"),
+    ("sizes", "slots", "early_exit", "cache_dtype"),
     [
-        (None, 8, NO_EARLY_EXIT),
-        (EIGHT, 16, EarlyExit(min_ended=0.5)),
-        ({"expert": 4, "tensor": 2}, None, NO_EARLY_EXIT),
+        (None, 8, NO_EARLY_EXIT, None),
+        (EIGHT, 16, EarlyExit(min_ended=0.5), "int8"),
+        ({"expert": 4, "tensor": 2}, None, NO_EARLY_EXIT, None),
     ],
     ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
 )
-def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit):
+def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit, cache_dtype):
     """Polled every 16 steps, the decoder returns what one program does, prefixes and statistics included."""
     used = None if sizes is None else mesh_lib.make_mesh(sizes)
     with contextlib.nullcontext() if used is None else jax.set_mesh(used):
@@ -268,16 +269,32 @@ def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit):
         lengths = jnp.minimum(jnp.arange(32) % 5, limits - 1)
         said = Prefix(jax.random.randint(jax.random.key(2), (32, 4), 4, 60), lengths)
         prefix = pack(*jax.device_get((batch, said)), shards=decoder.batch_shards(), limit=70)
-        prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, sampling=SamplingParams(), router_logprobs=True)
+        options = {"sampling": SamplingParams(), "router_logprobs": True, "cache_dtype": cache_dtype}
+        prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, **options)
         options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "early_exit": early_exit}
         options["slots"] = decoder.resolve_slots(slots, 32)
         expected = decoder.decode(GRAPH, copy, prefilled, keys, limits, **options)
         polls = []
         pieces = PolledDecode(graph=GRAPH, **options, poll_steps=16)
         found = pieces(copy, prefilled, keys, limits, prompt_length=batch.tokens.shape[1], poll=lambda: polls.append(0))
+        for ring in polled.begin_piece(pieces, copy, (prefilled, keys, limits))[1]:
+            assert used is None or ring.sharding.is_equivalent_to(
+                NamedSharding(used, PartitionSpec(*polled.RINGS[: ring.ndim])), ring.ndim
+            )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert len(polls) >= np.asarray(expected.stats.steps).max() // 16
+
+
+def test_a_cache_in_int8_samples_from_a_policy_close_to_the_trainers(rollout):
+    """Most responses are the same and log-probs differ by little; the number of slots still changes nothing."""
+    found, alone = (decode(slots, cache_dtype="int8").rollout for slots in (8, None))
+    np.testing.assert_array_equal(found.tokens, alone.tokens)
+    np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-5)
+    equal = (found.tokens == rollout.tokens).all(axis=1)
+    assert equal.mean() > 0.5
+    error = np.abs(found.logprobs - np.asarray(scored(found, temperature=1.0).logprobs))[found.mask]
+    assert 1e-5 < error.mean() < 0.01
 
 
 @pytest.mark.slow

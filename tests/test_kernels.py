@@ -12,6 +12,7 @@ from gspo_jax.kernels import attention
 from gspo_jax.kernels import grouped_matmul as gm
 from gspo_jax.kernels.attention import Rows, causal_attention, decode_attention, segment_attention
 from gspo_jax.kernels.logprobs import log_softmax_at, token_logprobs
+from gspo_jax.models.cache import stored
 from tests.tiny import mostly_slow
 
 GROUPS = {
@@ -206,12 +207,14 @@ RING = 2, 3  # segments, and columns per segment
 
 
 @pytest.mark.parametrize("slots", ["aligned", "few", "one", "few, as on TPU"])
-@pytest.mark.parametrize("step", [0, 2, 4, 7, 11])
-def test_two_segments_are_one_softmax(slots, step, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "cache_dtype"), [(0, None), (2, None), (4, None), (7, None), (11, None), (11, "int8")]
+)
+def test_two_segments_are_one_softmax(slots, step, cache_dtype, monkeypatch):
     """Shared prompt keys and a ring of own keys, under one softmax, equal naive attention over one contiguous row.
 
     Checked to 1e-5 at every ring position, for slots in row order, few slots, and one; prompts in blocks, and all at
-    once, as on TPU.
+    once, as on TPU. With int8 they equal attention over the values that are stored.
     """
     if "TPU" in slots:
         monkeypatch.setattr(attention, "_prompts_per_block", lambda slots, prompts, group_size: prompts)
@@ -231,7 +234,10 @@ def test_two_segments_are_one_softmax(slots, step, monkeypatch):
     rows = None
     if slots != "aligned":
         rows = Rows.of(jnp.asarray(responses), jnp.asarray(ages > 0), P, G)
-    arrays = (jnp.asarray(a) for a in (q, prompt_k, prompt_v, lengths, k, v))
+    kv = [stored(jnp.asarray(a), cache_dtype) for a in (prompt_k, prompt_v, k, v)]
+    if cache_dtype is not None:
+        prompt_k, prompt_v, k, v = (np.asarray(a.values * a.scale[..., None]) for a in kv)
+    arrays = jnp.asarray(q), *kv[:2], jnp.asarray(lengths), *kv[2:]
     where = {"layer": jnp.asarray(layer), "step": jnp.asarray(step), "ages": jnp.asarray(ages), "rows": rows}
     got = jax.jit(decode_attention)(*arrays, **where)
 

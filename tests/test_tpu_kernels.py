@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.kernels.decode_attention_tpu import ring_softmax
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
+from gspo_jax.kernels.kv import ScaledKV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.attention import attend_segments
 from gspo_jax.models.transformer import REMATS
@@ -125,14 +126,17 @@ def experts_int8(target, name, dtype):
         return read(topology.lower(backward, x, w, scale, sizes, y, y).compile())
 
 
-def ring(target, name, dtype):
+def ring(target, name, dtype, cache_dtype=None):
     """Compile decode attention with 16 slots and half of the KV heads per chip."""
     mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
     chips, one = mesh.size // 2, of_mesh(mesh)
     q = one((16 * chips, KV_HEADS, HEADS // KV_HEADS, WIDTH), dtype, "batch", "kv_heads")
-    k = one((2, 8, 16 * chips, KV_HEADS, columns, WIDTH), dtype, None, None, "batch", "kv_heads")
+    k = one((2, 8, 16 * chips, KV_HEADS, columns, WIDTH), cache_dtype or dtype, None, None, "batch", "kv_heads")
+    keys = k.sharding.spec
+    if cache_dtype is not None:
+        k = ScaledKV(k, one(k.shape[:-1], jnp.float32, None, None, "batch", "kv_heads"))
     rows, number = one((16 * chips,), jnp.int32, "batch"), one((), jnp.int32)
-    queries, keys = q.sharding.spec, k.sharding.spec
+    queries = q.sharding.spec
 
     def run(q, k, layer, step, ages):
         return ring_softmax(q, k, k, layer=layer, step=step, ages=ages)
@@ -143,17 +147,20 @@ def ring(target, name, dtype):
         return read(topology.lower(run, q, k, number, number, rows).compile())
 
 
-LARGEST = {(attention, "long"), (packed, "long"), (experts, "many"), (experts_int8, "many"), (ring, "long")}
+def ring_int8(target, name, dtype):
+    """Compile `ring` with keys and values in int8."""
+    return ring(target, name, dtype, "int8")
+
+
+OF_EXPERTS, OF_RINGS = (experts, experts_int8), (ring, ring_int8)
+NAMES = {attention: SEGMENTS, packed: PACKED} | dict.fromkeys(OF_EXPERTS, ROWS) | dict.fromkeys(OF_RINGS, RINGS)
+LARGEST = {(of, "many" if of in OF_EXPERTS else "long") for of in NAMES}
 REMATERIALISED = ("dots", "full")
 
 
 def cases(target):
     """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
-    named = [
-        (of, name)
-        for of, names in ((attention, SEGMENTS), (packed, PACKED), (experts, ROWS), (experts_int8, ROWS), (ring, RINGS))
-        for name in names
-    ]
+    named = [(of, name) for of, names in NAMES.items() for name in names]
     if target.startswith("v5p"):
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in named if case in LARGEST)]
     return [(*case, "bfloat16") for case in named if case in LARGEST]

@@ -77,7 +77,7 @@ def test_cached_decode_equals_a_full_forward(config, group_size, mixed_family): 
     valid = np.arange(10)[None] < batch.lengths[:, None]
     out, kept = jax.jit(net.prefill)(batch.tokens, jnp.asarray(valid))
     k, v = map(heads_first, kept)
-    ring = empty_ring(config, B, T, k.dtype)
+    ring = empty_ring(k, B, T)
     cache = Cache(k, v, jnp.asarray(batch.lengths), ring, ring, jnp.zeros((), jnp.int32), group_size)
     decode = jax.jit(net.decode)
     stepped, routes = [], []

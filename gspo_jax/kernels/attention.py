@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels import attention_tpu, decode_attention_tpu
 from gspo_jax.kernels.backend import platform
+from gspo_jax.kernels.kv import KV, each, parts, take
 from gspo_jax.parallel.hlo import at_most
 
 _MASKED = -1e30
@@ -171,15 +172,21 @@ class _PartialSoftmax(NamedTuple):
         return _PartialSoftmax(self.out * a + other.out * b, highest, self.total * a + other.total * b)
 
 
-def _partial_softmax(
-    q: Float[Array, "*b T h"], k: Float[Array, "*b N h"], v: Float[Array, "*b N h"], seen: Array
-) -> _PartialSoftmax:
-    """Softmax of queries over the keys that they see; `seen` broadcasts to the scores' shape [*b, T, N]."""
-    scores = jnp.where(seen, _matmul_float32(q, k.mT) * q.shape[-1] ** -0.5, _MASKED)
+def _partial_softmax(q: Float[Array, "*b T h"], k: KV, v: KV, seen: Array) -> _PartialSoftmax:
+    """Softmax of queries over the keys [*b, N, h] that they see; `seen` broadcasts to the scores' shape [*b, T, N]."""
+    (keys, key_scale), (values, value_scale) = parts(k), parts(v)
+    scores = _of_columns(_matmul_float32(q, keys.astype(q.dtype).mT), key_scale)
+    scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
     # For a query with only masked scores this floor makes all probabilities underflow to exactly 0.
     highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
     probs = jnp.exp(scores - highest)
-    return _PartialSoftmax(_matmul_float32(probs.astype(v.dtype), v), highest, probs.sum(axis=-1, keepdims=True))
+    out = _matmul_float32(_of_columns(probs, value_scale).astype(q.dtype), values.astype(q.dtype))
+    return _PartialSoftmax(out, highest, probs.sum(axis=-1, keepdims=True))
+
+
+def _of_columns(x: Float[Array, "*b T N"], scale: Float[Array, "*b N"] | None) -> Float[Array, "*b T N"]:
+    """x times the scale of each column; None: 1."""
+    return x if scale is None else x * scale[..., None, :]
 
 
 @struct.dataclass
@@ -218,11 +225,11 @@ def _prompts_per_block(slots: int, prompts: int, group_size: int) -> int:
 
 def decode_attention(
     q: Float[Array, "B H h"],
-    prompt_k: Float[Array, "L P Kv S h"],
-    prompt_v: Float[Array, "L P Kv S h"],
+    prompt_k: KV,
+    prompt_v: KV,
     prompt_lengths: Int[Array, " P"],
-    k: Float[Array, "L N R Kv C h"],
-    v: Float[Array, "L N R Kv C h"],
+    k: KV,
+    v: KV,
     *,
     layer: Int[Array, ""],
     step: Int[Array, ""],
@@ -238,10 +245,10 @@ def decode_attention(
 
     Args:
       q: queries.
-      prompt_k: keys of the prompts in all layers, of which `layer` is read.
+      prompt_k: keys of the prompts in all layers, of which `layer` is read, [L, P, Kv, S, h].
       prompt_v: values of the prompts.
       prompt_lengths: number of valid tokens of each prompt, of the S that fit.
-      k: keys of the slots' own tokens.
+      k: keys of the slots' own tokens, [L, N, R, Kv, C, h].
       v: values of the slots' own tokens.
       layer: index of the current layer.
       step: number of columns written before this step.
@@ -252,7 +259,8 @@ def decode_attention(
     Kv = prompt_k.shape[2]
     q = q.reshape(B, Kv, H // Kv, h)
     if rows is None:
-        prompt = _attend_prompts(q, prompt_k[layer], prompt_v[layer], prompt_lengths)
+        own_k, own_v = (each(lambda x: x[layer], kv) for kv in (prompt_k, prompt_v))
+        prompt = _attend_prompts(q, own_k, own_v, prompt_lengths)
     else:
         prompt = _attend_prompt_blocks(q, prompt_k, prompt_v, prompt_lengths, layer, rows)
     if platform() == "tpu":
@@ -264,7 +272,7 @@ def decode_attention(
     return (out.out / jnp.maximum(out.total, 1e-30)).astype(q.dtype).reshape(B, H, h)
 
 
-def _attend_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Array) -> _PartialSoftmax:
+def _attend_prompts(q: Float[Array, "n Kv g h"], k: KV, v: KV, lengths: Array) -> _PartialSoftmax:
     """Attend from the queries of all responses to some prompts, in order, to these prompts.
 
     The queries of a group that share a key head form one matrix.
@@ -278,7 +286,7 @@ def _attend_prompts(q: Float[Array, "n Kv g h"], k: Array, v: Array, lengths: Ar
     )
 
 
-def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: Array, rows: Rows) -> _PartialSoftmax:
+def _attend_prompt_blocks(q: Array, k: KV, v: KV, lengths: Array, layer: Array, rows: Rows) -> _PartialSoftmax:
     B, Kv, g, h = q.shape
     _, P, _, S, _ = k.shape
     n, m = rows.slots.shape[0], rows.blocks.shape[0]
@@ -286,9 +294,8 @@ def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: A
 
     def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         block = rows.blocks[i]
-        own_k, own_v = (
-            jax.lax.dynamic_slice(x, (layer, block * prompts, 0, 0, 0), (1, prompts, Kv, S, h))[0] for x in (k, v)
-        )
+        at, size = (layer, block * prompts, 0, 0, 0), (1, prompts, Kv, S, h)
+        own_k, own_v = (each(lambda x: x[0], take(kv, at, size)) for kv in (k, v))
         first = block * responses
         slots = jax.lax.dynamic_slice_in_dim(rows.slots, first, responses)
         here = _attend_prompts(q[slots], own_k, own_v, jax.lax.dynamic_slice_in_dim(lengths, block * prompts, prompts))
@@ -303,7 +310,7 @@ def _attend_prompt_blocks(q: Array, k: Array, v: Array, lengths: Array, layer: A
 
 
 def _attend_own_tokens(
-    found: _PartialSoftmax, q: Array, k: Array, v: Array, layer: Array, step: Array, ages: Array
+    found: _PartialSoftmax, q: Array, k: KV, v: KV, layer: Array, step: Array, ages: Array
 ) -> _PartialSoftmax:
     """Merge the softmax over each slot's own tokens into `found`, one ring segment at a time."""
     _, N, _, Kv, C, h = k.shape
@@ -313,9 +320,8 @@ def _attend_own_tokens(
 
     def visit(i: Array | int, found: _PartialSoftmax) -> _PartialSoftmax:
         segment = (first + i) % N
-        own_k, own_v = (
-            jax.lax.dynamic_slice(x, (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h))[0, 0] for x in (k, v)
-        )
+        at, size = (layer, segment, 0, 0, 0, 0), (1, 1, B, Kv, C, h)
+        own_k, own_v = (each(lambda x: x[0, 0], take(kv, at, size)) for kv in (k, v))
         age = (step - segment * C - jnp.arange(C)) % (N * C)
         seen = age[None, None, None] < ages[:, None, None, None]
         return found.merge(_partial_softmax(q, own_k, own_v, seen))

@@ -12,16 +12,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from gspo_jax.kernels.kv import KV, parts
+
 _MASKED = -1e30
 _LANES = 128
 _BLOCK_BYTES = 2**20
 """Bytes of keys, and again of values, fetched per grid step: enough to hide the overhead of a step."""
 
 
-def block_columns(size: int, column_bytes: int) -> int:
-    """Columns per block: the largest divisor of the segment length `size` in whole tiles that fits `_BLOCK_BYTES`."""
-    tiled = (c for c in range(size, 0, -16) if size % c == 0)
-    return next((c for c in tiled if c * column_bytes <= _BLOCK_BYTES), size)
+def block_columns(size: int, column_bytes: int, *, scaled: bool = False) -> int:
+    """Columns per block: the largest divisor of the segment length `size` in whole tiles that fits `_BLOCK_BYTES`.
+
+    Scales have columns on lanes, so that with them tiles are wider.
+    """
+    fitting = (c for c in range(size, 0, -1) if size % c == 0 and c * column_bytes <= _BLOCK_BYTES)
+    return next((c for c in fitting if c == size or c % (_LANES if scaled else 16) == 0), size)
 
 
 def _kernel(
@@ -30,15 +35,14 @@ def _kernel(
     first_ref: Any,
     begins_ref: Any,
     ages_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    out_ref: Any,
-    highest_ref: Any,
-    total_ref: Any,
+    *refs: Any,
 ) -> None:
-    """Merge one block of a slot's columns into the slot's running softmax, which is kept in the outputs."""
+    """Merge one block of a slot's columns into the slot's running softmax, which is kept in the outputs.
+
+    `refs` are those of queries, keys, values, the scales of both if they have any, and the three outputs.
+    """
     del layer_ref, begins_ref  # used by the block index map only
+    q_ref, k_ref, v_ref, *scales, out_ref, highest_ref, total_ref = refs
     heads, columns = k_ref.shape[:2]
     age, i = ages_ref[pl.program_id(0)], pl.program_id(1)
 
@@ -55,13 +59,14 @@ def _kernel(
         ago = start - jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
         seen = (ago >= 0) & (ago < age)
         for head in range(heads):
-            q, k, v = q_ref[head], k_ref[head], v_ref[head]
+            q, (k, v) = q_ref[head], (ref[head].astype(q_ref.dtype) for ref in (k_ref, v_ref))
+            of_keys, of_values = (ref[pl.ds(head, 1)] for ref in scales) if scales else (1.0, 1.0)
             scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
+            scores = jnp.where(seen, scores * of_keys * q.shape[-1] ** -0.5, _MASKED)
             before = highest_ref[head][:, :1]
             highest = jnp.maximum(before, scores.max(axis=1, keepdims=True))
             probs, scale = jnp.exp(scores - highest), jnp.exp(before - highest)
-            new = jnp.dot(probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            new = jnp.dot((probs * of_values).astype(v.dtype), v, preferred_element_type=jnp.float32)
             out_ref[head] = out_ref[head] * scale + new
             highest_ref[head] = jnp.broadcast_to(highest, highest_ref.shape[1:])
             total_ref[head] = total_ref[head] * scale + probs.sum(axis=1, keepdims=True)
@@ -69,8 +74,8 @@ def _kernel(
 
 def ring_softmax(
     q: Float[Array, "B Kv g h"],
-    k: Float[Array, "L N R Kv C h"],
-    v: Float[Array, "L N R Kv C h"],
+    k: KV,
+    v: KV,
     *,
     layer: Int[Array, ""],
     step: Int[Array, ""],
@@ -80,11 +85,16 @@ def ring_softmax(
     """Softmax of one layer's queries over each slot's newest `ages` columns of a ring, the newest at `step` modulo N·C.
 
     Returns Σ exp(score − highest) · value, the highest score, and Σ exp(score − highest), all float32. Only the blocks
-    that a slot sees are read. The ring may have room for more slots than there are queries. `interpret` runs the kernel
-    on any backend, slowly, for tests.
+    that a slot sees are read. Keys and values are those of all layers, [L, N, R, Kv, C, h]. The ring may have room for
+    more slots than there are queries. `interpret` runs the kernel on any backend, slowly, for tests.
     """
     (B, Kv, g, h), (N, C) = q.shape, (k.shape[1], k.shape[4])
-    columns = block_columns(C, Kv * h * k.dtype.itemsize)
+    (keys, key_scale), (values, value_scale) = parts(k), parts(v)
+    scales = [scale for scale in (key_scale, value_scale) if scale is not None]
+    if not interpret:  # all layers' scales fit in VMEM, and the compiler may copy them there for every call
+        scales = [pltpu.with_memory_space_constraint(scale, pltpu.HBM) for scale in scales]
+    column_bytes = Kv * (h * keys.dtype.itemsize + (4 if scales else 0))
+    columns = block_columns(C, column_bytes, scaled=bool(scales))
     per_segment = C // columns
     # Block numbers keep counting up like steps: a block that is being overwritten is visited twice, under its old and
     # its new number, with different columns visible.
@@ -101,6 +111,7 @@ def ring_softmax(
         return layer[0], at // per_segment, b, 0, at % per_segment, 0
 
     ring_spec = pl.BlockSpec((None, None, None, Kv, columns, h), block)
+    scale_spec = pl.BlockSpec((None, None, None, Kv, columns), lambda *at: block(*at)[:-1])
     slot_spec = pl.BlockSpec((None, Kv, g, h), slot)
     sums_spec = pl.BlockSpec((None, Kv, g, _LANES), slot)
     sums = jax.ShapeDtypeStruct((B, Kv, g, _LANES), jnp.float32)
@@ -110,7 +121,7 @@ def ring_softmax(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(B, newest - first + 1),
-            in_specs=[slot_spec, ring_spec, ring_spec],
+            in_specs=[slot_spec, ring_spec, ring_spec, *[scale_spec] * len(scales)],
             out_specs=[slot_spec, sums_spec, sums_spec],
         ),
         out_shape=[jax.ShapeDtypeStruct((B, Kv, g, h), jnp.float32), sums, sums],
@@ -118,9 +129,9 @@ def ring_softmax(
         cost_estimate=pl.CostEstimate(
             flops=4 * B * Kv * g * N * C * h,
             transcendentals=B * Kv * g * N * C,
-            bytes_accessed=2 * B * Kv * N * C * h * k.dtype.itemsize,
+            bytes_accessed=2 * B * N * C * column_bytes,
         ),
         name="ring_softmax",
         interpret=interpret,
-    )(*scalars, q, k, v)
+    )(*scalars, q, keys, values, *scales)
     return out, highest[..., :1], total[..., :1]

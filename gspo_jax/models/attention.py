@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
+from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.matrices import project
@@ -92,11 +93,11 @@ def attend_packed(
 
 def attend_cached(
     q: Float[Array, "B H h"],
-    prompt_k: Float[Array, "L P Kv S h"],
-    prompt_v: Float[Array, "L P Kv S h"],
+    prompt_k: KV,
+    prompt_v: KV,
     prompt_lengths: Int[Array, " P"],
-    k: Float[Array, "L N R Kv C h"],
-    v: Float[Array, "L N R Kv C h"],
+    k: KV,
+    v: KV,
     *,
     layer: Int[Array, ""],
     step: Int[Array, ""],
@@ -105,7 +106,7 @@ def attend_cached(
 ) -> Float[Array, "B H h"]:
     """`decode_attention` on each shard's own heads; the decoder has split the batch already."""
 
-    def attend(q: Array, keys: Array, values: Array, lengths: Array, k: Array, v: Array, where: dict) -> Array:
+    def attend(q: Array, keys: KV, values: KV, lengths: Array, k: KV, v: KV, where: dict) -> Array:
         return decode_attention(q, keys, values, lengths, k, v, **where)
 
     queries, prompts, ring = (None, "heads"), (None, None, "kv_heads"), (None, None, None, "kv_heads")

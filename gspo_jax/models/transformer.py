@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.attention import Rows
+from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import int8, lora
 from gspo_jax.models.attention import (
@@ -25,7 +26,7 @@ from gspo_jax.models.attention import (
     rms_norm,
     segment_positions,
 )
-from gspo_jax.models.cache import Cache, Slots, write_column
+from gspo_jax.models.cache import Cache, CacheDtype, Slots, stored, write_column
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
 from gspo_jax.models.dispatch import GATHER, Dispatch
 from gspo_jax.models.matrices import SCALE
@@ -202,16 +203,22 @@ class Transformer(nnx.Module):
         return out
 
     def prefill(
-        self, tokens: Int[Array, "P M"], valid: Bool[Array, "P M"] | None = None, *, spans: Spans | None = None
-    ) -> tuple[Output, tuple[Float[Array, "L P M Kv h"], Float[Array, "L P M Kv h"]]]:
-        """The forward of `__call__`, which also returns every layer's keys and values.
+        self,
+        tokens: Int[Array, "P M"],
+        valid: Bool[Array, "P M"] | None = None,
+        *,
+        spans: Spans | None = None,
+        cache_dtype: CacheDtype | None = None,
+    ) -> tuple[Output, tuple[KV, KV]]:
+        """The forward of `__call__`, which also returns every layer's keys and values [L, P, M, Kv, h] to be cached.
 
-        With `spans` rows are packed, else each is one text whose tokens `valid` tells from padding.
+        With `spans` rows are packed, else each is one text whose tokens `valid` tells from padding. Tokens attend to
+        keys and values as they were computed, whatever the cache stores.
         """
         rows = _rows(tokens, valid, tokens.shape[1], 1, spans)
 
         def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            return rows.attend(q, k, v)[0], (k, v)
+            return rows.attend(q, k, v)[0], (stored(k, cache_dtype), stored(v, cache_dtype))
 
         return self._forward(tokens, rows._replace(attend=keep), None, "none")
 
@@ -284,11 +291,11 @@ def _decode_stack(
     graph, stacked = nnx.split(block)
     whole, sliced = split_experts(stacked)
 
-    def layer(carry: tuple[Array, Array, Array], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes | None]:
+    def layer(carry: tuple[Array, KV, KV], xs: tuple[nnx.State, Array]) -> tuple[Any, Routes | None]:
         x, ks, vs = carry
         params, index = xs
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[KV, KV]]:
             own = write_column(ks, index, cache.step, k[:, 0]), write_column(vs, index, cache.step, v[:, 0])
             prompt = cache.prompt_k, cache.prompt_v, cache.prompt_lengths
             where = {"layer": index, "step": cache.step, "ages": slots.ages, "rows": rows}

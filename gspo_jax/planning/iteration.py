@@ -233,14 +233,14 @@ def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
     if unfinished.prompts is not None:
         in_flight = unfinished.prompts
         early = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens).per_shard(shards)
-    column_bytes = model.num_kv_heads // sampler.shape["tensor"] * model.head_dim * setting.engine.dtype.itemsize
+    column_bytes = model.num_kv_heads // sampler.shape["tensor"] * setting.head_bytes
     with jax.set_mesh(sampler):
         pieces = setting.engine.sampler.pieces(in_flight * config.sampling.group_size)
     return sampling.Decoder(
         shards=shards,
         lockstep=sampler.shape["expert"],
         steps=tuple(sampling.Step(**step) for step in steps),
-        block=block_columns(segments(limit)[1], column_bytes),
+        block=block_columns(segments(limit)[1], column_bytes, scaled=bool(config.sampling.cache_dtype)),
         polled=pieces is not None,
         share=early.min_ended,
         tokens=early.max_tokens,

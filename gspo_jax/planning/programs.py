@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from gspo_jax import engine as engine_lib
@@ -126,7 +126,7 @@ class _Programs:
             pieces = sampler.pieces(responses, early_exit)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
-            decoder.prefilled_specs(prefix),
+            decoder.prefilled_specs(prefix, "tensor"),
             prefilled,
         )
         inputs = placed(prefilled, places), keys, limits
@@ -146,7 +146,9 @@ class _Programs:
             return program.results()
 
         def sharded(carried: Any) -> Any:
-            return jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), carried)
+            progress, rings = carried
+            places = [NamedSharding(self.sampler_mesh, PartitionSpec(*polled.RINGS[: x.ndim])) for x in rings]
+            return jax.tree.map(lambda x: _rows(self.sampler_mesh, x.shape, x.dtype), progress), placed(rings, places)
 
         carried = sharded(piece(polled.begin_piece))
         with jax.set_mesh(self.sampler_mesh):

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from gspo_jax.engine import Engine
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
+from gspo_jax.models.cache import head_bytes
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.experts import room_for
 from gspo_jax.parallel import mesh as mesh_lib
@@ -155,6 +156,12 @@ class Setting:
             total += 2 * math.prod(variable.shape) * met
         return total
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the sampler's cache for a token's key, or value, of one head."""
+        cached = self.config.sampling.cache_dtype or None
+        return head_bytes(self.model.head_dim, self.engine.dtype, cached)
+
     def least_bytes(self, name: str) -> float:
         """Minimum HBM bytes per chip: its share of all weights once and, in a decode step, of the live KV cache.
 
@@ -170,7 +177,7 @@ class Setting:
         read += nbytes(_multiplied(weights.frozen, model))
         seen = 0.0
         if name == "sample_decode":
-            seen = self.work(name).pairs * 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers
+            seen = self.work(name).pairs * 2 * model.num_kv_heads * self.head_bytes * model.num_layers
         return read / chips + seen
 
 

@@ -288,7 +288,7 @@ def partial_bytes(setting: Setting, slots: int) -> int:
 def token_bytes(setting: Setting) -> int:
     """Bytes of a token's keys and values in each of the chips that share them."""
     model, tensor = setting.model, setting.engine.meshes.sampler.shape["tensor"]
-    return 2 * model.num_layers * setting.engine.dtype.itemsize * (model.num_kv_heads // tensor) * model.head_dim
+    return 2 * model.num_layers * (model.num_kv_heads // tensor) * setting.head_bytes
 
 
 def interpolated(steps: Sequence[sampling.Step], slots: int) -> tuple[sampling.Step, ...]:

@@ -12,7 +12,7 @@ Every response has its own key, so its tokens depend neither on the batch around
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from gspo_jax.kernels.kv import each
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
-from gspo_jax.models.cache import heads_first
+from gspo_jax.models.cache import CacheDtype, heads_first
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.mesh import constrain
@@ -35,12 +36,21 @@ from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, s
 from gspo_jax.types import Prompts, RouterRecord, UserError, Weights
 
 ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
-_KV: Any = PrefilledKV(*cast(Any, (*(PartitionSpec(None, mesh_lib.BATCH_AXES),) * 2, ROWS)))
 
 
-def prefilled_specs(prefix: PackedPrefix | None) -> Any:
-    """Partition specs of a `Prefilled` on a mesh, one per field; `prefix` says whether it has prefixes."""
-    specs: Any = (ROWS, None, _KV, None, ROWS) if prefix is None else (ROWS, ROWS, _KV, ROWS, ROWS)
+def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> Any:
+    """Partition specs of a `Prefilled` on a mesh, one per field; `prefix` says whether it has prefixes.
+
+    `heads` is the mesh axis of the heads of keys and values; without it, the specs have the axes of the batch alone.
+    """
+    batch = mesh_lib.BATCH_AXES
+
+    def kv(*rows: Any) -> Any:
+        spec: Any = PartitionSpec(*rows, heads)
+        return PrefilledKV(spec, spec, ROWS)
+
+    prefixes = (None, None) if prefix is None else (ROWS, kv(batch, None))
+    specs: Any = ROWS, prefixes[0], kv(None, batch), prefixes[1], ROWS
     return Prefilled(*specs)
 
 
@@ -62,6 +72,7 @@ def generate(
     prefix: PackedPrefix | None = None,
     early_exit: EarlyExit = NO_EARLY_EXIT,
     router_logprobs: bool = False,
+    cache_dtype: CacheDtype | None = None,
 ) -> Decoded:
     """Sample a group of G = B / P responses to each of P prompts.
 
@@ -78,12 +89,14 @@ def generate(
       prefix: tokens that the responses start with, see `prefixes.pack`; None: none.
       early_exit: when to return with responses unfinished.
       router_logprobs: also return the router's log-probs of the experts it chose.
+      cache_dtype: what keys and values are stored in; None: the dtype that the model computes in.
 
     Raises:
       UserError: `slots` is not in 1..B, or is not divisible by the number of batch shards.
     """
     slots = resolve_slots(slots, keys.shape[0])
-    prefilled = prefill(graph, weights, prompts, keys, prefix, sampling=sampling, router_logprobs=router_logprobs)
+    options: Any = {"sampling": sampling, "router_logprobs": router_logprobs, "cache_dtype": cache_dtype}
+    prefilled = prefill(graph, weights, prompts, keys, prefix, **options)
     return decode(
         graph, weights, prefilled, keys, limits, sampling=sampling, stop=stop, slots=slots, early_exit=early_exit
     )
@@ -132,7 +145,7 @@ def shard_over_batch(
     return jax.shard_map(run, **options)(weights, *args)
 
 
-@partial(jax.jit, static_argnames=("graph", "sampling", "router_logprobs"))
+@partial(jax.jit, static_argnames=("graph", "sampling", "router_logprobs", "cache_dtype"))
 def prefill(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
@@ -142,9 +155,10 @@ def prefill(
     *,
     sampling: SamplingParams,
     router_logprobs: bool = False,
+    cache_dtype: CacheDtype | None = None,
 ) -> Prefilled:
     """Run the model on prompts and rows of prefixes, and sample the next token of each response; see `generate`."""
-    run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs)
+    run = partial(_prefill, graph, sampling=sampling, router_logprobs=router_logprobs, cache_dtype=cache_dtype)
     args = prompts, keys, prefix
     return shard_over_batch(run, weights, args, in_specs=(ROWS,) * 3, out_specs=prefilled_specs(prefix))
 
@@ -158,19 +172,21 @@ def _prefill(
     *,
     sampling: SamplingParams,
     router_logprobs: bool,
+    cache_dtype: CacheDtype | None,
 ) -> Prefilled:
     """The part of one batch shard."""
     model = weights.model(graph)
     (P, S), B = prompts.tokens.shape, keys.shape[0]
     record = partial(moe.record, config=model.config, logprobs=router_logprobs)
     valid = length_mask(prompts.lengths, S)
-    output, (k, v) = model.prefill(prompts.tokens, valid)
+    output, (k, v) = model.prefill(prompts.tokens, valid, cache_dtype=cache_dtype)
     last = jnp.take_along_axis(output.hidden, prompts.lengths[:, None, None] - 1, axis=1)
     prompt_kv = PrefilledKV(heads_first(k), heads_first(v), record(output.routes, valid))
     lengths, prefix_kv = jnp.zeros(B, jnp.int32), None
     if prefix is not None:
         lengths = prefix.lengths
-        last, prefix_kv = _prefill_rows(model, prefix, jnp.repeat(last[:, 0], B // P, axis=0), record)
+        last = jnp.repeat(last[:, 0], B // P, axis=0)
+        last, prefix_kv = _prefill_rows(model, prefix, last, record, cache_dtype)
         last = last.reshape(P, B // P, -1)
     logits = dataclasses.replace(output, hidden=last).logits
     logits = constrain(jnp.repeat(logits, B // P // logits.shape[1], axis=1).reshape(B, -1), "batch", "vocab")
@@ -179,7 +195,11 @@ def _prefill(
 
 
 def _prefill_rows(
-    model: Transformer, prefix: PackedPrefix, last: Float[Array, "B D"], record: Callable[..., RouterRecord]
+    model: Transformer,
+    prefix: PackedPrefix,
+    last: Float[Array, "B D"],
+    record: Callable[..., RouterRecord],
+    cache_dtype: CacheDtype | None,
 ) -> tuple[Float[Array, "B D"], PrefilledKV]:
     """Run the model on one row of prefixes after the other.
 
@@ -190,11 +210,12 @@ def _prefill_rows(
 
     def one(last: Array, xs: tuple[Array, Array, Spans]) -> tuple[Array, PrefilledKV]:
         number, tokens, spans = xs
-        output, (k, v) = model.prefill(tokens, spans=spans)
+        output, kv = model.prefill(tokens, spans=spans, cache_dtype=cache_dtype)
         here = (prefix.row == number) & (prefix.lengths > 0)
         last = jnp.where(here[:, None], output.hidden[0].at[ends].get(mode="clip"), last)
         routes = jax.tree.map(lambda r: r[0], record(output.routes, spans.valid))
-        return last, PrefilledKV(heads_first(k)[:, 0], heads_first(v)[:, 0], routes)
+        k, v = (each(lambda x: x[:, 0], heads_first(own)) for own in kv)
+        return last, PrefilledKV(k, v, routes)
 
     rows = jax.tree.map(lambda x: x[:, None], (prefix.tokens, prefix.spans))
     return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows))

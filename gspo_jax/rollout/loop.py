@@ -36,6 +36,7 @@ from flax import struct
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
+from gspo_jax.kernels.kv import KV
 from gspo_jax.models import moe
 from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots, write_prefix
 from gspo_jax.models.transformer import Transformer
@@ -61,9 +62,9 @@ class SampledTokens(NamedTuple):
 class PrefilledKV(NamedTuple):
     """Keys, values and routes of M prefilled positions in R rows: prompts, or packed prefixes of responses."""
 
-    k: Float[Array, "L R Kv M h"] | Float[Array, "R L Kv M h"]
-    """Keys, rotary positions applied; the first layout is that of prompts, the second that of rows of prefixes."""
-    v: Float[Array, "L R Kv M h"] | Float[Array, "R L Kv M h"]
+    k: KV
+    """Keys, rotary positions applied: [L, R, Kv, M, h] of prompts, [R, L, Kv, M, h] of rows of prefixes."""
+    v: KV
     """Values."""
     routes: RouterRecord
     """Router choices, [R, M, L, K]."""
@@ -195,8 +196,7 @@ class DecodeLoop:
         n, B, T = self.queue.shape[0], self.slots, self.stop.max_length
         at = jnp.arange(B, dtype=jnp.int32)
         positions = jnp.where(~self.ended if n == B else at < self.queue_length, at, n)
-        prompt_kv = self.prefilled.prompt_kv
-        k = empty_ring(self.model.config, B, T, prompt_kv.k.dtype)
+        k = empty_ring(self.prefilled.prompt_kv.k, B, T)
         # Prefixes take the columns just before the first one that a step writes.
         first_column = 0 if self.prefilled.prefix_kv is None else k.shape[1] * k.shape[4]
         state = LoopState(
@@ -216,7 +216,7 @@ class DecodeLoop:
         state = self._load_prefixes(state, jnp.zeros((), jnp.int32))
         return dataclasses.replace(state, running=self._continues(state, 0))
 
-    def cache(self, k: Array, v: Array, step: Array) -> Cache:
+    def cache(self, k: KV, v: KV, step: Array) -> Cache:
         """The cache of the prompts, with these rings."""
         prompts, kv = self.prefilled.prompts, self.prefilled.prompt_kv
         return Cache(kv.k, kv.v, prompts.lengths, k, v, step, self.queue.shape[0] // kv.k.shape[1])

@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
+from gspo_jax.kernels.kv import KV
+from gspo_jax.models.cache import Cache, sharded_ring
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import ROWS, batch_shards, prefilled_specs, shard_over_batch
@@ -19,6 +21,9 @@ from gspo_jax.rollout.shard import Decoded, Progress, advance, begin, finish, ma
 from gspo_jax.types import Weights
 
 _Leaves = list[Array]
+
+RINGS = PartitionSpec(mesh_lib.BATCH_AXES, None, None, None, "tensor")
+"""How the rings that one piece hands to the next are sharded, [shards, L, N, B, Kv, C, h]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +104,17 @@ def _carried(progress: Progress) -> tuple[Any, ...]:
     return state, *progress[1:]
 
 
+def _rings(cache: Cache) -> tuple[KV, KV, Array]:
+    return cache.k, cache.v, cache.step
+
+
 def _pack(progress: Progress) -> tuple[_Leaves, _Leaves]:
-    """The arrays to carry, and the rings of the cache; each with one entry per shard."""
-    cache = progress.state.cache
-    leaves = jax.tree.leaves(_carried(progress)), [cache.k, cache.v, cache.step]
+    """The arrays to carry, and the rings of the cache; each with one entry per shard.
+
+    The rings' heads stay sharded over `tensor`: the next piece takes them as they are.
+    """
+    k, v, step = _rings(progress.state.cache)
+    leaves = jax.tree.leaves(_carried(progress)), jax.tree.leaves((sharded_ring(k), sharded_ring(v), step))
     return jax.tree.map(lambda x: x[None], leaves)
 
 
@@ -110,7 +122,9 @@ def _unpack(loop: DecodeLoop, leaves: _Leaves, rings: _Leaves | None) -> Progres
     """The inverse of `_pack`. Without `rings` the cache is that of the beginning, and not to be used."""
     first = begin(loop)  # for its structure; the compiler drops what it computes
     state, *rest = jax.tree.unflatten(jax.tree.structure(_carried(first)), [x[0] for x in leaves])
-    cache = first.state.cache if rings is None else loop.cache(*(x[0] for x in rings))
+    cache = first.state.cache
+    if rings is not None:
+        cache = loop.cache(*jax.tree.unflatten(jax.tree.structure(_rings(cache)), [x[0] for x in rings]))
     return Progress(LoopState(**state, cache=cache), *rest)
 
 

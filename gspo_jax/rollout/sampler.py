@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, UInt32
 
+from gspo_jax.models.cache import CacheDtype
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
@@ -42,6 +43,7 @@ class Sampler:
         poll_steps: int | None = None,
         router_logprobs: bool = False,
         precision: Precision | None = None,
+        cache_dtype: CacheDtype | None = None,
         shares_frozen: bool = False,
     ):
         """Create a sampler without weights, which compiles nothing yet.
@@ -58,6 +60,7 @@ class Sampler:
           poll_steps: decode steps after which `poll` is called; None: only before a sampling call.
           router_logprobs: also record the router's log-probs of the experts it chose.
           precision: what the weights, except those declared float32, are rounded to; None: to `dtype` alone.
+          cache_dtype: as in `decoder.generate`.
           shares_frozen: the trainer has the frozen weights in this layout and dtype, so that there is no copy of them.
         """
         self._graph, self._shapes, self.shares_frozen = graph, shapes, shares_frozen
@@ -65,7 +68,7 @@ class Sampler:
         """Casts and reshards the trainer's `moved` weights."""
         self._weights: Weights | None = None
         self._sampling, self._slots, self._router_logprobs = sampling, slots, router_logprobs
-        self._poll_steps = poll_steps
+        self._poll_steps, self._cache_dtype = poll_steps, cache_dtype
         self.group_size, self.stop, self.mesh = group_size, stop, mesh
         self.copy_bytes = 0
         """Size of the sampler's newest copy of the weights in bytes, summed over devices."""
@@ -78,7 +81,11 @@ class Sampler:
     @property
     def prefill_options(self) -> dict[str, Any]:
         """Static arguments of `decoder.prefill`."""
-        return {"sampling": self._sampling, "router_logprobs": self._router_logprobs}
+        return {
+            "sampling": self._sampling,
+            "router_logprobs": self._router_logprobs,
+            "cache_dtype": self._cache_dtype,
+        }
 
     def decode_options(self, responses: int) -> dict[str, Any]:
         """Static arguments of `decoder.decode` for a call of this many responses; needs the sampler's mesh in scope."""

@@ -10,6 +10,7 @@ from gspo_jax import sandbox
 from gspo_jax.data import rows, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.models import lora, peft, published, transformer
+from gspo_jax.models.cache import CACHE_DTYPES
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
@@ -116,6 +117,11 @@ def _check_choices(config: ConfigDict) -> None:
     if config.sampling.weights_dtype not in ("", *PRECISIONS):
         raise UserError(
             f"sampling.weights_dtype is {config.sampling.weights_dtype!r}; use {', '.join(map(repr, PRECISIONS))}, "
+            "or '' for model.dtype"
+        )
+    if config.sampling.cache_dtype not in ("", *CACHE_DTYPES):
+        raise UserError(
+            f"sampling.cache_dtype is {config.sampling.cache_dtype!r}; use {', '.join(map(repr, CACHE_DTYPES))}, "
             "or '' for model.dtype"
         )
     if config.environment.name:
