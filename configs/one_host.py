@@ -57,9 +57,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.mesh.update({"data": 1, "fsdp": 1, "expert": 8})
     else:
         config.mesh.update({"data": 1, "fsdp": 8, "expert": 1})
-        config.sampling.mesh.update({"data": 8})
-    if config.model.published == "Qwen3-8B":  # whose weights are on every chip while it samples
-        config.sampling.slots = 32
+        config.sampling.mesh.update({"tensor": 8})
     if config.model.published.startswith("OLMoE"):  # which knows 4096 positions
         config.sampling.max_response_length, config.training.row_tokens = 3584, 4096
     for name in ARGUMENTS:
@@ -81,4 +79,11 @@ def full(config: ConfigDict) -> None:
     config.optimizer.learning_rate = 1e-6
 
 
-ARGUMENTS = {"bf16": bf16, "full": full}
+def gpu(config: ConfigDict) -> None:
+    """Run on a single device, with keys and values in int8 to leave room."""
+    for mesh in (config.mesh, config.sampling.mesh):
+        mesh.update({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
+    config.sampling.cache_dtype = "int8"
+
+
+ARGUMENTS = {"bf16": bf16, "full": full, "gpu": gpu}

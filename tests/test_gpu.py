@@ -93,7 +93,7 @@ def test_every_shard_of_a_mesh_calls_it(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["configs/tiny.py", "configs/qwen3_dense.py:0.6B"])
+@pytest.mark.parametrize("recipe", ["configs/tiny.py", "configs/qwen3_dense.py:0.6B", "configs/one_host.py:gpu"])
 def test_the_programs_of_an_iteration_lower_for_one_gpu(recipe, on_gpu):
     """All of them have a lowering for CUDA, and those of packed rows call cuDNN."""
     config = cli.load_config(recipe)
