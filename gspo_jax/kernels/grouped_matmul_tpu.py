@@ -26,6 +26,15 @@ _VMEM = 14 * 2**20
 """Byte budget of a kernel's blocks out of the 16 MiB of VMEM that the compiler grants; measured: more can fail."""
 
 
+class Added(NamedTuple):
+    """Products that a kernel adds to its outputs before it rounds them: rows[n] @ weights_i[e(n)], of few columns R."""
+
+    rows: Float[Array, "N R"]
+    """As many as the kernel's own rows, in their dtype."""
+    weights: Sequence[Float[Array, "E R F"]]
+    """One of each output, in the rows' dtype; they are those of one layer."""
+
+
 class _Visits(NamedTuple):
     """Schedule of (group, tile) pairs: the tiles of each group in order, then one visit for each group without rows.
 
@@ -153,6 +162,11 @@ def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[in
     return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
 
 
+def _sublanes(rows: int, size: int) -> int:
+    """Rows that so many take in VMEM, of elements of `size` bytes."""
+    return pl.cdiv(rows * size, 32) * 32 // size
+
+
 def _for_parts(first: Array, end: Array, rows: int, run: Callable[[Any, Array, Array], None]) -> None:
     """Call run(slice, first, end) for slices of a tile of `rows` rows that cover the parts with rows of [first, end).
 
@@ -200,18 +214,20 @@ def _unpacked(group: Any, v: Array, weights: Sequence[Any], copies: Sequence[Any
     return copies
 
 
-def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, scaled: bool) -> None:
-    """Compute out_i = rows @ weights_i for one visit and one block of columns."""
+def _each_kernel(
+    group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, n: int, scaled: bool, added: bool
+) -> None:
+    """Compute out_i = rows @ weights_i, and what is added to it, for one visit and one block of columns."""
     del tile, layer  # used by the index maps only
     v = pl.program_id(1)
-    n = len(refs) // (4 if scaled else 2)
-    weights, scales, outs, copies = _taken(refs, n, n * scaled, n, n * scaled)
+    weights, scales, thin, others, outs, copies = _taken(refs, n, n * scaled, added, n * added, n, n * scaled)
     weights = _unpacked(group, v, weights, copies)
 
     def run(at: Any, first: Array, end: Array) -> None:
         for i, (w, out) in enumerate(zip(weights, outs, strict=True)):
             product = jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32)
-            _store(product * scales[i][...] if scaled else product, out, at, first, end)
+            product = product * scales[i][...] if scaled else product
+            _store(_plus(product, at, thin, others[i : i + 1]), out, at, first, end)
 
     _for_parts(first[v], end[v], rows.shape[0], run)
 
@@ -222,12 +238,20 @@ def _taken(refs: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
     return [tuple(itertools.islice(rest, count)) for count in counts]
 
 
-def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, scaled: bool) -> None:
-    """Compute out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
+def _plus(product: Float[Array, "n f"], at: Any, thin: Sequence[Any], weights: Sequence[Any]) -> Float[Array, "n f"]:
+    """The product, and rows `at` of what is added to it, if there is any."""
+    for rows, w in zip(thin, weights, strict=True):
+        product += jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32)
+    return product
+
+
+def _sum_kernel(
+    group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, n: int, scaled: bool, added: bool
+) -> None:
+    """Compute out = Σ_i rows_i @ weights_i^T, and what is added to it, for one visit and one block of columns."""
     del tile, layer  # used by the index maps only
     v = pl.program_id(1)
-    n = len(refs) // (4 if scaled else 2)
-    rows, weights, scales, (out,), copies = _taken(refs, n, n, n * scaled, 1, n * scaled)
+    rows, weights, scales, thin, others, (out,), copies = _taken(refs, n, n, n * scaled, added, added, 1, n * scaled)
     weights = _unpacked(group, v, weights, copies)
     product = functools.partial(
         jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
@@ -239,7 +263,7 @@ def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: 
 
     def run(at: Any, first: Array, end: Array) -> None:
         total = functools.reduce(jnp.add, (product(operand(i, at), w[...]) for i, w in enumerate(weights)))
-        _store(total, out, at, first, end)
+        _store(_plus(total, at, thin, others), out, at, first, end)
 
     _for_parts(first[v], end[v], out.shape[0], run)
 
@@ -250,6 +274,7 @@ def _products(
     group_sizes: Int[Array, " E"],
     *,
     scales: Sequence[Float[Array, "E O"]],
+    added: Added | None,
     transposed: bool,
     layer: Int[Array, ""] | int,
     likely: int | None,
@@ -261,13 +286,17 @@ def _products(
     """
     (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
     stored, scaled = weights[0].dtype.itemsize, len(scales) > 0
+    thin, others = ((), ()) if added is None else ((added.rows,), added.weights)
+    rank = 0 if added is None else added.rows.shape[1]
     width, outs = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
     tile = _row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
     def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, converted weights, float32 products
         blocks = len(rows) * tile * inner + outs * tile * columns
         matrices = (2 * stored + size * scaled) * len(weights) * inner * columns
-        return 2 * size * blocks + matrices + 4 * outs * tile * columns <= _VMEM
+        lanes = LANES * pl.cdiv(rank, LANES)
+        summands = 2 * size * (tile * lanes + len(others) * _sublanes(rank, size) * columns)
+        return 2 * size * blocks + matrices + summands + 4 * outs * tile * columns <= _VMEM
 
     columns = _columns(width, fits)
     blocks = pl.cdiv(width, columns)
@@ -282,9 +311,16 @@ def _products(
         del tile, first, end, layer
         return group[v], 0, 0 if transposed else n
 
+    def other(n: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
+        return group[v], 0, n
+
+    kernel = functools.partial(
+        _sum_kernel if transposed else _each_kernel, n=len(weights), scaled=scaled, added=added is not None
+    )
+
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
-            functools.partial(_sum_kernel if transposed else _each_kernel, scaled=scaled),
+            kernel,
             out_shape=(jax.ShapeDtypeStruct((N, width), rows[0].dtype),) * outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
@@ -292,6 +328,8 @@ def _products(
                     *[pl.BlockSpec((tile, inner), lambda n, v, group, tile, *_: (tile[v], 0))] * len(rows),
                     *[pl.BlockSpec((None, *block), matrix)] * len(weights),
                     *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
+                    *[pl.BlockSpec((tile, rank), lambda n, v, group, tile, *_: (tile[v], 0))] * len(thin),
+                    *[pl.BlockSpec((None, rank, columns), other)] * len(others),
                 ),
                 out_specs=(pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n)),) * outs,
                 grid=(blocks, count),
@@ -300,9 +338,9 @@ def _products(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             # For all rows of the buffer, since the number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
-                flops=2 * N * inner * width * len(weights),
-                bytes_accessed=size * (len(rows) * N * inner * blocks + outs * N * width)
-                + stored * len(weights) * min(E, N) * inner * width,
+                flops=2 * N * width * (inner * len(weights) + rank * len(others)),
+                bytes_accessed=size * (N * (len(rows) * inner + rank) * blocks + outs * N * width)
+                + min(E, N) * width * (stored * len(weights) * inner + size * len(others) * rank),
                 transcendentals=0,
             ),
             interpret=interpret,
@@ -310,7 +348,9 @@ def _products(
         )(*args)
 
     rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
-    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *rank3)
+    return unchecked(
+        run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *rank3, *thin, *others
+    )
 
 
 def matmuls(
@@ -319,20 +359,22 @@ def matmuls(
     group_sizes: Int[Array, " E"],
     *,
     scales: Sequence[Float[Array, "E F"]] = (),
+    added: Added | None = None,
     layer: Int[Array, ""] | int = 0,
     likely: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N F"], ...]:
     """Compute out_i[n] = rows[n] @ weights_i[layer · E + e(n)] for each of the weights, reading the rows once for all.
 
-    Products are accumulated in float32, multiplied by their columns' scales and rounded once to the rows' dtype. Rows
-    past the last group are undefined, in the input as in the output.
+    Products are accumulated in float32, multiplied by their columns' scales, added to and rounded once to the rows'
+    dtype. Rows past the last group are undefined, in the input as in the output.
 
     Args:
       rows: sorted by group.
       weights: all of one shape, in the rows' dtype, or in int8 if there are scales.
       group_sizes: summing to at most N.
       scales: those of each of the weights, of this layer alone, or none.
+      added: products that are added to the outputs.
       layer: index of the layer whose E matrices the groups use.
       likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
       interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
@@ -345,6 +387,7 @@ def matmuls(
         weights,
         group_sizes,
         scales=scales,
+        added=added,
         transposed=False,
         layer=layer,
         likely=likely,
@@ -358,19 +401,21 @@ def matmuls_transposed(
     group_sizes: Int[Array, " E"],
     *,
     scales: Sequence[Float[Array, "E F"]] = (),
+    added: Added | None = None,
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
     """Compute Σ_i grads_i[n] @ weights_i[e(n)]^T, the gradient of `matmuls` with respect to its rows.
 
-    Gradients are multiplied by the scales and rounded to their dtype first. The sum is accumulated in float32 and
-    rounded once. Arguments and errors are those of `matmuls`.
+    Gradients are multiplied by the scales and rounded to their dtype first. The sum, to which one product may be
+    added, is accumulated in float32 and rounded once. Arguments and errors are those of `matmuls`.
     """
     (out,) = _products(
         grads,
         weights,
         group_sizes,
         scales=scales,
+        added=added,
         transposed=True,
         layer=0,
         likely=likely,
