@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.kernels import adapted_matmul, grouped_matmul_tpu
+from gspo_jax.kernels import adapted_matmul, adapted_matmul_tpu, grouped_matmul_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.kernels.grouped_matmul import Scaled
+from tests.test_grouped_matmul_tpu import kernels
 from tests.tiny import mostly_slow
 
 D, F = 128, 256
@@ -101,7 +102,7 @@ def test_a_layer_s_base_is_read_where_it_lies():
 
 
 def test_in_bfloat16_an_adapter_of_zeros_changes_no_bit():
-    """And sums with others are rounded once, to half a unit in the last place."""
+    """And with others only the thin product and the sum are rounded, the sum to half a unit in the last place."""
     (room, sizes), used = ROWS["few"], sum(ROWS["few"][1])
     x = jnp.asarray(np.random.default_rng(4).standard_normal((room, D)), jnp.bfloat16)
     w, low, (w64, _, _) = draw(3, 8, 0)
@@ -110,10 +111,36 @@ def test_in_bfloat16_an_adapter_of_zeros_changes_no_bit():
     (found,) = on_tpu(x, (w,), (low.replace(b=jnp.zeros_like(low.b)),), counts)
     np.testing.assert_array_equal(found[:used], plain[:used])
 
-    (found,), thin = adapted_matmul._products(
-        x, (w,), adapted_matmul._SideBySide.of((low,), x.dtype), counts, interpret=True
-    )
-    x64, thin64, b64 = (np.asarray(part, np.float64) for part in (x, thin, low.b))
-    expected = by_row(x64, w64, sizes) + by_row(thin64, b64, sizes)
-    assert found.dtype == thin.dtype == jnp.bfloat16
+    (found,) = on_tpu(x, (w,), (low,), counts)
+    x64, a64, b64 = (np.asarray(part, np.float64) for part in (x, low.a, low.b))
+    thin = np.asarray(jnp.asarray(SCALES[0] * by_row(x64, a64, sizes), jnp.bfloat16), np.float64)
+    expected = by_row(x64, w64, sizes) + by_row(thin, b64, sizes)
+    assert found.dtype == jnp.bfloat16
     assert np.abs(np.asarray(found, np.float64)[:used] - expected).max() < 2**-8 * np.abs(expected).max()
+
+
+def test_kernels_say_what_they_cost():
+    """Flops and bytes beyond those of the base, by hand, for two matrices of rank 4: R = 8 columns.
+
+    Forward, D columns to R and R to twice F, 2 · N · 8 · (2048 + 2 · 768), and so backward. The gradient's kernel has
+    these products twice, as thin ones and as outer ones. It reads rows and cotangents, and reads and writes matrices.
+    """
+    N, D, F, E, r = 1024, 2048, 768, 8, 4
+    x, a, b, w = (jnp.ones(s, jnp.bfloat16) for s in ((N, D), (E, D, r), (E, r, F), (E, D, F)))
+    grads, sizes = [jnp.ones((N, F), jnp.bfloat16)] * 2, jnp.full(E, N // E, jnp.int32)
+    thin = adapted_matmul._side_by_side((LowRank(a, b, 1.0),) * 2, x.dtype)
+
+    def every(thin):
+        grouped_matmul_tpu.matmuls(x, (w, w), sizes, thin=thin)
+        grouped_matmul_tpu.matmuls_transposed(grads, (w, w), sizes, thin=None if thin is None else thin.back)
+        if thin is not None:
+            adapted_matmul_tpu.gradient(x, grads, thin, sizes)
+
+    plain, found = (kernels(jax.make_jaxpr(partial(every, thin))().jaxpr) for thin in (None, thin))
+    wide = D + 2 * F
+    for name in ("grouped_matmul_128", "grouped_matmul_transposed_128"):
+        assert found[name].flops - plain[name].flops == 2 * N * 8 * wide
+        assert found[name].bytes_accessed - plain[name].bytes_accessed == 2 * E * 8 * wide
+    gradient = found["grouped_outer_thin_128"]
+    assert gradient.flops == 4 * N * 8 * wide and gradient.bytes_accessed == 2 * wide * (N + 2 * E * 8)
+    assert set(found) == {"grouped_visits", "grouped_outer_thin_128", *plain}

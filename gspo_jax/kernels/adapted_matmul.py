@@ -7,7 +7,7 @@ added. Adapters of matrices that every token passes are in models/matrices.py.
 
 import itertools
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
-from gspo_jax.kernels import grouped_matmul_tpu
+from gspo_jax.kernels import adapted_matmul_tpu, grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import (
     Scaled,
@@ -25,7 +25,7 @@ from gspo_jax.kernels.grouped_matmul import (
     stacked_matmuls,
     values_and_scales,
 )
-from gspo_jax.kernels.grouped_matmul_tpu import Added
+from gspo_jax.kernels.grouped_matmul_tpu import Thin
 
 
 @struct.dataclass
@@ -96,33 +96,25 @@ def _apart(
     return [y if low is None else y + thin(next(scaled), (low.b,))[0] for y, low in zip(outs, lows, strict=True)]
 
 
-class _SideBySide(NamedTuple):
-    """The adapters of several matrices as one of rank R, the sum of theirs."""
+def _side_by_side(lows: Lows, dtype: Any) -> Thin:
+    """The adapters of matrices of which one or more have any, as one of rank R, the sum of theirs.
 
-    inner: Float[Array, "E R D"]
-    """A of each in turn, transposed: few rows of many columns take the least memory."""
-    outer: tuple[Float[Array, "E R F"], ...]
-    """For each matrix B of its own adapter, zero in the rows of others."""
-    factors: Float[Array, "1 R"]
-    """The scale of each column of the thin product."""
+    B of each matrix is zero in the rows of other adapters than its own.
+    """
+    given = [low for low in lows if low is not None]
+    ranks = [0 if low is None else low.a.shape[-1] for low in lows]
+    ends, R = itertools.accumulate(ranks), sum(ranks)
 
-    @classmethod
-    def of(cls, lows: Lows, dtype: Any) -> "_SideBySide":
-        """Those of matrices of which one or more have an adapter, to compute in `dtype`."""
-        given = [low for low in lows if low is not None]
-        ranks = [0 if low is None else low.a.shape[-1] for low in lows]
-        ends, R = itertools.accumulate(ranks), sum(ranks)
+    def padded(low: LowRank | None, end: int) -> Array:
+        if low is None:
+            return jnp.zeros((len(given[0].b), R, given[0].b.shape[-1]), dtype)
+        return jnp.pad(low.b, ((0, 0), (end - low.b.shape[-2], R - end), (0, 0)))
 
-        def padded(low: LowRank | None, end: int) -> Array:
-            if low is None:
-                return jnp.zeros((len(given[0].b), R, given[0].b.shape[-1]), dtype)
-            return jnp.pad(low.b, ((0, 0), (end - low.b.shape[-2], R - end), (0, 0)))
-
-        return cls(
-            jnp.concatenate([low.a.mT for low in given], axis=1),
-            tuple(padded(low, end) for low, end in zip(lows, ends, strict=True)),
-            jnp.asarray(np.repeat([low.scale for low in given], [r for r in ranks if r])[None], dtype),
-        )
+    return Thin(
+        (jnp.concatenate([low.a.mT for low in given], axis=1),),
+        jnp.asarray(np.repeat([low.scale for low in given], [r for r in ranks if r])[None], jnp.float32),
+        tuple(padded(low, end) for low, end in zip(lows, ends, strict=True)),
+    )
 
 
 def _together(
@@ -136,11 +128,11 @@ def _together(
     interpret: bool = False,
 ) -> list[Array]:
     """`adapted_matmuls` by the kernels for TPU."""
-    low = _SideBySide.of(lows, rows.dtype)
+    thin = _side_by_side(lows, rows.dtype)
     if layer is None:
-        return _fused(rows, weights, low, group_sizes, likely, interpret)
+        return _fused(rows, weights, thin, group_sizes, likely, interpret)
     whole = tuple(w._replace(values=_flat(w.values)) if isinstance(w, Scaled) else _flat(w) for w in weights)
-    return _products(rows, whole, low, group_sizes, layer=layer, likely=likely, interpret=interpret)[0]
+    return _products(rows, whole, thin, group_sizes, layer=layer, likely=likely, interpret=interpret)
 
 
 def _flat(w: Shaped[Array, "L E D F"]) -> Shaped[Array, "M D F"]:
@@ -148,51 +140,28 @@ def _flat(w: Shaped[Array, "L E D F"]) -> Shaped[Array, "M D F"]:
     return w.reshape(-1, *w.shape[2:])
 
 
-def _products(
-    rows: Array,
-    weights: tuple[Weights, ...],
-    low: _SideBySide,
-    group_sizes: Array,
-    *,
-    layer: Array | int = 0,
-    **options: Any,
-) -> tuple[list[Array], Float[Array, "N R"]]:
-    """The products with matrices and adapters, and the scaled thin product."""
-    thin = grouped_matmul_tpu.matmuls_transposed((rows,), (low.inner,), group_sizes, **options)
-    thin = checkpoint_name(thin, "dot") * low.factors
+def _products(rows: Array, weights: tuple[Weights, ...], thin: Thin, group_sizes: Array, **options: Any) -> list[Array]:
     values, scales = values_and_scales(weights)
-    added = Added(thin, low.outer)
-    outs = grouped_matmul_tpu.matmuls(rows, values, group_sizes, scales=scales, added=added, layer=layer, **options)
-    return list(outs), thin
+    return list(grouped_matmul_tpu.matmuls(rows, values, group_sizes, scales=scales, thin=thin, **options))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _fused(
-    rows: Array, weights: tuple[Weights, ...], low: _SideBySide, group_sizes: Array, likely: int | None, interpret: bool
+    rows: Array, weights: tuple[Weights, ...], thin: Thin, group_sizes: Array, likely: int | None, interpret: bool
 ) -> list[Array]:
     """The products; only rows and adapters have a gradient."""
-    return _products(rows, weights, low, group_sizes, likely=likely, interpret=interpret)[0]
-
-
-def _forward(
-    rows: Array, weights: tuple[Weights, ...], low: _SideBySide, group_sizes: Array, likely: int | None, interpret: bool
-) -> tuple[list[Array], tuple[Any, ...]]:
-    outs, thin = _products(rows, weights, low, group_sizes, likely=likely, interpret=interpret)
-    return outs, (rows, thin, weights, low, group_sizes)
+    return _products(rows, weights, thin, group_sizes, likely=likely, interpret=interpret)
 
 
 def _backward(
     likely: int | None, interpret: bool, kept: tuple[Any, ...], grads: list[Array]
-) -> tuple[Array, None, _SideBySide, None]:
-    rows, thin, weights, low, group_sizes = kept
-    options: dict[str, Any] = {"group_sizes": group_sizes, "likely": likely, "interpret": interpret}
-    transposed = partial(grouped_matmul_tpu.matmuls_transposed, grads, **options)
-    outer = partial(grouped_matmul_tpu.outer, **options)
-    d_thin = transposed(low.outer) * low.factors
+) -> tuple[Array, None, Thin, None]:
+    rows, weights, thin, group_sizes = kept
+    options: dict[str, Any] = {"likely": likely, "interpret": interpret}
     values, scales = values_and_scales(weights)
-    d_rows = transposed(values, scales=scales, added=Added(d_thin, (low.inner,)))
-    d_outer = tuple(outer(thin, g) for g in grads)
-    return d_rows, None, _SideBySide(outer(d_thin, rows), d_outer, cast(Any, None)), None
+    d_rows = grouped_matmul_tpu.matmuls_transposed(grads, values, group_sizes, scales=scales, thin=thin.back, **options)
+    d_inner, d_outer = adapted_matmul_tpu.gradient(rows, grads, thin, group_sizes, **options)
+    return d_rows, None, Thin((d_inner,), cast(Any, None), d_outer), None
 
 
-_fused.defvjp(_forward, _backward)
+_fused.defvjp(lambda *given: (_fused(*given), given[:4]), _backward)
