@@ -10,6 +10,7 @@ import pytest
 from gspo_jax.kernels import adapted_matmul, adapted_matmul_tpu, grouped_matmul_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.kernels.grouped_matmul import Scaled
+from gspo_jax.types import UserError
 from tests.test_grouped_matmul_tpu import kernels
 from tests.tiny import mostly_slow
 
@@ -144,3 +145,19 @@ def test_kernels_say_what_they_cost():
     gradient = found["grouped_outer_thin_128"]
     assert gradient.flops == 4 * N * 8 * wide and gradient.bytes_accessed == 2 * wide * (N + 2 * E * 8)
     assert set(found) == {"grouped_visits", "grouped_outer_thin_128", *plain}
+
+
+def test_rows_in_vmem_leave_room_for_gradients():
+    """Of 2048 and twice 768 columns: 256 rows take 7.3 MB with their float32, gradients of rank 128 for two 11.0 MB."""
+    N, D, F, E = 4096, 2048, 768, 4
+    x, sizes = jnp.ones((N, D), jnp.bfloat16), jnp.full(E, N // E, jnp.int32)
+
+    def run(rank):
+        low = LowRank(jnp.ones((E, D, rank), x.dtype), jnp.ones((E, rank, F), x.dtype), 1.0)
+        thin = adapted_matmul._side_by_side((low, low), x.dtype)
+        return adapted_matmul_tpu.gradient(x, [x[:, :F]] * 2, thin, sizes)
+
+    for rank, tile in ((16, 256), (128, 128)):
+        assert f"grouped_outer_thin_{tile}" in kernels(jax.make_jaxpr(partial(run, rank))().jaxpr)
+    with pytest.raises(UserError, match="gradients of 512 × 3584 exceed a kernel's 14680064 bytes of VMEM; lower the"):
+        jax.make_jaxpr(partial(run, 256))()

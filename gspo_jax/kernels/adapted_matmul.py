@@ -99,20 +99,24 @@ def _apart(
 def _side_by_side(lows: Lows, dtype: Any) -> Thin:
     """The adapters of matrices of which one or more have any, as one of rank R, the sum of theirs.
 
-    B of each matrix is zero in the rows of other adapters than its own.
+    B of each matrix is zero in the rows of other adapters than its own. A rank of one gets a second row of zeros: the
+    TPU compiler takes no product over a single column.
     """
     given = [low for low in lows if low is not None]
     ranks = [0 if low is None else low.a.shape[-1] for low in lows]
-    ends, R = itertools.accumulate(ranks), sum(ranks)
+    ends, R = itertools.accumulate(ranks), max(2, sum(ranks))
+    spare = R - sum(ranks)
 
     def padded(low: LowRank | None, end: int) -> Array:
         if low is None:
             return jnp.zeros((len(given[0].b), R, given[0].b.shape[-1]), dtype)
         return jnp.pad(low.b, ((0, 0), (end - low.b.shape[-2], R - end), (0, 0)))
 
+    inner = jnp.concatenate([low.a.mT for low in given], axis=1)
+    factors = np.repeat([*(low.scale for low in given), 0.0], [*(r for r in ranks if r), spare])
     return Thin(
-        (jnp.concatenate([low.a.mT for low in given], axis=1),),
-        jnp.asarray(np.repeat([low.scale for low in given], [r for r in ranks if r])[None], jnp.float32),
+        (jnp.pad(inner, ((0, 0), (0, spare), (0, 0))),),
+        jnp.asarray(factors[None], jnp.float32),
         tuple(padded(low, end) for low, end in zip(lows, ends, strict=True)),
     )
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.kernels.grouped_matmul_tpu import Thin, thin_columns
-from gspo_jax.kernels.visits_tpu import accumulate, row_tile, schedule, taken
+from gspo_jax.kernels.visits_tpu import VMEM, accumulate, row_tile, schedule, taken
+from gspo_jax.types import UserError
 
 
 def _kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, *refs: Any, n: int) -> None:
@@ -52,13 +53,21 @@ def gradient(
       group_sizes: summing to at most N.
       likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
       interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
+
+    Raises:
+      UserError: the gradients of a group do not fit VMEM.
     """
     (N, D), E, size, R = rows.shape, group_sizes.shape[0], rows.dtype.itemsize, thin.factors.shape[1]
     widths = [D, *(g.shape[1] for g in grads)]
     tile = row_tile(N, E, N if likely is None else likely, sum(widths), size)
+    matrices = (4 * size + 4) * sum(widths) * 16 * pl.cdiv(R, 16)  # double buffers, and sums in float32
+    while matrices + (2 * size + 4) * tile * sum(widths) > VMEM and tile % 32 == 0:  # rows are masked in float32
+        tile //= 2
+    if matrices + (2 * size + 4) * tile * sum(widths) > VMEM:
+        raise UserError(f"gradients of {R} × {sum(widths)} exceed a kernel's {VMEM} bytes of VMEM; lower the rank")
     visits, counts = schedule(group_sizes, N, tile, interpret=interpret)
     tiles = [pl.BlockSpec((tile, width), lambda v, group, tile, *_: (tile[v], 0)) for width in widths]
-    matrices = [pl.BlockSpec((None, R, width), lambda v, group, *_: (group[v], 0, 0)) for width in widths]
+    blocks = [pl.BlockSpec((None, R, width), lambda v, group, *_: (group[v], 0, 0)) for width in widths]
 
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
@@ -66,8 +75,8 @@ def gradient(
             out_shape=tuple(jax.ShapeDtypeStruct((E, R, width), rows.dtype) for width in widths),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=4,
-                in_specs=(*tiles, matrices[0], pl.BlockSpec((1, R), lambda *_: (0, 0)), *matrices[1:]),
-                out_specs=matrices,
+                in_specs=(*tiles, blocks[0], pl.BlockSpec((1, R), lambda *_: (0, 0)), *blocks[1:]),
+                out_specs=blocks,
                 grid=(count,),
                 scratch_shapes=tuple(pltpu.VMEM((R, width), jnp.float32) for width in widths),
             ),
