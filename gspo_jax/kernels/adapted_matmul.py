@@ -1,8 +1,8 @@
 """Grouped matmul beside low-rank adapters, y = x W + s (x A) B with a W, an A and a B for each expert.
 
-On TPU the thin products x A of all matrices are one array, and the kernels that multiply by W add their product with B
-before they write y, as they do with the gradient of x. Elsewhere the products are grouped matmuls of their own, and
-added. Adapters of matrices that every token passes are in models/matrices.py.
+On TPU the kernels that multiply by W compute the adapters' products too, of all matrices at once, and add them before
+they write y, as they do with the gradient of x. Elsewhere the products are grouped matmuls of their own, and added up.
+Matrices that every token passes, and their adapters, are multiplied in models/matrices.py.
 """
 
 import itertools
@@ -18,13 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels import adapted_matmul_tpu, grouped_matmul_tpu
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import (
-    Scaled,
-    Weights,
-    grouped_matmuls,
-    stacked_matmuls,
-    values_and_scales,
-)
+from gspo_jax.kernels.grouped_matmul import Scaled, Weights, grouped_matmuls, stacked_matmuls, values_and_scales
 from gspo_jax.kernels.grouped_matmul_tpu import Thin
 
 

@@ -1,8 +1,7 @@
 """Work that kernels execute beyond what is needed, for rows at their longest and random expert loads; parts of a time.
 
 A kernel's own module says what it computes: attention_tpu.py and packed_attention_tpu.py the blocks that a mask visits,
-visits_tpu.py the tiles that a load visits. Another kernel whose work is not what it declares takes a row in
-`kernels`.
+visits_tpu.py the tiles that a load visits. Another kernel whose work is not what it declares takes a row in `kernels`.
 """
 
 import math
