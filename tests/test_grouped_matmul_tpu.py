@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from gspo_jax.kernels import grouped_matmul_tpu, row_sums_tpu
+from gspo_jax.kernels import grouped_matmul_tpu, row_sums_tpu, visits_tpu
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
@@ -114,7 +114,7 @@ PARTED = [(rows, load) for rows in (384, 512) for load in LOADS]
 def test_parts_of_a_tile_equal_the_dense_oracle(rows, load, monkeypatch):
     """A group that has some rows of a tile computes some of its three or four parts. Rows beyond the groups are NaN."""
     sizes, N, D, F = LOADS[load], 1536, 16, 24
-    monkeypatch.setattr(grouped_matmul_tpu, "_row_tile", lambda *_: rows)
+    monkeypatch.setattr(grouped_matmul_tpu, "row_tile", lambda *_: rows)
     used, groups = sum(sizes), jnp.asarray(sizes, jnp.int32)
     x, x64 = draw("float32", N, D, seed=0)
     w, w64 = draw("float32", len(sizes), D, F, seed=1)
@@ -129,7 +129,7 @@ def test_parts_of_a_tile_equal_the_dense_oracle(rows, load, monkeypatch):
 
 def computed(sizes, rows, tile):
     """Return the rows that the kernels compute for these groups, counted over the slices of every visit."""
-    visits, counts = grouped_matmul_tpu._visits(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
+    visits, counts = visits_tpu.schedule(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
 
     def kernel(first, end, counts, total):
         def add(at, *_):
@@ -139,7 +139,7 @@ def computed(sizes, rows, tile):
 
         @pl.loop(0, counts[1])
         def _(v):
-            grouped_matmul_tpu._for_parts(first[v], end[v], tile, add)
+            visits_tpu.for_parts(first[v], end[v], tile, add)
 
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     return int(pl.pallas_call(kernel, out_shape=total, interpret=True)(visits.first, visits.end, counts)[0])
@@ -151,7 +151,7 @@ def computed(sizes, rows, tile):
 )
 def test_rows_computed_by_hand(sizes, tile, rows):
     """Rows [0, 100) are in one part of 128, [100, 400) in four; of tiles of 16, [0, 10) is in one, [10, 30) in two."""
-    assert grouped_matmul_tpu.executed_rows(np.array(sizes), tile) == rows == computed(sizes, 1024, tile)
+    assert visits_tpu.executed_rows(np.array(sizes), tile) == rows == computed(sizes, 1024, tile)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -163,8 +163,8 @@ def test_rows_computed_at_random_loads(seed):
     tokens, E, K = 16384, 128, 8
     rng = np.random.default_rng(seed)
     sizes = np.bincount(rng.permuted(np.tile(np.arange(E), (tokens, 1)), axis=1)[:, :K].reshape(-1), minlength=E)
-    tile = grouped_matmul_tpu._row_tile(tokens * K, E, tokens * K, 2048, 2)
-    rows = grouped_matmul_tpu.executed_rows(sizes, tile)
+    tile = visits_tpu.row_tile(tokens * K, E, tokens * K, 2048, 2)
+    rows = visits_tpu.executed_rows(sizes, tile)
     assert (tile, rows) == (512, computed(sizes, tokens * K, tile))
     assert 1.11 * tokens * K < rows < 1.13 * tokens * K
 
@@ -200,7 +200,7 @@ def test_without_rows_the_weights_gradient_is_zero():
     ],
 )
 def test_a_tile_of_rows_is_no_longer_than_a_group_fills(rows, groups, likely, tile):
-    assert grouped_matmul_tpu._row_tile(rows, groups, likely, 2048, 2) == tile
+    assert visits_tpu.row_tile(rows, groups, likely, 2048, 2) == tile
 
 
 def test_wide_rows_have_shorter_tiles():
@@ -208,7 +208,7 @@ def test_wide_rows_have_shorter_tiles():
 
     512 rows of 4096 numbers take 8 MiB in bfloat16 and 16 MiB in float32, which has to be divided by 2 and by 4.
     """
-    tiles = [grouped_matmul_tpu._row_tile(131072, 32, 131072, 4096, size) for size in (2, 4)]
+    tiles = [visits_tpu.row_tile(131072, 32, 131072, 4096, size) for size in (2, 4)]
     assert tiles == [256, 128]
 
 
@@ -251,7 +251,7 @@ def test_visits_are_the_tiles_of_each_group(name):
         if size
     ]
     empty = [e for e, size in enumerate(sizes) if not size]
-    visits, counts = grouped_matmul_tpu._visits(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
+    visits, counts = visits_tpu.schedule(jnp.asarray(sizes, jnp.int32), rows, tile, interpret=True)
     found = list(zip(*(x.tolist() for x in visits), strict=True))
     assert counts.tolist() == [len(expected), len(expected) + len(empty)]
     assert found[: len(expected)] == expected
@@ -276,7 +276,7 @@ def test_row_sums_equal_a_plain_sum(size, used):
 def test_work_follows_the_rows_in_the_groups():
     """131072 rows in a buffer for four times as many: 256 tiles of 512, plus 31 for groups that start mid-tile."""
     groups = jnp.full(32, 4096, jnp.int32).at[::2].add(100).at[1::2].add(-100)
-    visits, counts = grouped_matmul_tpu._visits(groups, 524288, 512, interpret=True)
+    visits, counts = visits_tpu.schedule(groups, 524288, 512, interpret=True)
     assert 256 < counts[0] == counts[1] <= 256 + 31
     assert visits.tile.size == 1024 + 31
 
@@ -325,5 +325,5 @@ def test_kernels_say_what_they_cost():
 
 @pytest.mark.parametrize("sizes", [[40, 40, 40, 0, 40], [0, 0, 0, 300, 0], [64, 64, 64, 64, 44], [0, 0, 0, 0, 0]])
 def test_executed_rows_are_those_of_the_tiles_that_the_kernel_visits(sizes):
-    _, counts = grouped_matmul_tpu._visits(jnp.array(sizes), 300, 64, interpret=True)
-    assert grouped_matmul_tpu.executed_rows(np.array(sizes), 64) == 64 * counts[0]
+    _, counts = visits_tpu.schedule(jnp.array(sizes), 300, 64, interpret=True)
+    assert visits_tpu.executed_rows(np.array(sizes), 64) == 64 * counts[0]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gspo_jax.kernels.adapted_matmul import LowRank, adapted_matmuls
 from gspo_jax.kernels.decode_attention_tpu import ring_softmax
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
@@ -126,6 +127,27 @@ def experts_int8(target, name, dtype):
         return read(topology.lower(backward, x, w, scale, sizes, y, y).compile())
 
 
+def experts_adapted(target, name, dtype):
+    """Compile the same with adapters of rank 16 beside experts in int8."""
+    mesh = topology.topology_mesh(target, {"fsdp": -1})
+    rows, chips, one = ROWS[name], mesh.size, of_mesh(mesh)
+    x, y = (one((rows * chips, width), dtype, "batch") for width in (D, F))
+    w, scale = one((EXPERTS * chips, D, F), jnp.int8, "batch"), one((EXPERTS * chips, F), jnp.float32, "batch")
+    a, b = (one((EXPERTS * chips, *shape), dtype, "batch") for shape in ((D, 16), (16, F)))
+    sizes, spec = one((EXPERTS * chips,), jnp.int32, "batch"), PartitionSpec(mesh_lib.BATCH_AXES)
+
+    def run(x, a, b, w, scale, sizes):
+        return tuple(adapted_matmuls(x, (Scaled(w, scale),) * 2, (LowRank(a, b, 2.0),) * 2, sizes))
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(run, in_specs=(spec,) * 6, out_specs=spec)
+
+        def backward(x, a, b, w, scale, sizes, *grads):
+            return with_gradients(lambda *trained: run(*trained, w, scale, sizes), x, a, b, grads=grads)
+
+        return read(topology.lower(backward, x, a, b, w, scale, sizes, y, y).compile())
+
+
 def ring(target, name, dtype, cache_dtype=None):
     """Compile decode attention with 16 slots and half of the KV heads per chip."""
     mesh, columns = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), RINGS[name]
@@ -152,15 +174,22 @@ def ring_int8(target, name, dtype):
     return ring(target, name, dtype, "int8")
 
 
-OF_EXPERTS, OF_RINGS = (experts, experts_int8), (ring, ring_int8)
-NAMES = {attention: SEGMENTS, packed: PACKED} | dict.fromkeys(OF_EXPERTS, ROWS) | dict.fromkeys(OF_RINGS, RINGS)
-LARGEST = {(of, "many" if of in OF_EXPERTS else "long") for of in NAMES}
+KERNELS = {
+    attention: SEGMENTS,
+    packed: PACKED,
+    experts: ROWS,
+    experts_int8: ROWS,
+    experts_adapted: ("many", "few"),
+    ring: RINGS,
+    ring_int8: RINGS,
+}
+LARGEST = {(of, "many" if of in (experts, experts_int8, experts_adapted) else "long") for of in KERNELS}
 REMATERIALISED = ("dots", "full")
 
 
 def cases(target):
     """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
-    named = [(of, name) for of, names in NAMES.items() for name in names]
+    named = [(of, name) for of, names in KERNELS.items() for name in names]
     if target.startswith("v5p"):
         return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in named if case in LARGEST)]
     return [(*case, "bfloat16") for case in named if case in LARGEST]
@@ -202,6 +231,10 @@ def test_the_tpu_compiler_takes_every_kernel(target):
             assert result["kernels"] == {f"grouped_{k}": n for k, n in kernels.items()}
         elif of is experts_int8:
             assert result["kernels"] == {f"grouped_{k}": 1 for k in ("visits", "matmul", "matmul_transposed")}
+        elif of is experts_adapted:
+            kernels = {f"grouped_{k}": 1 for k in ("matmul", "matmul_transposed", "outer_thin")}
+            visits = result["kernels"].pop("grouped_visits")
+            assert result["kernels"] == kernels and visits <= 2, "tiles are shorter where more is in VMEM at once"
         else:
             assert result["kernels"] == {"ring_softmax": 1}
     if target.startswith("v5p"):

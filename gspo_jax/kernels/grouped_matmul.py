@@ -233,7 +233,7 @@ def _products(
 
 
 def _tpu_products(rows: Array, group_sizes: Array, weights: Sequence[Weights], **options: Any) -> tuple[Array, ...]:
-    values, scales = _parts(weights)
+    values, scales = values_and_scales(weights)
     return grouped_matmul_tpu.matmuls(rows, values, group_sizes, scales=scales, **options)
 
 
@@ -243,14 +243,14 @@ def _tpu_transposed(
     """The sum of what calls with weights that are alike give."""
 
     def of(alike: list[int]) -> Array:
-        values, scales = _parts([weights[i] for i in alike])
+        values, scales = values_and_scales([weights[i] for i in alike])
         own = [grads[i] for i in alike]
         return grouped_matmul_tpu.matmuls_transposed(own, values, group_sizes, scales=scales, likely=likely)
 
     return reduce(jnp.add, map(of, _alike(weights)))
 
 
-def _parts(weights: Sequence[Weights]) -> tuple[list[Array], list[Array]]:
+def values_and_scales(weights: Sequence[Weights]) -> tuple[list[Array], list[Array]]:
     """The values of weights that are alike, and their scales: as many, or none."""
     scales = [w.scale for w in weights if isinstance(w, Scaled)]
     return [w.values if isinstance(w, Scaled) else w for w in weights], scales

@@ -1,9 +1,7 @@
 """Grouped matmul on TPU: the Pallas kernels of the forward and backward passes, which skip unused rows and weights.
 
-Rows are split into tiles. A tile is visited once for each group that has rows in it, and tiles past the last group are
-never visited, so the work scales with the rows in the groups, not with the buffer or the number of experts. Of a tile
-that it has only some rows in, a group computes the parts of 128 rows that hold them. Weight blocks span the whole
-contraction dimension and stay in VMEM from one tile of a group to the next, so each is read once.
+`visits_tpu` says which tiles of rows a group visits. Weight blocks span the whole contraction dimension and stay in
+VMEM from one tile of a group to the next, so each is read once.
 """
 
 import functools
@@ -13,112 +11,32 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from gspo_jax.kernels.backend import unchecked
+from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, row_tile, schedule, taken
 from gspo_jax.types import UserError
 
-LANES = 128
-_VMEM = 14 * 2**20
-"""Byte budget of a kernel's blocks out of the 16 MiB of VMEM that the compiler grants; measured: more can fail."""
 
+class Thin(NamedTuple):
+    """A second way from rows to outputs, through R columns: out_j += (f · Σ_i rows_i @ first_i^T) @ second_j.
 
-class _Visits(NamedTuple):
-    """Schedule of (group, tile) pairs: the tiles of each group in order, then one visit for each group without rows.
-
-    Its length V allows for one visit per tile plus one for each group that begins inside a tile.
+    Its matrices have few rows and many columns, which take the least memory. The columns are rounded between them.
     """
 
-    group: Int[Array, " V"]
-    tile: Int[Array, " V"]
-    first: Int[Array, " V"]
-    """Offset in the tile of the group's first row."""
-    end: Int[Array, " V"]
-    """Offset in the tile just past the group's last row."""
+    first: Sequence[Float[Array, "E R D"]]
+    """For each array of rows, in their dtype; those of one layer."""
+    factors: Float[Array, "1 R"]
+    """f, float32."""
+    second: Sequence[Float[Array, "E R F"]]
+    """For each output, in the rows' dtype."""
 
-
-def _visits_kernel(sizes: Any, group: Any, tile: Any, first: Any, end: Any, counts: Any, *, rows: int) -> None:
-    """Write the visits of each group in turn, then those of the empty groups; a tile has `rows` rows."""
-    E = sizes.shape[0]
-
-    def write(v: Array, *visit: Array | int) -> Array:
-        for out, value in zip((group, tile, first, end), visit, strict=True):
-            out[v] = value
-        return v + 1
-
-    def filled(e: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
-        start, v = at
-        stop = start + sizes[e]
-
-        def one(t: Array, v: Array) -> Array:
-            return write(v, e, t, jnp.maximum(start - t * rows, 0), jnp.minimum(stop - t * rows, rows))
-
-        # From the tile of the first row to that of the last; no tile for an empty group.
-        tiles = jnp.where(sizes[e] > 0, (stop - 1) // rows + 1, 0)
-        return stop, jax.lax.fori_loop(start // rows, tiles, one, v)
-
-    def empty(e: Array, v: Array) -> Array:
-        return jax.lax.cond(sizes[e] > 0, lambda v: v, lambda v: write(v, e, 0, 0, 0), v)
-
-    _, with_rows = jax.lax.fori_loop(0, E, filled, (jnp.int32(0), jnp.int32(0)))
-    counts[0], counts[1] = with_rows, jax.lax.fori_loop(0, E, empty, with_rows)
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "tile", "interpret"))
-def _visits(
-    group_sizes: Int[Array, " E"], rows: int, tile: int, *, interpret: bool
-) -> tuple[_Visits, Int[Array, " 2"]]:
-    """Return the visits and two counts: the visits with rows, and all visits including those of empty groups.
-
-    Scalar loops in a kernel take less time than the many small array operations of a plain-XLA version. Because it is
-    jitted it is traced once, so the compiler sees identical kernels wherever the groups are the same, in forward and
-    backward, and runs them once.
-    """
-    E = group_sizes.shape[0]
-    room = pl.cdiv(rows, tile) + E - 1
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-    run = pl.pallas_call(
-        functools.partial(_visits_kernel, rows=tile),
-        out_shape=(*[jax.ShapeDtypeStruct((room,), jnp.int32)] * 4, jax.ShapeDtypeStruct((2,), jnp.int32)),
-        in_specs=(scalars,),
-        out_specs=(scalars,) * 5,
-        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=4 * (E + 4 * room + 2), transcendentals=0),
-        interpret=interpret,
-        name="grouped_visits",
-    )
-    *visits, counts = unchecked(run, group_sizes.astype(jnp.int32))
-    return _Visits(*visits), counts
-
-
-def _row_tile(rows: int, groups: int, likely: int, width: int, size: int) -> int:
-    """Rows per tile: the largest of 512, 256 and 128 that an average group fills; fewer if rows are very wide or few.
-
-    Short tiles leave the matrix units waiting for weights, as do the parts that are computed of a group's first and
-    last tile; of tiles longer than the groups only parts would be. Two buffers of a tile, whose rows have `width`
-    elements of `size` bytes, take at most a third of the VMEM budget.
-    """
-    tile = next((t for t in (512, 256) if likely // groups >= t), LANES)
-    while tile > 16 and 2 * size * tile * width > _VMEM // 3:
-        tile //= 2
-    return min(tile, rows)
-
-
-def _part(tile: int) -> int:
-    """Rows per part of a tile: the fewest that are computed at once."""
-    return LANES if tile % LANES == 0 else tile
-
-
-def executed_rows(group_sizes: Int[np.ndarray, " E"], tile: int) -> int:
-    """Rows that a kernel with tiles of `tile` rows computes: for each group, whole, the parts that hold rows of it.
-
-    The name of a kernel ends in its tile.
-    """
-    part, ends = _part(tile), np.cumsum(group_sizes)
-    parts = -(-ends // part) - (ends - group_sizes) // part
-    return part * int(parts[group_sizes > 0].sum())
+    @property
+    def back(self) -> "Thin":
+        """The way back, of gradients."""
+        return Thin(self.second, self.factors, self.first)
 
 
 def _splits(size: int) -> list[int]:
@@ -139,7 +57,7 @@ def _columns(width: int, fits: Callable[[int], bool]) -> int:
     lengths = [t for t in _splits(width) if fits(t)]
     if not lengths:
         raise UserError(
-            f"no block of {width} columns fits a kernel's {_VMEM} bytes of VMEM; use bfloat16 or narrower rows"
+            f"no block of {width} columns fits a kernel's {VMEM} bytes of VMEM; use bfloat16 or narrower rows"
         )
     return min(lengths, key=lambda t: (pl.cdiv(pl.cdiv(width, t), 2) * t, -t))
 
@@ -151,25 +69,6 @@ def _tiles(down: int, across: int, fits: Callable[[int, int], bool]) -> tuple[in
     """
     pairs = [p for p in itertools.product(_splits(down), _splits(across)) if fits(*p)]
     return min(pairs, key=lambda p: (p == (down, across), 1 / p[0] + 1 / p[1]))
-
-
-def _for_parts(first: Array, end: Array, rows: int, run: Callable[[Any, Array, Array], None]) -> None:
-    """Call run(slice, first, end) for slices of a tile of `rows` rows that cover the parts with rows of [first, end).
-
-    In the call first and end count from the slice. A slice has one, two, four, … parts, as in the binary number of the
-    parts to cover: a product takes less time per row the more rows it has, and least for a whole tile.
-    """
-    part = _part(rows)
-    begin = first // part
-    count = pl.cdiv(end, part) - begin
-    for parts in (2**i for i in reversed(range((rows // part).bit_length()))):
-
-        def one(parts: int = parts) -> None:
-            start = part * (begin + (count & (-2 * parts)))
-            at = pl.ds(0 if parts * part == rows else pl.multiple_of(start, part), parts * part)
-            run(at, first - start, end - start)
-
-        pl.when((count & parts) != 0)(one)
 
 
 def _store(product: Float[Array, "n f"], out: Any, at: Any, first: Array, end: Array) -> None:
@@ -200,48 +99,62 @@ def _unpacked(group: Any, v: Array, weights: Sequence[Any], copies: Sequence[Any
     return copies
 
 
-def _each_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, scaled: bool) -> None:
+def _each_kernel(
+    group: Any, tile: Any, first: Any, end: Any, layer: Any, rows: Any, *refs: Any, n: int, scaled: bool, thin: bool
+) -> None:
     """Compute out_i = rows @ weights_i for one visit and one block of columns."""
     del tile, layer  # used by the index maps only
     v = pl.program_id(1)
-    n = len(refs) // (4 if scaled else 2)
-    weights, scales, outs, copies = _taken(refs, n, n * scaled, n, n * scaled)
+    weights, scales, inner, factors, outer, outs, copies = taken(
+        refs, n, n * scaled, thin, thin, n * thin, n, n * scaled
+    )
     weights = _unpacked(group, v, weights, copies)
 
     def run(at: Any, first: Array, end: Array) -> None:
+        columns = thin_columns([rows[at, :]], inner, factors[0]) if thin else None
         for i, (w, out) in enumerate(zip(weights, outs, strict=True)):
             product = jnp.dot(rows[at, :], w[...], preferred_element_type=jnp.float32)
-            _store(product * scales[i][...] if scaled else product, out, at, first, end)
+            product = product * scales[i][...] if scaled else product
+            if columns is not None:
+                product += jnp.dot(columns, outer[i][...], preferred_element_type=jnp.float32)
+            _store(product, out, at, first, end)
 
-    _for_parts(first[v], end[v], rows.shape[0], run)
-
-
-def _taken(refs: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
-    """The refs, in groups of these sizes."""
-    rest = iter(refs)
-    return [tuple(itertools.islice(rest, count)) for count in counts]
+    for_parts(first[v], end[v], rows.shape[0], run)
 
 
-def _sum_kernel(group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, scaled: bool) -> None:
+def thin_columns(rows: Sequence[Float[Array, "n _"]], first: Sequence[Any], factors: Any) -> Float[Array, "n R"]:
+    """The columns of a `Thin` way for some rows, in a kernel that holds one group's matrices."""
+    total = functools.reduce(jnp.add, (_by_transposed(x, w[...]) for x, w in zip(rows, first, strict=True)))
+    return (total * factors[...]).astype(rows[0].dtype)
+
+
+def _by_transposed(x: Float[Array, "n d"], w: Float[Array, "f d"]) -> Float[Array, "n f"]:
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _sum_kernel(
+    group: Any, tile: Any, first: Any, end: Any, layer: Any, *refs: Any, n: int, scaled: bool, thin: bool
+) -> None:
     """Compute out = Σ_i rows_i @ weights_i^T for one visit and one block of columns."""
     del tile, layer  # used by the index maps only
     v = pl.program_id(1)
-    n = len(refs) // (4 if scaled else 2)
-    rows, weights, scales, (out,), copies = _taken(refs, n, n, n * scaled, 1, n * scaled)
-    weights = _unpacked(group, v, weights, copies)
-    product = functools.partial(
-        jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    rows, weights, scales, outer, factors, inner, (out,), copies = taken(
+        refs, n, n, n * scaled, n * thin, thin, thin, 1, n * scaled
     )
+    weights = _unpacked(group, v, weights, copies)
 
     def operand(i: int, at: Any) -> Array:
         x = rows[i][at, :]
         return (x.astype(jnp.float32) * scales[i][...]).astype(x.dtype) if scaled else x
 
     def run(at: Any, first: Array, end: Array) -> None:
-        total = functools.reduce(jnp.add, (product(operand(i, at), w[...]) for i, w in enumerate(weights)))
+        total = functools.reduce(jnp.add, (_by_transposed(operand(i, at), w[...]) for i, w in enumerate(weights)))
+        if thin:
+            columns = thin_columns([x[at, :] for x in rows], outer, factors[0])
+            total += jnp.dot(columns, inner[0][...], preferred_element_type=jnp.float32)
         _store(total, out, at, first, end)
 
-    _for_parts(first[v], end[v], out.shape[0], run)
+    for_parts(first[v], end[v], out.shape[0], run)
 
 
 def _products(
@@ -250,6 +163,7 @@ def _products(
     group_sizes: Int[Array, " E"],
     *,
     scales: Sequence[Float[Array, "E O"]],
+    thin: Thin | None,
     transposed: bool,
     layer: Int[Array, ""] | int,
     likely: int | None,
@@ -261,17 +175,21 @@ def _products(
     """
     (N, inner), E, size = rows[0].shape, group_sizes.shape[0], rows[0].dtype.itemsize
     stored, scaled = weights[0].dtype.itemsize, len(scales) > 0
+    rank = 0 if thin is None else thin.factors.shape[1]
+    path = () if thin is None else (*thin.first, thin.factors, *thin.second)
     width, outs = (weights[0].shape[1], 1) if transposed else (weights[0].shape[2], len(weights))
-    tile = _row_tile(N, E, N if likely is None else likely, max(inner, width), size)
+    tile = row_tile(N, E, N if likely is None else likely, max(inner, width), size)
 
     def fits(columns: int) -> bool:  # double buffers of rows, weights and outputs, converted weights, float32 products
         blocks = len(rows) * tile * inner + outs * tile * columns
         matrices = (2 * stored + size * scaled) * len(weights) * inner * columns
-        return 2 * size * blocks + matrices + 4 * outs * tile * columns <= _VMEM
+        lanes, sublanes = (unit * pl.cdiv(rank, unit) for unit in (LANES, 16))
+        beside = 2 * size * sublanes * (len(rows) * inner + outs * columns) + (4 + size) * tile * lanes
+        return 2 * size * blocks + matrices + beside + 4 * outs * tile * columns <= VMEM
 
     columns = _columns(width, fits)
     blocks = pl.cdiv(width, columns)
-    visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
+    visits, counts = schedule(group_sizes, N, tile, interpret=interpret)
     block = (columns, inner) if transposed else (inner, columns)
 
     def matrix(n: Any, v: Any, group: Any, tile: Any, first: Any, end: Any, layer: Any) -> tuple[Any, ...]:
@@ -282,9 +200,29 @@ def _products(
         del tile, first, end, layer
         return group[v], 0, 0 if transposed else n
 
+    def whole(n: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
+        del n
+        return group[v], 0, 0
+
+    def part(n: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
+        return group[v], 0, n
+
+    kernel = functools.partial(
+        _sum_kernel if transposed else _each_kernel, n=len(weights), scaled=scaled, thin=thin is not None
+    )
+    beside = (
+        ()
+        if thin is None
+        else (
+            *[pl.BlockSpec((None, rank, inner), whole)] * len(rows),
+            pl.BlockSpec((1, rank), lambda *_: (0, 0)),
+            *[pl.BlockSpec((None, rank, columns), part)] * outs,
+        )
+    )
+
     def run(count: Array, *args: Array) -> tuple[Array, ...]:
         return pl.pallas_call(
-            functools.partial(_sum_kernel if transposed else _each_kernel, scaled=scaled),
+            kernel,
             out_shape=(jax.ShapeDtypeStruct((N, width), rows[0].dtype),) * outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
@@ -292,6 +230,7 @@ def _products(
                     *[pl.BlockSpec((tile, inner), lambda n, v, group, tile, *_: (tile[v], 0))] * len(rows),
                     *[pl.BlockSpec((None, *block), matrix)] * len(weights),
                     *[pl.BlockSpec((None, 1, block[1]), scale)] * len(scales),
+                    *beside,
                 ),
                 out_specs=(pl.BlockSpec((tile, columns), lambda n, v, group, tile, *_: (tile[v], n)),) * outs,
                 grid=(blocks, count),
@@ -300,9 +239,10 @@ def _products(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             # For all rows of the buffer, since the number of used rows is unknown at compile time.
             cost_estimate=pl.CostEstimate(
-                flops=2 * N * inner * width * len(weights),
+                flops=2 * N * (inner * width * len(weights) + rank * (len(rows) * inner + outs * width)),
                 bytes_accessed=size * (len(rows) * N * inner * blocks + outs * N * width)
-                + stored * len(weights) * min(E, N) * inner * width,
+                + min(E, N)
+                * (stored * len(weights) * inner * width + size * rank * (len(rows) * inner + outs * width)),
                 transcendentals=0,
             ),
             interpret=interpret,
@@ -310,7 +250,7 @@ def _products(
         )(*args)
 
     rank3 = (s.astype(jnp.float32)[:, None] for s in scales)
-    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *rank3)
+    return unchecked(run, counts[0], *visits, jnp.asarray(layer, jnp.int32).reshape(1), *rows, *weights, *rank3, *path)
 
 
 def matmuls(
@@ -319,6 +259,7 @@ def matmuls(
     group_sizes: Int[Array, " E"],
     *,
     scales: Sequence[Float[Array, "E F"]] = (),
+    thin: Thin | None = None,
     layer: Int[Array, ""] | int = 0,
     likely: int | None = None,
     interpret: bool = False,
@@ -333,6 +274,7 @@ def matmuls(
       weights: all of one shape, in the rows' dtype, or in int8 if there are scales.
       group_sizes: summing to at most N.
       scales: those of each of the weights, of this layer alone, or none.
+      thin: what is added to the outputs before they are rounded; None for nothing.
       layer: index of the layer whose E matrices the groups use.
       likely: expected total of `group_sizes`, a tuning hint; None expects all N rows in use.
       interpret: run the kernel on any backend, slowly, for tests; not supported inside `jax.shard_map`.
@@ -345,6 +287,7 @@ def matmuls(
         weights,
         group_sizes,
         scales=scales,
+        thin=thin,
         transposed=False,
         layer=layer,
         likely=likely,
@@ -358,6 +301,7 @@ def matmuls_transposed(
     group_sizes: Int[Array, " E"],
     *,
     scales: Sequence[Float[Array, "E F"]] = (),
+    thin: Thin | None = None,
     likely: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N D"]:
@@ -371,6 +315,7 @@ def matmuls_transposed(
         weights,
         group_sizes,
         scales=scales,
+        thin=thin,
         transposed=True,
         layer=0,
         likely=likely,
@@ -382,37 +327,11 @@ def matmuls_transposed(
 def _outer_kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, grads: Any, out: Any, total: Any) -> None:
     """Compute out = Σ rows^T grads over the visits of a group, for one block of the output."""
     del tile  # used by the index maps only
-    v, last = pl.program_id(1), pl.num_programs(1) - 1
-    begins = (v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v])
-    ends = (v == last) | (group[jnp.minimum(v + 1, last)] != group[v])
 
-    @pl.when(begins)
-    def _() -> None:
-        total[...] = jnp.zeros_like(total)
+    def add(x: Array, g: Array) -> None:
+        total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-    def run(at: Any, first: Array, end: Array) -> None:
-        def own(x: Array) -> Array:  # masks both factors, because the other rows may hold NaN
-            row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-            return jnp.where((row >= first) & (row < end), x.astype(jnp.float32), 0).astype(x.dtype)
-
-        def add(x: Array, g: Array) -> None:
-            total[...] += jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-        whole = (first <= 0) & (end >= at.size)
-
-        @pl.when(whole)
-        def _() -> None:
-            add(rows[at, :], grads[at, :])
-
-        @pl.when(~whole)
-        def _() -> None:
-            add(own(rows[at, :]), own(grads[at, :]))
-
-    _for_parts(first[v], end[v], rows.shape[0], run)
-
-    @pl.when(ends)
-    def _() -> None:
-        out[...] = total[...].astype(out.dtype)
+    accumulate(1, group, first, end, (rows, grads), add, [total], [out])
 
 
 def outer(
@@ -430,13 +349,13 @@ def outer(
     `name` and its tile.
     """
     (N, D), F, E, size = rows.shape, grads.shape[1], group_sizes.shape[0], rows.dtype.itemsize
-    tile = _row_tile(N, E, N if likely is None else likely, max(D, F), size)
+    tile = row_tile(N, E, N if likely is None else likely, max(D, F), size)
     # Double buffers of rows, gradients and output, plus the accumulator and both inputs masked in float32.
     down, across = _tiles(
-        D, F, lambda d, f: 2 * size * (tile * (d + f) + d * f) + 4 * d * f + 4 * tile * (d + f) <= _VMEM
+        D, F, lambda d, f: 2 * size * (tile * (d + f) + d * f) + 4 * d * f + 4 * tile * (d + f) <= VMEM
     )
     deep, wide = pl.cdiv(D, down), pl.cdiv(F, across)
-    visits, counts = _visits(group_sizes, N, tile, interpret=interpret)
+    visits, counts = schedule(group_sizes, N, tile, interpret=interpret)
 
     def run(count: Array, *args: Array) -> Array:
         return pl.pallas_call(

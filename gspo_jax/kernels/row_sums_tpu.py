@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from gspo_jax.kernels.grouped_matmul_tpu import LANES, outer
+from gspo_jax.kernels.grouped_matmul_tpu import outer
+from gspo_jax.kernels.visits_tpu import LANES
 
 ROW_SUMS = "row_sums"
 """Name of the kernel, whose products stand for sums."""

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from gspo_jax.kernels.adapted_matmul import adapted_matmuls
 from gspo_jax.kernels.backend import platform
-from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls, stacked_matmuls
+from gspo_jax.kernels.grouped_matmul import Scaled
 from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, row_sums
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import hlo
@@ -209,15 +210,13 @@ def _part(
     x, weights, kernels = tree.unflatten(leaves)
     source, slot, sizes = pairs.part(first, room)
     # Rows without a pair yield undefined rows, which `gather_up` does not read.
-    thin = partial(grouped_matmuls, tail=False, likely=likely)
-    wide = thin if layer is None else partial(stacked_matmuls, layer=layer, likely=likely)
     slots = _first_slots(slot, min(slot.shape[1], kernels.held), room)
     token, by_row = source // slot.shape[1], None
     if platform() == "tpu" and room >= _MANY and slots.size > 2 * room:
         by_row = by_target(token, sizes.sum(), len(x))
     where = Slots(token, slots, by_row)
     rows, shares = to_slots(x, where), weights_to_slots(weights.astype(x.dtype), source, slot)
-    products = partial(_products, wide, thin, sizes=sizes)
+    products = partial(_products, group_sizes=sizes, layer=layer, likely=likely)
     gated, raised = (checkpoint_name(y, "dot") for y in products(rows, (kernels.gate, kernels.up)))
     (out,) = products(jax.nn.silu(gated) * raised * shares, (kernels.down,))
     return gather_up(out, where)
@@ -284,26 +283,10 @@ def _in_parts_backward(tree: Any, room: int, likely: int, kept: tuple[Any, ...],
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward, symbolic_zeros=True)
 
 
-def _products(
-    wide: Callable[..., tuple[Array, ...]],
-    thin: Callable[..., tuple[Array, ...]],
-    rows: Float[Array, "N D"],
-    matrices: Sequence[Matrix],
-    *,
-    sizes: Int[Array, " E"],
-) -> list[Array]:
-    """Each row times its expert's matrices, by the grouped matmul `wide`, and `thin` for adapters."""
+def _products(rows: Float[Array, "N D"], matrices: Sequence[Matrix], **options: Any) -> list[Float[Array, "N F"]]:
+    """Each row times its expert's matrices; options are those of `adapted_matmuls`."""
     weights = tuple(m.weights if m.scale is None else Scaled(m.weights, m.scale) for m in matrices)
-    lows = [m.low for m in matrices if m.low is not None]
-    if wide is thin:  # rows are read once
-        outs = thin(rows, (*weights, *(low.a for low in lows)), sizes)
-        outs, inner = outs[: len(weights)], outs[len(weights) :]
-    else:
-        outs, inner = wide(rows, weights, sizes), thin(rows, tuple(low.a for low in lows), sizes) if lows else ()
-    parts = (checkpoint_name(y, "dot") * low.scale for y, low in zip(inner, lows, strict=True))
-    return [
-        y if m.low is None else y + thin(next(parts), (m.low.b,), sizes)[0] for y, m in zip(outs, matrices, strict=True)
-    ]
+    return adapted_matmuls(rows, weights, tuple(m.low for m in matrices), **options)
 
 
 def weights_to_slots(weights: Float[Array, "N K"], source: Int[Array, " M"], slot: Int[Array, "N K"]) -> Array:

@@ -2,7 +2,7 @@
 
 The scale s is α / √rank (rank-stabilised, arXiv 2312.03732), so that the size of an update does not shrink as the rank
 grows. B starts at zero: a new adapter changes nothing. Base and adapter are never added up; sampler and trainer compute
-both products by the same code, that of experts in dispatch.py.
+both products by the same code, that of experts in kernels/adapted_matmul.py.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.models.config import ModelConfig, by_path, dotted, parameter
-from gspo_jax.models.matrices import ADAPTER, LowRank
+from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.types import UserError, choices
 
 TARGETS = {

@@ -6,10 +6,11 @@ A layer's modules hold these as parameters side by side, named after the weights
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flax import nnx, struct
+from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.kernels.grouped_matmul import scaled
 from gspo_jax.parallel import spread
 
@@ -17,20 +18,6 @@ ADAPTER = "_adapter"
 """End of the name of a module beside a parameter: a `lora.Adapter`."""
 SCALE = "_scale"
 """End of the name of a parameter beside another: an `int8.Scale`."""
-
-
-@struct.dataclass
-class LowRank:
-    """The matrices of an adapter; experts have one pair each, [E, n, r] and [E, r, m]."""
-
-    a: Float[Array, "*E n r"]
-    b: Float[Array, "*E r m"]
-    scale: float = struct.field(pytree_node=False)
-    """Factor of their product."""
-
-    def __call__(self, x: Float[Array, "*N n"]) -> Float[Array, "*N m"]:
-        """s (x A) B, in x's dtype; the thin product is scaled, and no matrix."""
-        return (x @ self.a * self.scale) @ self.b
 
 
 class Matrix(NamedTuple):

@@ -1,8 +1,7 @@
 """Work that kernels execute beyond what is needed, for rows at their longest and random expert loads; parts of a time.
 
 A kernel's own module says what it computes: attention_tpu.py and packed_attention_tpu.py the blocks that a mask visits,
-grouped_matmul_tpu.py the tiles that a load visits. Another kernel whose work is not what it declares takes a row in
-`kernels`.
+visits_tpu.py the tiles that a load visits. Another kernel whose work is not what it declares takes a row in `kernels`.
 """
 
 import math
@@ -12,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gspo_jax.kernels import attention_tpu, grouped_matmul_tpu, packed_attention_tpu
+from gspo_jax.kernels import attention_tpu, packed_attention_tpu, visits_tpu
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
 from gspo_jax.parallel.costs import Cost, Costs, KernelCall, Kernels, Work
 from gspo_jax.parallel.rates import Rates
@@ -102,7 +101,7 @@ def _grouped(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
         arrived = round(fill * room)
         even = np.full(experts, 1 / experts)
         loads = np.random.default_rng(0).multinomial(arrived * shards, even, DRAWS)[:, : experts // shards]
-        rows = np.mean([grouped_matmul_tpu.executed_rows(sizes, int(tile[1])) for sizes in loads])
+        rows = np.mean([visits_tpu.executed_rows(sizes, int(tile[1])) for sizes in loads])
         filled = np.count_nonzero(loads) / DRAWS
         held = min(experts // shards, room)
         weights = sum(a.bytes / a.dims[0] for a in (*call.operands, *call.results) if len(a.dims) == 3)
