@@ -58,6 +58,8 @@ def get_config(arg: str = "") -> ConfigDict:
     else:
         config.mesh.update({"data": 1, "fsdp": 8, "expert": 1})
         config.sampling.mesh.update({"tensor": 8})
+    if config.model.published == DEFAULT:
+        config.sampling.slots = 128
     if config.model.published.startswith("OLMoE"):  # which knows 4096 positions
         config.sampling.max_response_length, config.training.row_tokens = 3584, 4096
     for name in ARGUMENTS:
