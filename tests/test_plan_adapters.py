@@ -292,6 +292,7 @@ def test_programs_with_adapters_are_counted_right():
     assert kinds.get(memory.FROZEN_AGAIN, 0) < 0.01 * kinds["frozen weights"]
     assert found["sample_prefill"]["hbm_by_kind"]["frozen weights"] == kinds["frozen weights"]
     assert found["sample_prefill"]["resident_bytes"] < 0.1e9 < 0.2e9 < found["reshard"]["resident_bytes"]
+    assert found["sample_prefill"]["seconds"]["per_op"] <= 1.8e-3, "of a prompt a chip, in two layers"
     assert found["update"]["of_sizes"].keys() == found["sample_prefill"]["of_sizes"].keys() == {"s8"}
 
 
