@@ -28,6 +28,7 @@ from rich.console import Console
 
 from gspo_jax import cli, storage
 from gspo_jax.config import base
+from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation
 from gspo_jax.parallel.processes import PARENT, cores
 from gspo_jax.reporting.progress import make_table
@@ -42,8 +43,8 @@ NO_DEVICES = (RuntimeError, AssertionError)
 NVIDIA_SMI = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages of which jax needs one to use a GPU."""
-MIN_CAPABILITY = 8.0
-"""Compute capability below which cuDNN's attention, which packed rows use in bfloat16, does not run."""
+MIN_DRIVER = 525
+"""Oldest driver for which CUDA 12 is made; nvidia-smi of later ones knows every field that is asked for."""
 GIB = 2**30
 MIN_FREE_GIB = 20.0
 """Free GiB in a local run folder below which checkpoints may soon fill the disk."""
@@ -163,19 +164,24 @@ def gpus() -> list[Finding]:
         return []
     tried = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)
     kinds = Counter(tried.stdout.strip().splitlines())
+    if tried.returncode and "compute_cap" in tried.stdout + tried.stderr:
+        remedy = f"Update NVIDIA's driver to version {MIN_DRIVER} or later, as CUDA 12 needs."
+        return [Finding("gpu", "warning", "nvidia-smi does not know a GPU's compute_cap: the driver is old", remedy)]
     if tried.returncode or not kinds:
         said = (tried.stdout.strip() or tried.stderr.strip() or "no GPU").partition("\n")[0]
         remedy = "Install or load NVIDIA's driver, until nvidia-smi lists the GPU; without it a run uses the CPU."
         return [Finding("gpu", "warning", said, remedy)]
-    found = []
+    found, least = [], backend.MIN_CAPABILITY
     for kind, count in kinds.items():
         name, memory, driver, capability = (word.strip() for word in kind.rsplit(",", 3))
         remedy = ""
         if not _starts() or jax.local_devices()[0].platform != "gpu":
             steps = _cuda_remedy() or """see what python -c "import jax; jax.devices('cuda')" says"""
             remedy = f"jax does not use it: {steps}."
-        elif float(capability) < MIN_CAPABILITY:
-            remedy = f"Compute capability {capability} is below {MIN_CAPABILITY}: use --config.model.dtype=float32."
+        elif (number := backend.capability(capability)) is None:
+            remedy = f"nvidia-smi gives no compute capability: use --config.model.dtype=float32 below {least}."
+        elif number < least:
+            remedy = f"Compute capability {capability} is below {least}: use --config.model.dtype=float32."
         text = f"{count} × {name}, {memory} each, driver {driver}"
         found.append(Finding("gpu", "warning" if remedy else "ok", text, remedy))
     return found
@@ -208,7 +214,7 @@ def mesh(config: ConfigDict) -> Finding:
     try:
         sizes = make_meshes(config, model_config(config)).trainer.shape
     except UserError as error:
-        return Finding("mesh", "failed", str(error), "Change --config.mesh or the batch as the message says.")
+        return Finding("mesh", "failed", str(error), "Change the config as the message says.")
     return Finding("mesh", "ok", ", ".join(f"{axis} {size}" for axis, size in sizes.items()))
 
 

@@ -146,6 +146,19 @@ def test_gpus_that_jax_uses(nvidia_smi, monkeypatch):
     assert (new.state, new.remedy) == ("ok", "")
     assert old.state == "warning"
     assert old.remedy == "Compute capability 7.5 is below 8.0: use --config.model.dtype=float32."
+    nvidia_smi("echo 'NVIDIA GB10, [N/A], 580.95.05, [N/A]'")
+    (unknown,) = doctor.gpus()
+    assert unknown.state == "warning" and unknown.found == "1 × NVIDIA GB10, [N/A] each, driver 580.95.05"
+    assert unknown.remedy == "nvidia-smi gives no compute capability: use --config.model.dtype=float32 below 8.0."
+
+
+def test_a_driver_older_than_the_question(nvidia_smi):
+    """What nvidia-smi prints, and its exit code, if it does not know a field that it is asked for."""
+    nvidia_smi("""echo 'Field "compute_cap" is not a valid field to query.'; echo; exit 2""")
+    (old,) = doctor.gpus()
+    assert old.state == "warning"
+    assert old.found == "nvidia-smi does not know a GPU's compute_cap: the driver is old"
+    assert old.remedy == "Update NVIDIA's driver to version 525 or later, as CUDA 12 needs."
 
 
 def test_without_the_platform_that_is_asked_for(monkeypatch):

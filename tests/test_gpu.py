@@ -8,9 +8,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo  # jax asks it for cuDNN's version while tracing
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
@@ -22,6 +25,7 @@ from gspo_jax.planning import programs
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
+from gspo_jax.types import UserError
 from tests.test_packed_attention import draw, spans_of, with_gradients
 
 FORWARD, BACKWARD = "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
@@ -90,6 +94,36 @@ def test_every_shard_of_a_mesh_calls_it(check):
             with_gradients, in_specs=(heads, heads, heads, heads, rows), out_specs=heads, check_vma=check
         )
         assert custom_calls(jax.jit(attend).trace(*draw(spans, dtype=jnp.bfloat16), spans)) == [FORWARD, BACKWARD]
+
+
+def mesh_of(device_kind: str, compute_capability: str) -> Any:
+    """Return a mesh of one GPU that is not there, as far as `make_meshes` reads it."""
+    card = SimpleNamespace(platform="gpu", device_kind=device_kind, compute_capability=compute_capability)
+    return SimpleNamespace(devices=np.full((1,) * len(mesh_lib.AXES), card), shape=dict.fromkeys(mesh_lib.AXES, 1))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype"),
+    [
+        (("Tesla T4", "7.5"), "float32"),
+        (("NVIDIA A100-SXM4-40GB", "8.0"), "bfloat16"),
+        (("NVIDIA B200", "10.0"), "bfloat16"),
+        (("AMD Instinct MI300X", "gfx942"), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_gpus_that_compute_in_a_dtype(card, dtype):
+    config = cli.load_config("configs/tiny.py")
+    config.model.dtype = dtype
+    assert make_meshes(config, check(config), mesh_of(*card)).trainer.shape["data"] == 1
+
+
+def test_a_gpu_too_old_for_bfloat16():
+    config = cli.load_config("configs/tiny.py")
+    config.model.dtype = "bfloat16"
+    says = "^Tesla T4 has compute capability 7.5, and model.dtype 'bfloat16' needs 8.0 or later; use --config"
+    with pytest.raises(UserError, match=says):
+        make_meshes(config, check(config), mesh_of("Tesla T4", "7.5"))
 
 
 @pytest.mark.slow

@@ -102,28 +102,35 @@ def test_one_host_has_flags_for_its_model_and_chips():
             exec(cell.replace('"checkout"', repr(str(ROOT))).replace("qwen3-4b", "Qwen3-4B"), space)
     config = cli.read_config([word for word in space["FLAGS"].split() if "--config" in word])
     assert check_elsewhere(config, devices=8) == [], "a folder of that name holds the published model"
-    assert policy.make_adapters(config) is not None and config.data.enable_thinking is False
+    assert config.model.published == "Qwen3-4B" and policy.make_adapters(config) is not None
+    assert config.data.enable_thinking is False
 
 
 @pytest.mark.slow
 def test_one_host_trains_and_goes_on_in_another_session(tmp_path):
-    """A tiny model on eight CPU devices; the second session has another working folder, and the output of the first."""
+    """A tiny model and batch, on eight CPU devices with the meshes and the adapters of the notebook's run.
+
+    The second session has another working folder, and the output of the first.
+    """
     data = tmp_path / "input" / "gsm8k"
     data.mkdir(parents=True)
     for split in ("train", "test"):
         lines = [{"question": f"{a}+{b}=?", "answer": f"#### {a + b}"} for a in range(10, 14) for b in range(10, 14)]
         (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sizes = {"data.prompts_per_batch": 8, "data.max_prompt_length": 256, "sampling.group_size": 4, "eval.prompts": 8}
+    sizes |= {"sampling.max_response_length": 64, "sampling.slots": 32, "training.row_tokens": 512}
+    fields = {"model.published": "", "iterations": 2} | sizes
+    thinks = '"--config.data.enable_thinking=False"'
     tiny = (
         ('"checkout"', '".."'),
-        ("gsm8k.py", "gsm8k.py:runlocal"),
         ("../input/qwen3-4b", "../tests/golden/adder"),
         ("{DATA}", "../../input/gsm8k"),
+        (thinks, ", ".join([thinks, *(f'"--config.{name}={value}"' for name, value in fields.items())])),
     )
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    rate = '"--config.optimizer.learning_rate=1e-5"'
-    run("one_host", first, *tiny, (rate, f'{rate}, "--config.iterations=1"'))
+    run("one_host", first, *tiny, ("--config.iterations=2", "--config.iterations=1"))
     assert (first / "examples" / "run" / "report" / "report.html").exists()
     said = run("one_host", second, *tiny, ('PREVIOUS = ""', f'PREVIOUS = "{first}/examples/run"'))
     assert "resuming from iteration 1" in said

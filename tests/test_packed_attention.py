@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +95,9 @@ def test_equals_the_dense_oracle(tokens, rows, dtype):
     close(ours, oracle(*arrays, spans), dtype)
     for x in ours:
         assert not np.asarray(x)[~np.asarray(spans.valid)].any(), "padding gets nothing and gives nothing"
+    *inputs, grads = arrays
+    read = with_gradients(*inputs, jnp.where(spans.valid[:, :, None, None], grads, 1), spans)
+    chex.assert_trees_all_equal(ours, read)
 
 
 @pytest.mark.slow

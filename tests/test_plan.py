@@ -311,14 +311,18 @@ def test_a_mesh_that_does_not_fit_the_slice(tmp_path):
         plan.plan(config, "v5p:4x4x4", cache=tmp_path)
 
 
-PROGRAMS = ["update", "sample_prefill", "reshard"]
-"""What is compiled: scoring is the forward pass of the update, and test_tpu_decode.py compiles the decoder."""
+PROGRAMS = ["update", "reshard"]
+"""What is compiled: scoring is the forward pass of the update. test_tpu_decode.py compiles the decoder, and
+test_plan_adapters.py a prefill."""
+ROWS = {"sampling.max_response_length": 384, "training.row_tokens": 512 + 4 * 384, "training.logprob_chunk": 64 * 512}
+"""Rows of an eighth of the recipe's 16,384 tokens, which take the compiler two fifths of the time."""
 
 
 def figures(name):
-    """Return the plan of the recipe on slice `name`."""
+    """Return the plan of the recipe with short rows on slice `name`."""
     with TemporaryDirectory() as cache:
         config = cli.load_config(RECIPE)
+        config.update_from_flattened_dict(ROWS)
         found = plan.plan(config, name, cache=Path(cache), only=PROGRAMS)
         again = plan.plan(config, name, cache=Path(cache), only=["reshard"])
     assert again["programs"]["reshard"] == found["programs"]["reshard"]
@@ -328,7 +332,11 @@ def figures(name):
 @pytest.mark.slow
 @ahead.needs_libtpu
 def test_programs_of_the_recipe_fit_and_are_counted_right():
-    """The 30B recipe on 64 chips of v5p: the figures in docs/plan.md."""
+    """The 30B recipe on 64 chips of v5p, all of its layers, with an eighth of a row's tokens.
+
+    Whole rows have the figures in docs/plan.md: 56.6 GB, and 1.44 s executed. What is sent is the same, the weights and
+    their gradients, but for a percent.
+    """
     found = ahead.figures("tests.test_plan", "v5p:4x4x4")
     assert list(found["programs"]) == PROGRAMS
     for program in found["programs"].values():
@@ -341,13 +349,10 @@ def test_programs_of_the_recipe_fit_and_are_counted_right():
         "gradients are reduce-scattered, not all-reduced"
     )
     seconds = update["seconds"]
-    assert 0 < seconds["exposed"] < 0.5 * seconds["ici"], "most gathers overlap with compute"
-    assert update["peak_bytes"] <= 60e9 and seconds["per_op"] <= 1.20
-    assert update["ici_bytes"] <= 185e9
-    assert found["programs"]["sample_prefill"]["seconds"]["per_op"] <= 0.035
-    assert seconds["executed"] == pytest.approx(1.814 - 0.144 - 0.210, rel=0.05), (
-        "an independent count of padded rows, with tiles in parts, and attention over packed ones"
-    )
+    assert 0 < seconds["exposed"] < 0.8 * seconds["ici"], "gathers overlap with what there is to compute, 0.09 s"
+    assert update["peak_bytes"] <= 19.6e9 and seconds["per_op"] <= 0.25
+    assert 175e9 <= update["ici_bytes"] <= 185e9
+    assert seconds["executed"] == pytest.approx(0.277, rel=0.05)
     assert sum(update["executed_by"].values()) == pytest.approx(seconds["executed"])
     assert found["chip"] == "v5p"
 

@@ -28,7 +28,7 @@ from gspo_jax.types import UserError
 from tests import ahead
 
 EXPERTS, K, D, F = 128, 8, 2048, 768
-ROWS, LENGTH = 4, 4096
+ROWS, LENGTH = 4, 512
 """Sequences per chip, and tokens per sequence."""
 SHARDS = 4
 """Size of the `expert` axis; the remaining chips are on `fsdp`."""
@@ -94,7 +94,7 @@ def test_the_tpu_compiler_takes_the_layer():
     result = ahead.figures("tests.test_tpu_compile", "ragged_all_to_all")
     products = 9 * 2 * D * F * 1.25 * K * ROWS * LENGTH
     assert products <= result["flops"] < 1.02 * products
-    assert result["peak_bytes"] < 11 * 2**30
+    assert result["peak_bytes"] < 2 * 10**9
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ def compiled(f, *shapes, grads):
     return read(topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).compile())
 
 
+def lowered(f, *shapes, grads):
+    """Return the Pallas kernels of the function with its gradients, counted by name before it is compiled."""
+    text = topology.lower(lambda *x: with_gradients(f, *x[:-1], grads=x[-1]), *shapes, grads).as_text()
+    return {"kernels": Counter(re.findall(r'kernel_name = "(\w+)"', text))}
+
+
 def read(program):
     """Return the Pallas kernels of a compiled program, counted by name, and its temporary bytes on one chip."""
     names = re.findall(r"%(\w+?)(?:_\d+)?[.\d]* = .*custom_call_target=\"tpu_custom_call\"", program.as_text())
@@ -68,7 +74,10 @@ def of_mesh(mesh):
 
 
 def attention(target, name, dtype, remat="none"):
-    """Compile attention on a mesh that shards rows and heads: one row and half of the heads per chip."""
+    """Compile attention on a mesh that shards rows and heads: one row and half of the heads per chip.
+
+    With `remat` it is only lowered, where what is recomputed can be seen already.
+    """
     mesh = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2})
     prompt, responses, length = SEGMENTS[name]
     rows, tokens = mesh.size // 2, prompt + responses * length
@@ -77,12 +86,14 @@ def attention(target, name, dtype, remat="none"):
     k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
     with jax.set_mesh(mesh):
         run = partial(attend_segments, prompt=prompt, responses=responses)
-        run = run if remat == "none" else jax.checkpoint(run, policy=REMATS[remat])
-        return compiled(run, q, k, k, one((rows, tokens), jnp.bool_, "batch"), grads=q)
+        valid = one((rows, tokens), jnp.bool_, "batch")
+        if remat != "none":
+            return lowered(jax.checkpoint(run, policy=REMATS[remat]), q, k, k, valid, grads=q)
+        return compiled(run, q, k, k, valid, grads=q)
 
 
 def packed(target, name, dtype, remat="none"):
-    """Compile attention over packed rows, one row and half of the heads per chip."""
+    """Compile, or with `remat` lower, attention over packed rows, one row and half of the heads per chip."""
     mesh, tokens = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2}), PACKED[name]
     one, rows = of_mesh(mesh), mesh.size // 2
     q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
@@ -92,7 +103,8 @@ def packed(target, name, dtype, remat="none"):
     with jax.set_mesh(mesh):
         specs = tuple(x.sharding.spec for x in (q, k, k))
         run = jax.shard_map(run, in_specs=(*specs, ends.sharding.spec), out_specs=specs[0])
-        return compiled(run, q, k, k, Spans(ends, ends, ends), grads=q)
+        finish = compiled if remat == "none" else lowered
+        return finish(run, q, k, k, Spans(ends, ends, ends), grads=q)
 
 
 def experts(target, name, dtype):
@@ -196,7 +208,7 @@ def cases(target):
 
 
 def figures(target):
-    """Compile the kernels for one slice and return what was read of each."""
+    """Compile the kernels for one slice and return what was read of each; for v5p also what is recomputed of two."""
     remats = REMATERIALISED if target.startswith("v5p") else ()
     kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in remats}
     kept |= {f"packed, {remat}": packed(target, "odd", "bfloat16", remat) for remat in remats}

@@ -1,11 +1,17 @@
-"""Detection of the backend that the current trace targets, its compiler options, and types under manual mesh axes."""
+"""Detection of the backend that the current trace targets, what it requires, and types under manual mesh axes."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import Array
 from jax.sharding import PartitionSpec
+
+from gspo_jax.types import UserError
+
+MIN_CAPABILITY = 8.0
+"""Compute capability of the oldest GPUs, Ampere, with bfloat16 arithmetic and cuDNN's attention."""
 
 
 def platform() -> str:
@@ -15,6 +21,27 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def capability(text: str) -> float | None:
+    """Return a compute capability, such as "8.6", as a number; None if the text has none, such as "[N/A]"."""
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
+
+
+def check_dtype(dtype: str, device: Any) -> None:
+    """Check that a device computes in `dtype`, a value of `model.dtype`.
+
+    Raises:
+      UserError: the dtype is bfloat16 and the device a GPU older than Ampere: cuDNN has no attention for it.
+    """
+    if dtype != "bfloat16" or device.platform != "gpu":
+        return
+    number = capability(device.compute_capability)
+    if number is not None and number < MIN_CAPABILITY:
+        raise UserError(
+            f"{device.device_kind} has compute capability {number}, and model.dtype 'bfloat16' needs {MIN_CAPABILITY} "
+            "or later; use --config.model.dtype=float32"
+        )
 
 
 def compiler_options() -> dict[str, str] | None:

@@ -70,9 +70,10 @@ def packed_attention(
     """Attention softmax(q k^T / sqrt(h)) v over the keys that each token sees.
 
     Query head i reads key/value head i // (H / Kv). Scores are float32 and none outlive their block: the backward pass
-    recomputes them. The output has q's dtype; that of padding is 0, on TPU and GPU an unspecified finite value, and
-    padding gets and gives zero gradient. The output is named "dot" for `jax.checkpoint`, and so, but for cuDNN, is its
-    log-sum-exp.
+    recomputes them. The output has q's dtype; that of padding is 0, on TPU and GPU an unspecified finite value. Padding
+    gets and gives zero gradient; by cuDNN only where the gradient of its output is zero, as no loss reads it, since to
+    cuDNN a token that sees no key sees all of them. The output is named "dot" for `jax.checkpoint`, and so, but for
+    cuDNN, is its log-sum-exp.
     """
     arrays = (q, k, v, *spans)
     q, k, v, *own = (varying_like(x, *arrays) for x in arrays)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from gspo_jax.kernels.backend import check_dtype
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import check_dispatch
 from gspo_jax.parallel import mesh as mesh_lib
@@ -28,7 +29,7 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
     """The trainer's and the sampler's mesh, over all devices or those of `trainer`, such as a TPU slice to plan for.
 
     Raises:
-      UserError: as `check_sizes`, or the platform lacks the collective that the dispatch needs.
+      UserError: as `check_sizes`, or the devices lack the collective that the dispatch needs, or `model.dtype`.
     """
     if trainer is None:
         if jax.default_backend() == "cpu":
@@ -37,6 +38,7 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
         if trainer.shape["expert"] > 1:
             check_dispatch(make_dispatch(config), jax.default_backend())
         processes.connect(trainer)
+    check_dtype(config.model.dtype, trainer.devices.flat[0])
     check_sizes(config, model, trainer.shape)
     own = _sampler_sizes(config)
     return Meshes(trainer, mesh_lib.reshaped(trainer, own) if own else trainer)
