@@ -99,9 +99,11 @@ def test_a_stopped_run_resumes_to_the_same_bits(tiny_run, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_sampler_with_a_mesh_of_its_own_trains_the_same(tmp_path):
+    """Weights are resharded, those of a base in int8 and their scales too."""
     config, shared, own = tiny(tmp_path), tmp_path / "shared", tmp_path / "own"
     config.model.folder = str(ROOT / "tests" / "golden" / "adder")
     config.iterations, config.sampling.slots = 1, 32
+    config.adapter.update({"rank": 4, "base_dtype": "int8"})
     train(config, shared)
     config.sampling.mesh.update({"data": 1, "fsdp": 1, "expert": 4, "tensor": 2})
     train(config, own)
