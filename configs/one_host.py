@@ -3,21 +3,28 @@
     python -m gspo_jax.train --config=configs/one_host.py --workdir=gs://BUCKET/RUN \\
         --config.model.folder=Qwen3-30B-A3B --config.data.folder=gsm8k
 
-Compiled ahead of time by
+Nothing has been measured on a TPU, and no accuracy is known. What follows is compiled ahead of time, and projected for
+512 responses of 1500 tokens on average (docs/plan.md, "Adapters", has every program):
 
-    python -m gspo_jax.plan --config=configs/one_host.py --topology=v5e:2x4
+    python -m gspo_jax.plan --config=configs/one_host.py --topology=v5e:2x4 --lengths=lognormal:1500:0.6
 
-no program needs more than 9.3 of a chip's 16.9 GB. An update, of rows of 4480 tokens on every chip, needs 7.8 GB, 4.0
-of it the base; with all 128 responses at full length it executes for 17 s. A decode step of 64 responses at full length
-executes for 21 ms, of which its bytes take 9.6. Nothing has been measured on a real TPU, and no accuracy is known.
+- On v5e:2x4, no program needs more than 12.6 of a chip's 16.9 GB. An update of rows of 4480 tokens takes 7.8 GB: the
+  base 4.0, saved activations 0.9, the batch 0.6, adapters, gradients and moments 0.2, intermediate results the rest. A
+  decode of 128 responses takes 8.5 GB beside the base, 6.4 of it keys and values. 359 response tokens a second and
+  chip, 258 s an iteration, 14 hours for 200 of them.
+- With `--config.sampling.cache_dtype=int8 --config.sampling.slots=256`, which rounds keys and values: 13.0 GB, 498
+  tokens a second and chip, 186 s an iteration, 10 hours.
+- On v6e:2x4, at most 12.7 of 33.6 GB: 510 tokens a second and chip, 182 s, 10 hours. With
+  `--config.sampling.slots=256`: 19.3 GB, 713 tokens, 130 s, 7 hours.
 
 Arguments, joined by commas, change the model and what of it is trained:
 
 - a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
 - `bf16`: a base in bfloat16, and rows of 2048 tokens instead of 4480.
 - `full`: all weights are trained; there is no base.
+- `gpu`: a single device, such as a GPU of 80 GB, which nothing of this has run on (docs/gpu.md).
 
-Not all of these fit: run `plan` first. Qwen3-30B-A3B with `full`, and Qwen3-8B with `bf16` or `full`, do not.
+Not all of these fit: run `plan` first. Qwen3-30B-A3B with `full` does not, nor does Qwen3-8B with `full` on v5e.
 """
 
 from ml_collections import ConfigDict

@@ -59,7 +59,8 @@ def _kernel(
         ago = start - jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1)
         seen = (ago >= 0) & (ago < age)
         for head in range(heads):
-            q, (k, v) = q_ref[head], (ref[head].astype(q_ref.dtype) for ref in (k_ref, v_ref))
+            q = q_ref[head]
+            k, v = (ref[head].astype(q.dtype) for ref in (k_ref, v_ref))
             of_keys, of_values = (ref[pl.ds(head, 1)] for ref in scales) if scales else (1.0, 1.0)
             scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
             scores = jnp.where(seen, scores * of_keys * q.shape[-1] ** -0.5, _MASKED)
