@@ -92,7 +92,7 @@ def gpu(config: ConfigDict) -> None:
     """Run on a single device, with keys and values in int8 to leave room."""
     for mesh in (config.mesh, config.sampling.mesh):
         mesh.update({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
-    config.sampling.cache_dtype = "int8"
+    config.sampling.cache_dtype, config.sampling.slots = "int8", 64
 
 
 ARGUMENTS = {"bf16": bf16, "full": full, "gpu": gpu}
