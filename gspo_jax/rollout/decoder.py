@@ -46,8 +46,8 @@ def prefilled_specs(prefix: PackedPrefix | None, heads: str | None = None) -> An
     batch = mesh_lib.BATCH_AXES
 
     def kv(*rows: Any) -> Any:
-        spec: Any = PartitionSpec(*rows, heads)
-        return PrefilledKV(spec, spec, ROWS)
+        specs: Any = *(PartitionSpec(*rows, heads),) * 2, ROWS
+        return PrefilledKV(*specs)
 
     prefixes = (None, None) if prefix is None else (ROWS, kv(batch, None))
     specs: Any = ROWS, prefixes[0], kv(None, batch), prefixes[1], ROWS
