@@ -108,8 +108,9 @@ def test_one_host_has_flags_for_its_model_and_chips():
 
 @pytest.mark.slow
 def test_one_host_trains_and_goes_on_in_another_session(tmp_path):
-    """A tiny model and batch, on eight CPU devices with the meshes and the adapters of the notebook's run.
+    """A tiny model and batch, on eight CPU devices with the adapters of the notebook's run.
 
+    The trainer's mesh is that run's; the sampler's shards two heads, as many as the model has.
     The second session has another working folder, and the output of the first.
     """
     data = tmp_path / "input" / "gsm8k"
@@ -119,6 +120,7 @@ def test_one_host_trains_and_goes_on_in_another_session(tmp_path):
         (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sizes = {"data.prompts_per_batch": 8, "data.max_prompt_length": 256, "sampling.group_size": 4, "eval.prompts": 8}
     sizes |= {"sampling.max_response_length": 64, "sampling.slots": 32, "training.row_tokens": 512}
+    sizes |= {"sampling.mesh.tensor": 2, "sampling.mesh.data": 4}
     fields = {"model.published": "", "iterations": 2} | sizes
     thinks = '"--config.data.enable_thinking=False"'
     tiny = (
