@@ -22,7 +22,7 @@ Arguments, joined by commas, change the model and what of it is trained:
 - a model: `OLMoE-1B-7B-0924`, `Qwen3-0.6B`, `Qwen3-1.7B`, `Qwen3-4B` or `Qwen3-8B` in place of Qwen3-30B-A3B.
 - `bf16`: a base in bfloat16, and rows of 2048 tokens instead of 4480.
 - `full`: all weights are trained; there is no base.
-- `gpu`: a single device, such as a GPU of 80 GB, which nothing of this has run on (docs/gpu.md).
+- `gpu`: a single device, such as a GPU of 80 GB; untried (docs/gpu.md).
 
 Not all of these fit: run `plan` first. Qwen3-30B-A3B with `full` does not, nor does Qwen3-8B with `full` on v5e.
 """
