@@ -148,7 +148,10 @@ def test_kernels_say_what_they_cost():
 
 
 def test_rows_in_vmem_leave_room_for_gradients():
-    """Of 2048 and twice 768 columns: 256 rows take 7.3 MB with their float32, gradients of rank 128 for two 11.0 MB."""
+    """Tiles are shorter where a rank's gradients need their VMEM, and a rank that leaves room for none is refused.
+
+    Of 2048 and twice 768 columns, 256 rows take 7.3 MB with their float32, gradients of rank 128 for two 11.0 MB.
+    """
     N, D, F, E = 4096, 2048, 768, 4
     x, sizes = jnp.ones((N, D), jnp.bfloat16), jnp.full(E, N // E, jnp.int32)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gspo_jax.kernels import attention, decode_attention_tpu
-from gspo_jax.models.cache import head_bytes, stored
+from gspo_jax.kernels.kv import head_bytes
+from gspo_jax.models.cache import stored
 from tests.tiny import mostly_slow
 
 L, N, B, KV, C, H, G = 2, 3, 4, 2, 32, 16, 2
@@ -44,7 +45,7 @@ def kernel(q, k, v, step, ages, block):
 def test_the_kernel_equals_the_loop_over_segments(block, dtype, cache_dtype, monkeypatch):
     """Covers a ring that is filling, full and wrapped around; slots of mixed ages, one idle slot, equal ages."""
     q, k, v = draw(dtype, cache_dtype)
-    column = KV * head_bytes(H, dtype, cache_dtype)
+    column = KV * head_bytes(H, cache_dtype or dtype, scaled=cache_dtype is not None)
     monkeypatch.setattr(decode_attention_tpu, "_BLOCK_BYTES", block * column)
     monkeypatch.setattr(decode_attention_tpu, "_LANES", 16)
     assert decode_attention_tpu.block_columns(C, column, scaled=cache_dtype is not None) == block

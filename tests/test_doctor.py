@@ -153,7 +153,7 @@ def test_gpus_that_jax_uses(nvidia_smi, monkeypatch):
 
 
 def test_a_driver_older_than_the_question(nvidia_smi):
-    """What nvidia-smi prints, and its exit code, if it does not know a field that it is asked for."""
+    """Doctor says to update it. The text and the exit code are nvidia-smi's for a field that it does not know."""
     nvidia_smi("""echo 'Field "compute_cap" is not a valid field to query.'; echo; exit 2""")
     (old,) = doctor.gpus()
     assert old.state == "warning"

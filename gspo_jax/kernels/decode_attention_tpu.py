@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from gspo_jax.kernels.kv import KV, parts
+from gspo_jax.kernels.kv import KV, head_bytes, parts
 
 _MASKED = -1e30
 _LANES = 128
@@ -61,13 +61,14 @@ def _kernel(
         for head in range(heads):
             q = q_ref[head]
             k, v = (ref[head].astype(q.dtype) for ref in (k_ref, v_ref))
-            of_keys, of_values = (ref[pl.ds(head, 1)] for ref in scales) if scales else (1.0, 1.0)
             scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            scores = jnp.where(seen, scores * of_keys * q.shape[-1] ** -0.5, _MASKED)
+            scores = scores * scales[0][pl.ds(head, 1)] if scales else scores
+            scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, _MASKED)
             before = highest_ref[head][:, :1]
             highest = jnp.maximum(before, scores.max(axis=1, keepdims=True))
             probs, scale = jnp.exp(scores - highest), jnp.exp(before - highest)
-            new = jnp.dot((probs * of_values).astype(v.dtype), v, preferred_element_type=jnp.float32)
+            weights = probs * scales[1][pl.ds(head, 1)] if scales else probs
+            new = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
             out_ref[head] = out_ref[head] * scale + new
             highest_ref[head] = jnp.broadcast_to(highest, highest_ref.shape[1:])
             total_ref[head] = total_ref[head] * scale + probs.sum(axis=1, keepdims=True)
@@ -94,7 +95,7 @@ def ring_softmax(
     scales = [scale for scale in (key_scale, value_scale) if scale is not None]
     if not interpret:  # all layers' scales fit in VMEM, and the compiler may copy them there for every call
         scales = [pltpu.with_memory_space_constraint(scale, pltpu.HBM) for scale in scales]
-    column_bytes = Kv * (h * keys.dtype.itemsize + (4 if scales else 0))
+    column_bytes = Kv * head_bytes(h, keys.dtype, scaled=bool(scales))
     columns = block_columns(C, column_bytes, scaled=bool(scales))
     per_segment = C // columns
     # Block numbers keep counting up like steps: a block that is being overwritten is visited twice, under its old and

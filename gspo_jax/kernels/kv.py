@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8
 
 
@@ -26,6 +28,11 @@ class ScaledKV(NamedTuple):
 
 KV = Array | ScaledKV
 """Keys or values. The functions below take indices and sizes of values; scales lack the last axis."""
+
+
+def head_bytes(width: int, dtype: DTypeLike, *, scaled: bool) -> int:
+    """Bytes of a token's key, or value, of one head: of values of this dtype, and of their scale if they have one."""
+    return width * jnp.dtype(dtype).itemsize + (4 if scaled else 0)
 
 
 def parts(x: KV) -> tuple[Array, Array | None]:

@@ -6,7 +6,6 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels.kv import KV, ScaledKV, each, put, take
@@ -80,11 +79,6 @@ def stored(x: Float[Array, "*b h"], dtype: CacheDtype | None) -> KV:
         return x
     values, scale = quantize(x, inputs=-1)
     return ScaledKV(jnp.asarray(values), jnp.asarray(scale)[..., 0])
-
-
-def head_bytes(head_dim: int, dtype: DTypeLike, cache_dtype: CacheDtype | None) -> int:
-    """Bytes of the cache for a token's key, or value, of one head: of its values and, in int8, its float32 scale."""
-    return head_dim * jnp.dtype(cache_dtype or dtype).itemsize + (4 if cache_dtype else 0)
 
 
 def empty_ring(prompts: KV, slots: int, length: int) -> KV:

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from gspo_jax.engine import Engine
+from gspo_jax.kernels.kv import head_bytes
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
-from gspo_jax.models.cache import head_bytes
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.experts import room_for
 from gspo_jax.parallel import mesh as mesh_lib
@@ -159,8 +159,8 @@ class Setting:
     @property
     def head_bytes(self) -> int:
         """Bytes of the sampler's cache for a token's key, or value, of one head."""
-        cached = self.config.sampling.cache_dtype or None
-        return head_bytes(self.model.head_dim, self.engine.dtype, cached)
+        cached = self.config.sampling.cache_dtype
+        return head_bytes(self.model.head_dim, cached or self.engine.dtype, scaled=bool(cached))
 
     def least_bytes(self, name: str) -> float:
         """Minimum HBM bytes per chip: its share of all weights once and, in a decode step, of the live KV cache.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
 from gspo_jax.kernels.kv import KV
-from gspo_jax.models.cache import Cache, sharded_ring
+from gspo_jax.models.cache import RING_AXES, Cache, sharded_ring
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import ROWS, batch_shards, prefilled_specs, shard_over_batch
@@ -22,7 +22,9 @@ from gspo_jax.types import Weights
 
 _Leaves = list[Array]
 
-RINGS = PartitionSpec(mesh_lib.BATCH_AXES, None, None, None, "tensor")
+RINGS = PartitionSpec(
+    mesh_lib.BATCH_AXES, *mesh_lib.without_axes(mesh_lib.spec(RING_AXES, mesh_lib.SAMPLER), set(mesh_lib.BATCH_AXES))
+)
 """How the rings that one piece hands to the next are sharded, [shards, L, N, B, Kv, C, h]."""
 
 

@@ -114,16 +114,10 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
     if config.model.remat not in transformer.REMATS:
         raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
-    if config.sampling.weights_dtype not in ("", *PRECISIONS):
-        raise UserError(
-            f"sampling.weights_dtype is {config.sampling.weights_dtype!r}; use {', '.join(map(repr, PRECISIONS))}, "
-            "or '' for model.dtype"
-        )
-    if config.sampling.cache_dtype not in ("", *CACHE_DTYPES):
-        raise UserError(
-            f"sampling.cache_dtype is {config.sampling.cache_dtype!r}; use {', '.join(map(repr, CACHE_DTYPES))}, "
-            "or '' for model.dtype"
-        )
+    for name, dtypes in (("weights_dtype", PRECISIONS), ("cache_dtype", CACHE_DTYPES)):
+        if (given := config.sampling[name]) not in ("", *dtypes):
+            named = ", ".join(map(repr, dtypes))
+            raise UserError(f"sampling.{name} is {given!r}; use {named}, or '' for model.dtype")
     if config.environment.name:
         environments.find(config.environment.name, functions.own(config))
         functions.check_calls(config, "environment", config.environment.name, *ARGUMENTS)
