@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from absl import logging
 
 from gspo_jax.data.chat import Message
+from gspo_jax.data.files import Defect
 from gspo_jax.data.pipeline import PromptStyle, conversation, prompt_text
 from gspo_jax.data.records import Record, Records
-from gspo_jax.data.rows import Defect
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import UserError
 

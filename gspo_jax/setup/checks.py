@@ -7,7 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import sandbox
-from gspo_jax.data import rows, tasks
+from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.models import lora, peft, published, transformer
 from gspo_jax.models.cache import CACHE_DTYPES
@@ -165,10 +165,10 @@ def _check_benchmarks(config: ConfigDict) -> None:
             continue
         if not section.data:
             raise UserError(f"{where}.data is empty; set it to the benchmark's folder or file, or {where}.every to 0")
-        if name not in BENCHMARKS and not section.data.endswith(rows.FORMATS):
+        if name not in BENCHMARKS and not section.data.endswith(files.FORMATS):
             raise UserError(
-                f"{where}.data is {section.data!r}, but {name} is none of {', '.join(BENCHMARKS)}; give a file of rows "
-                f"({' or '.join(rows.FORMATS)})"
+                f"{where}.data is {section.data!r}, but {name} is none of {', '.join(BENCHMARKS)}; give a file of "
+                f"rows, {files.NAMES}"
             )
         if section.samples % group:
             raise UserError(
