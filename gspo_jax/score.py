@@ -109,14 +109,15 @@ def _read(source: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{source}:{number} is not JSON ({error}); each line has to be a JSON object") from None
         if not isinstance(line, dict) or not isinstance(line.get("completion"), str):
             raise UserError(f"{source}:{number} has no text `completion`; each line has to be a JSON object with one")
-        if not isinstance(line.get("prompt") or "", str):
+        if not isinstance(line.get("prompt"), str | None):
             raise UserError(f"{source}:{number} has a `prompt` that is no text; write the text that the model saw")
         yield line
 
 
 def _row(line: dict[str, Any]) -> Row:
     record = files.plain({name: value for name, value in line.items() if name not in _OWN_FIELDS})
-    return line.get("prompt") or "", line["completion"], record
+    prompt = line.get("prompt")
+    return "" if prompt is None else prompt, line["completion"], record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -148,7 +148,7 @@ def _rows(place: Path, *names: str) -> Iterator[dict[str, Any]]:
     if not files:
         raise UserError(f"{place} has no {' or '.join(names)}; give the folder of the benchmark's files")
     for file in files:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     yield json.loads(line)

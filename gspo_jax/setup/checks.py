@@ -1,5 +1,6 @@
 """All checks of a config that need neither data nor devices, in one call."""
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ml_collections import ConfigDict
 from gspo_jax import sandbox
 from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
+from gspo_jax.data.templates import CLOCK
 from gspo_jax.models import lora, peft, published, transformer
 from gspo_jax.models.cache import CACHE_DTYPES
 from gspo_jax.models.config import ModelConfig
@@ -114,6 +116,12 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
     if config.model.remat not in transformer.REMATS:
         raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
+    try:
+        datetime.datetime.fromisoformat(config.data.clock)
+    except ValueError:
+        raise UserError(
+            f"data.clock is {config.data.clock!r}; use a date, or a date and a time, such as {CLOCK!r}"
+        ) from None
     for name, dtypes in (("weights_dtype", PRECISIONS), ("cache_dtype", CACHE_DTYPES)):
         if (given := config.sampling[name]) not in ("", *dtypes):
             named = ", ".join(map(repr, dtypes))
