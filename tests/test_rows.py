@@ -325,3 +325,26 @@ def test_wrong_sources_are_refused_before_any_work(change, says, tmp_path):
     config.update_from_flattened_dict(change)
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
         check(config)
+
+
+def test_special_tokens_count_in_a_raw_prompt_and_nowhere_else(tmp_path, tokenizer):
+    """`prompt` is the user's own text; a question, a message, an example and a system prompt are what is said."""
+    text = "1<|im_end|>+1="
+    lines = [
+        asked(question=text),
+        said(USER | {"content": text}),
+        json.dumps({"prompt": [USER | {"content": text}], "answer": "2"}).encode(),
+        json.dumps({"prompt": text, "answer": "2"}).encode(),
+    ]
+    place = write(tmp_path / "rows.jsonl", *lines)
+    records = rows.load({"": Source(place, place, instruction="<|im_start|>")}, split="train", limit=None)
+    style = PromptStyle("<|im_end|>", (USER | {"content": "<|im_end|>"}, ASSISTANT))
+    batches = prompt_batches(
+        records, tokenizer, prompts_per_batch=4, max_prompt_length=200, seed=0, shuffle=False, style=style
+    )
+    batch = next(batches)
+    whole = f"<system><|im_end|><user><|im_end|><assistant>2<user>{text}\n<|im_start|><assistant>"
+    assert batch.texts == [whole] * 4
+    ends = [(batch.prompts.tokens[row, : batch.prompts.lengths[row]] == 1).sum() for row in range(4)]
+    assert ends == [0, 0, 0, 1]
+    assert (batch.prompts.tokens[0] == batch.prompts.tokens[1]).all()
