@@ -95,9 +95,7 @@ def coldstart(
         tokenizer = Tokenizer.train(map(_text, records), cold.vocab_size)
         model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
     style = data.prompt_style(config)
-    records = (
-        assistant_turns(records, tokenizer, style) if cold.conversations else worked_answers(records, tokenizer)
-    )
+    records = assistant_turns(records, tokenizer, style) if cold.conversations else worked_answers(records, tokenizer)
     worked, mixed = (
         worked_batches(
             demonstrations(records, terse=terse, seed=config.seed),
