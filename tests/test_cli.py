@@ -195,7 +195,10 @@ def test_a_config_argument_that_does_not_exist(name):
             {"benchmarks.aime25": ConfigDict({"data": "aime25", "every": 5, "samples": 8})},
             "'aime25', but aime25 is none of aime24, .*; give a file of rows",
         ),
-        ({"data.clock": "today"}, "data.clock is 'today'; use a date, or a date and a time, such as '2025-01-01T00:00'"),
+        (
+            {"data.clock": "today"},
+            "data.clock is 'today'; use a date, or a date and a time, such as '2025-01-01T00:00'",
+        ),
         ({"data.prompt": "problem"}, "data.prompt is for the task 'jsonl', and data.task is 'arithmetic'"),
         (
             {"model.architecture.max_position_embeddings": 39},

@@ -171,6 +171,7 @@ def test_columns_of_every_type_beside_the_prompt(tmp_path):
         "took": pyarrow.array([whole, None], pyarrow.duration("ns")),
         "inside": pyarrow.array([{"at": whole, "n": 1}, None], pyarrow.struct([("at", time("ns")), ("n", "int64")])),
         "several": pyarrow.array([[whole], None], pyarrow.list_(time("ns"))),
+        "pair": pyarrow.array([[whole, whole], None], pyarrow.list_(time("ns"), 2)),
         "map": pyarrow.array([[("k", whole)], None], pyarrow.map_(pyarrow.string(), time("ns"))),
         "price": pyarrow.array([decimal.Decimal("1E+3"), None], pyarrow.decimal128(10, 2)),
         "image": pyarrow.array([b"\x89\xff", None], pyarrow.binary()),
@@ -185,6 +186,13 @@ def test_columns_of_every_type_beside_the_prompt(tmp_path):
     assert record["answer"] == "2"
     place = parquet(tmp_path / "dates.parquet", question=["When?"], answer=[datetime.date(2024, 7, 26)])
     assert rows.load({"": Source(place, place)}, split="train", limit=None)[0]["answer"] == "2024-07-26"
+
+
+def test_a_parquet_column_that_stands_twice_is_named(tmp_path):
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has two columns 'answer'; rename one$"):
+        list(files.read(str(tmp_path / "a.parquet"), "train"))
 
 
 def test_null_is_absent_in_every_format_alike(tmp_path):

@@ -311,9 +311,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 for content in _without_times(batch).to_pylist():
                     number += 1
                     yield _row(f"{path}, row {number}", content)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} cannot be read after row {number} ({reason}); restore it") from error
+        raise UserError(
+            f"{path} cannot be read after row {number} ({reason}); restore it, or leave out the column"
+        ) from error
 
 
 def _without_times(batch: Any) -> Any:
@@ -328,6 +332,8 @@ def _without_times(batch: Any) -> Any:
             return pa.map_(mapped(kind.key_type, change), mapped(kind.item_type, change))
         if is_.is_list(kind) or is_.is_large_list(kind):
             return (pa.list_ if is_.is_list(kind) else pa.large_list)(mapped(kind.value_type, change))
+        if is_.is_fixed_size_list(kind):
+            return pa.list_(mapped(kind.value_type, change), kind.list_size)
         return change(kind)
 
     def no_zone(kind: Any) -> Any:  # a text of a time in a zone would need the machine's table of zones

@@ -182,7 +182,8 @@ def _nothing(place: str, split: str, wrong: _Wrong, *, divided: bool = False, he
 
 def _record(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
     """The record of a row: its prompt as `question` or `messages`, its answer as a text, and every further field."""
-    record = {key: value for key, value in row.items() if key not in PROMPTS} | _prompt(row, prompt or _given(row))
+    record = {key: value for key, value in row.items() if key not in (*PROMPTS, VERBATIM)}
+    record |= _prompt(row, prompt or _given(row))
     if "messages" in record and record["messages"][-1]["role"] == "assistant":
         raise Defect("messages end with the assistant's turn")
     if answer:
