@@ -11,7 +11,7 @@ import pytest
 
 from configs import tiny
 from gspo_jax.config import source
-from gspo_jax.data import files, rows, tasks
+from gspo_jax.data import benchmarks, files, rows, tasks
 from gspo_jax.data.rows import Source
 from gspo_jax.setup import data as setup_data
 from gspo_jax.types import UserError
@@ -156,6 +156,7 @@ def test_gsm8k_and_jsonl_read_the_folder_of_a_hub(tmp_path):
                 records = tasks.load(task, split=split, folder=str(folder))
                 assert [record["question"] for record in records] == [f"{split} {i}?" for i in range(count)]
     assert tasks.load("gsm8k", split="train", folder=str(tmp_path))[2]["answer"] == "2"
+    assert [record["answer"] for record in benchmarks.read("gsm8k", str(tmp_path))] == ["0"], "the test split"
 
 
 def test_columns_of_every_type_beside_the_prompt(tmp_path):
