@@ -237,7 +237,9 @@ def worked_batches(
     """
     ends = tokenizer.ends()
 
-    def problem(record: Record, prompt: list[int], worked: list[int]) -> _Problem | None:
+    def problem(record: Record, prompt: list[int] | _Problem, worked: list[int]) -> _Problem | None:
+        if isinstance(prompt, _Problem):
+            return prompt
         if problem := _prompt_problem(prompt, tokenizer, max_prompt_length):
             return problem
         if any(end in record["worked"].replace(GUARD, "") for end in ends):
@@ -250,8 +252,7 @@ def worked_batches(
 
     def check(records: list[Record]) -> list[_Problem | None]:
         prompts = _encode_prompts(records, tokenizer, style)
-        given = zip(records, prompts, encode_worked(records), strict=True)
-        return [row[1] if isinstance(row[1], _Problem) else problem(*row) for row in given]
+        return list(map(problem, records, prompts, encode_worked(records)))
 
     def make(indices: list[int]) -> WorkedBatch:
         records = [source[i] for i in indices]

@@ -78,7 +78,7 @@ class Tokenizer:
         self._added = _any_of(token.content for token in backend.get_added_tokens_decoder().values())
         self.behind = self._written_behind()
         self.eos_ids = self._with_end_of_turn(eos_ids)
-        self._special = _any_of(self._special_tokens())
+        self._special = _any_of(token.content for token in self._special_tokens().values())
 
     @classmethod
     def load(cls, folder: str | Path, *, clock: str = CLOCK, **variables: Any) -> "Tokenizer":
@@ -192,21 +192,20 @@ class Tokenizer:
     @functools.cached_property
     def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         """A tokenizer that takes special tokens for text and has an alias of each, and the id behind each alias."""
-        backend, of_alias = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}
-        for content in self._special_tokens():
-            index = self._backend.token_to_id(content)
-            token = self._backend.get_added_tokens_decoder()[index]
+        backend, ids = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}
+        for index, token in self._special_tokens().items():
+            backend.add_special_tokens([tokenizers.AddedToken(token.content, normalized=token.normalized)])
             flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": False}
-            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=token.normalized)])
             backend.add_tokens([tokenizers.AddedToken(_ALIAS % index, **flags)])
-            of_alias[backend.token_to_id(_ALIAS % index)] = index
+            ids[_ALIAS % index] = index
         backend.encode_special_tokens = True
-        return backend, of_alias
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        return backend, {vocabulary[alias]: index for alias, index in ids.items()}
 
-    def _special_tokens(self) -> list[str]:
-        """The texts of special tokens, and of EOS tokens that are not marked as such."""
+    def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """The special tokens by id, and EOS tokens that are not marked as such."""
         added = self._backend.get_added_tokens_decoder()
-        return [token.content for index, token in added.items() if token.special or index in self.eos_ids]
+        return {index: token for index, token in added.items() if token.special or index in self.eos_ids}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; ids beyond the vocabulary, which a padded model may sample, decode to nothing."""
@@ -266,6 +265,10 @@ class Tokenizer:
         template = self._settings.get("chat_template")
         if template is not None:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        self.save_stops(folder)
+
+    def save_stops(self, folder: Path) -> None:
+        """Write the EOS ids to `generation_config.json`, where inference looks for them; its other keys stay."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
         _write_json(folder / _GENERATION, _read_json(folder / _GENERATION) | ids)
 
