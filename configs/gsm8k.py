@@ -3,10 +3,11 @@
     python -m gspo_jax.train --config=configs/gsm8k.py --workdir=runs/gsm8k \\
         --config.model.folder=Qwen3-0.6B --config.data.folder=gsm8k
 
-`data.folder` holds train.jsonl and test.jsonl (question, answer), or a prepared TFDS directory. The settings are the
-GSPO paper's: four updates per batch, sequence ratios clipped to [1 - 3e-4, 1 + 4e-4]. Adapt the mesh to the machine,
-such as --config.mesh.expert=4 for a mixture of experts. Cost and accuracy depend on the model; no figure is claimed
-here. `configs/gsm8k.py:runlocal` runs two short iterations on a laptop.
+`data.folder` holds train.jsonl and test.jsonl (question, answer), the hub's folder of `openai/gsm8k`, or a prepared
+TFDS directory. The settings are the GSPO paper's: four updates per batch, sequence ratios clipped to
+[1 - 3e-4, 1 + 4e-4]. Adapt the mesh to the machine, such as --config.mesh.expert=4 for a mixture of experts. Cost and
+accuracy depend on the model; no figure is claimed here. `configs/gsm8k.py:runlocal` runs two short iterations on a
+laptop.
 """
 
 from ml_collections import ConfigDict

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 import gspo_jax
 from gspo_jax import engine, estimates, storage
-from gspo_jax.data import benchmarks, rows
+from gspo_jax.data import benchmarks, files
 from gspo_jax.data.pipeline import EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
@@ -334,7 +334,7 @@ def _scores(samples: Sequence[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def _is_file(name: str) -> bool:
-    return name.endswith(rows.FORMATS)
+    return name.endswith(files.FORMATS)
 
 
 def _answers_compare(name: str) -> bool:

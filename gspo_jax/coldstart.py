@@ -29,7 +29,7 @@ from gspo_jax import cli, storage
 from gspo_jax.data import rows
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
-from gspo_jax.data.supervised import assistant_turns
+from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
@@ -54,8 +54,8 @@ MADE_BY = (
     "model.",
     "coldstart.",
     "functions.",
-    *(f"data.{name}" for name in ("task", "folder", "train", "sources.", "held_out", "answer")),
-    *(f"data.{name}" for name in ("system", "instruction", "few_shot", "shots", "enable_thinking")),
+    *(f"data.{name}" for name in ("task", "folder", "train", "sources.", "held_out", "prompt", "answer")),
+    *(f"data.{name}" for name in ("system", "instruction", "few_shot", "shots", "enable_thinking", "clock")),
     *(f"data.{name}" for name in ("data_dir", "options.", "limit", "max_prompt_length")),
     "sampling.max_response_length",
     "training.packing",
@@ -95,8 +95,7 @@ def coldstart(
         tokenizer = Tokenizer.train(map(_text, records), cold.vocab_size)
         model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
     style = data.prompt_style(config)
-    if cold.conversations:
-        records = assistant_turns(records, tokenizer, style)
+    records = assistant_turns(records, tokenizer, style) if cold.conversations else worked_answers(records, tokenizer)
     worked, mixed = (
         worked_batches(
             demonstrations(records, terse=terse, seed=config.seed),

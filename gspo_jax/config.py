@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from gspo_jax.data.benchmarks import BENCHMARKS
+from gspo_jax.data.templates import CLOCK
 
 
 def base() -> ConfigDict:
@@ -63,10 +64,13 @@ def base() -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.task = ""  # "gsm8k", "jsonl", one of `functions`, or a generated one (data/generated.py)
-    config.data.folder = ""  # gsm8k, jsonl: folder with train.jsonl and test.jsonl, or a prepared TFDS directory
-    # jsonl: instead of a folder, a file of training rows and one of held-out rows, .jsonl or .parquet.
+    # gsm8k, jsonl: folder with files of training and of held-out rows, named as on a hub, or a prepared TFDS directory.
+    config.data.folder = ""
+    # jsonl: instead of a folder, a file of training rows and one of held-out rows: JSON Lines, JSON, CSV or Parquet.
     config.data.train = ""
     config.data.test = ""
+    # jsonl: field of the prompt, dots into objects; empty: `question`, `prompt` or `messages`, whichever a row has.
+    config.data.prompt = ""
     config.data.held_out = 0.05  # jsonl: share of the training rows that is held out where there is no file of such
     config.data.answer = "answer"  # jsonl: field of the reference answer, dots into objects; empty: rows need none
     config.data.sources = ConfigDict()  # jsonl: instead of one file, several, mixed by weight: name -> `source(…)`
@@ -82,6 +86,9 @@ def base() -> ConfigDict:
     config.data.few_shot = ""  # file of worked examples, which come before every prompt as turns
     config.data.shots = 0  # use only this many examples, the first of the file; 0: all
     config.data.enable_thinking = placeholder(bool)  # for chat templates that ask, such as Qwen3's; None: their default
+    config.data.clock = (
+        CLOCK  # time that chat templates are told if they ask, such as "2026-12-24" or "2026-12-24T18:30"
+    )
 
     config.sampling = ConfigDict()
     config.sampling.group_size = 8  # responses per prompt
@@ -263,6 +270,7 @@ def source(train: str, **fields: Any) -> ConfigDict:
     config.weight = 1.0  # share of its prompts in training, relative to other sources
     config.rewards = ()  # those of `rewards` that score its responses; empty: all
     config.correct = ""  # the one of them that decides which are correct in evaluations; empty: eval.correct
+    config.prompt = placeholder(str)  # field of its prompts; None: data.prompt
     config.system = placeholder(str)  # None: data.system
     config.instruction = placeholder(str)  # None: data.instruction
     config.update(fields)

@@ -22,6 +22,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, storage
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
@@ -92,6 +93,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     for name in TOKENIZER_FILES:
         if (model.tokenizer / name).is_file():
             shutil.copyfile(model.tokenizer / name, target / name)
+    if model.stops is not None:
+        model.stops.save_stops(target)
     stored = "float32" if written == "peft" else json.loads((target / huggingface.CONFIG).read_text())["torch_dtype"]
     kind = jnp.dtype(stored)
     return {
@@ -115,6 +118,8 @@ class _Model(NamedTuple):
     adapters: lora.Adapters | None = None
     """The rule of its adapters; None if it has none."""
     in_hugging_face_format: bool = False
+    stops: Tokenizer | None = None
+    """A run's tokenizer, whose EOS tokens end responses, be they named in its folder or not."""
 
 
 def _save(params: nnx.State, config: ModelConfig, folder: Path) -> None:
@@ -149,11 +154,11 @@ def _load_run(folder: Path, fields: dict[str, Any]) -> _Model:
     """Load a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
     config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
     first = policy.initial_folder(config, folder)
-    model, _ = policy.read_folder(config, first)
+    model, tokenizer = policy.read_folder(config, first)
     files = RunFolder(name=str(folder), local=folder)
     made = policy.make_policy(config, model)
     weights, _ = policy.newest_weights(config, files, made, _one_device())
-    return _Model(weights, model, first, made.adapters)
+    return _Model(weights, model, first, made.adapters, stops=tokenizer)
 
 
 def _one_device() -> jax.sharding.Mesh:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gspo_jax import cli, references, storage
+from gspo_jax.data import files
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
@@ -95,11 +96,11 @@ def score(
 
 def _read(source: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         says = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(f"{source} cannot be read: {says}; give a file of JSON Lines with --in") from None
-    for number, written in enumerate(text.splitlines(), start=1):
+    for number, written in enumerate(text.split("\n"), start=1):  # a text may have other ends of lines inside
         if not written.strip():
             continue
         try:
@@ -108,14 +109,15 @@ def _read(source: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{source}:{number} is not JSON ({error}); each line has to be a JSON object") from None
         if not isinstance(line, dict) or not isinstance(line.get("completion"), str):
             raise UserError(f"{source}:{number} has no text `completion`; each line has to be a JSON object with one")
-        if not isinstance(line.get("prompt", ""), str):
+        if not isinstance(line.get("prompt"), str | None):
             raise UserError(f"{source}:{number} has a `prompt` that is no text; write the text that the model saw")
         yield line
 
 
 def _row(line: dict[str, Any]) -> Row:
-    record = {name: value for name, value in line.items() if name not in _OWN_FIELDS}
-    return line.get("prompt", ""), line["completion"], record
+    record = files.plain({name: value for name, value in line.items() if name not in _OWN_FIELDS})
+    prompt = line.get("prompt")
+    return "" if prompt is None else prompt, line["completion"], record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -104,8 +104,9 @@ def test_a_bomb_of_hidden_tests_is_refused(tmp_path, monkeypatch):
     [
         ("gsm9k", "{}", "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?"),
         ("gsm8k", "{}", "is not gsm8k as it was published"),
-        ("gsm8k", "[1]", "is not gsm8k as it was published"),
-        ("gsm8k", "{", "test.jsonl:1 is not JSON"),
+        ("gsm8k", "[1]", "test.jsonl, line 1: not an object; download it again"),
+        ("gsm8k", "{", "test.jsonl, line 1: not JSON; download it again"),
+        ("aime24", "{", "test.jsonl:1 is not JSON"),
         ("gsm8k", "", "has no problems of gsm8k"),
         ("aime24", None, "has no test.jsonl; give the folder of the benchmark's files"),
     ],

@@ -195,6 +195,16 @@ def test_a_config_argument_that_does_not_exist(name):
             {"benchmarks.aime25": ConfigDict({"data": "aime25", "every": 5, "samples": 8})},
             "'aime25', but aime25 is none of aime24, .*; give a file of rows",
         ),
+        (
+            {"data.clock": "today"},
+            "data.clock is 'today'; use a date, or a date and a time, such as '2025-01-01T00:00'",
+        ),
+        ({"data.prompt": "problem"}, "data.prompt is for the task 'jsonl', and data.task is 'arithmetic'"),
+        (
+            {"model.architecture.max_position_embeddings": 39},
+            "data.max_prompt_length 8 and sampling.max_response_length 32 need 40 positions, and the model has 39, its "
+            "max_position_embeddings; take 1 off either",
+        ),
         ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
         ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
         ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),

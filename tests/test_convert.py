@@ -97,6 +97,18 @@ def test_run_folder(tmp_path: pathlib.Path, training_run: tuple[pathlib.Path, An
     assert Tokenizer.load(tmp_path / "out").encode("1 + 2") == Tokenizer.load(folder / "coldstart").encode("1 + 2")
 
 
+def test_a_run_s_export_names_the_tokens_that_ended_its_responses(tmp_path: pathlib.Path, training_run) -> None:
+    """A base model's files know <|endoftext|> alone, and its chat template ends turns with <|im_end|>."""
+    folder = shutil.copytree(training_run[0], tmp_path / "run")
+    first = folder / "coldstart"
+    (first / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}")
+    (first / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (first / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.6}')
+    assert run(f"--from={folder}", f"--to={tmp_path / 'out'}") == 0
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"][:2] == [1, 0] and written["temperature"] == 0.6
+
+
 def test_refusals(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     def message(*arguments: Any) -> str:
         assert run(*arguments) == 2

@@ -216,7 +216,7 @@ def test_the_default_place_is_that_of_tfds_and_tensorflow_is_not_imported(tmp_pa
         ({"data_dir": "/proc/nowhere"}, "cannot be built in /proc/nowhere"),
         ({"task": "gsm8k"}, "set it to one with train.jsonl"),
         ({"task": "gsm8k", "folder": "/x", "difficulty": "easy"}, "takes no difficulty"),
-        ({"task": "gsm8k", "folder": "/nowhere"}, "/nowhere has no .jsonl file"),
+        ({"task": "gsm8k", "folder": "/nowhere"}, "/nowhere is no folder; set data.folder"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(arguments, message, data_dir):
@@ -345,7 +345,9 @@ def test_gsm8k_from_jsonl(tmp_path):
     }
     assert records[1]["answer"] == "-2" and len(records) == 2
     assert len(tasks.load("gsm8k", split="train", folder=str(tmp_path), limit=1)) == 1
-    with pytest.raises(UserError, match=r"test\.jsonl does not exist; .* has train\.jsonl"):
+    with pytest.raises(
+        UserError, match=r"has no test rows: .* test\.jsonl, .* and there is train\.jsonl; put them there"
+    ):
         tasks.load("gsm8k", split="test", folder=str(tmp_path))
     with pytest.raises(UserError, match="takes no data_dir"):
         tasks.load("gsm8k", split="train", folder=str(tmp_path), data_dir=str(tmp_path))
@@ -371,7 +373,7 @@ def test_bad_lines_are_named(tmp_path, line, message):
 
 
 def test_an_empty_file_has_no_records(tmp_path):
-    says = r"train\.jsonl, the train split of gsm8k, has no records; .* set data\.folder"
+    says = r"the train split of gsm8k, has no records; .* set data\.folder"
     with pytest.raises(UserError, match=says):
         tasks.load("gsm8k", split="train", folder=jsonl(tmp_path))
 

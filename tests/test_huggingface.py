@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from gspo_jax.models import huggingface
+from gspo_jax.models import huggingface, tensors
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
@@ -181,10 +181,23 @@ def test_config_spellings(
     assert {key: getattr(found, key) for key in same} == same
 
 
-def test_tied_checkpoint_with_a_head_is_read(copy: Callable[[str], pathlib.Path]) -> None:
+def test_tied_checkpoint_with_a_head_is_read(copy: Callable[[str], pathlib.Path], monkeypatch) -> None:
+    monkeypatch.setattr(tensors, "_COMPARED", 100)  # of 288 rows
     folder = copy("qwen3_tied")
     retensor(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     assert_same(huggingface.load(folder)[0], loaded("qwen3_tied")[0])
+
+
+def test_a_head_beside_the_embedding_is_used_once_the_config_says_so(copy: Callable[[str], pathlib.Path]) -> None:
+    """The remedies of the messages: a folder is untied, or tied, by its config.json alone."""
+    folder = copy("qwen3_tied")
+    retensor(folder, lambda t: t.update({"lm_head.weight": 2 * t["model.embed_tokens.weight"]}))
+    edit(folder / "config.json", tie_word_embeddings=False)
+    tokens, tied = np.arange(3, 9)[None], loaded("qwen3_tied")[0]
+    np.testing.assert_allclose(logits(huggingface.load(folder)[0], tokens), 2 * logits(tied, tokens), rtol=1e-5)
+    drop("lm_head.weight")(folder)
+    edit(folder / "config.json", tie_word_embeddings=True)
+    assert_same(huggingface.load(folder)[0], tied)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -366,6 +379,13 @@ def drop(name: str) -> Callable[[pathlib.Path], None]:
     return lambda folder: retensor(folder, lambda t: t.pop(name))
 
 
+def head(make: Callable[[np.ndarray], np.ndarray]) -> Callable[[pathlib.Path], None]:
+    """Give a tied model a head that is made of its embedding."""
+    return lambda folder: retensor(
+        folder, lambda t: t.update({"lm_head.weight": np.ascontiguousarray(make(t["model.embed_tokens.weight"]))})
+    )
+
+
 def put(name: str, value: np.ndarray) -> Callable[[pathlib.Path], None]:
     return lambda folder: retensor(folder, lambda t: t.update({name: value}))
 
@@ -453,7 +473,15 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
                   "has no tensor model.layers.1.mlp.up_proj.weight, which its config.json asks for; download it again"),
     "no expert": ("qwen3_moe", drop("model.layers.2.mlp.experts.7.down_proj.weight"),
                   "has no tensor model.layers.2.mlp.experts.7.down_proj.weight"),
-    "untied, no head": ("qwen3", drop("lm_head.weight"), "has no tensor lm_head.weight"),
+    "untied, no head": ("qwen3", drop("lm_head.weight"),
+                        "has no tensor lm_head.weight, which its config.json asks for; download it again, or set "
+                        "tie_word_embeddings to true there if it is the embedding"),
+    "tied, another head": ("qwen3_tied", head(lambda t: t + np.float32(1e-6)),
+                           "holds lm_head.weight beside another model.embed_tokens.weight, though its config.json ties "
+                           "them; set tie_word_embeddings to false there if the model was trained so, or remove"),
+    "tied, the last row of the head": ("qwen3_tied", head(lambda t: np.concatenate([t[:-1], 2 * t[-1:]])),
+                                       "holds lm_head.weight beside another model.embed_tokens.weight"),
+    "tied, a head of another shape": ("qwen3_tied", head(lambda t: t[:9]), "holds lm_head.weight beside another"),
     "shape": ("qwen3", put("model.layers.0.self_attn.q_proj.weight", np.zeros((48, 64), np.float32)),
               "model.layers.0.self_attn.q_proj.weight is [48, 64], config.json says [64, 48]; download both"),
     "dtype": ("qwen3", put("model.norm.weight", np.zeros(48, np.int32)), "model.norm.weight is I32; supported: F32"),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.lora import Adapters
@@ -16,6 +17,7 @@ from gspo_jax.types import UserError, Weights
 from tests.tiny import mostly_slow
 
 GOLDEN = Path(__file__).parent / "golden"
+MERGE = "merge it into the model with peft's merge_and_unload, and give that as model.folder without adapter.folder"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FOLDERS = {
     "qwen3": ("qwen3", Adapters(rank=4)),
@@ -76,6 +78,49 @@ def test_some_experts_are_new(untrained, targets, tmp_path):
     jax.tree.map(np.testing.assert_allclose, peft.load(tmp_path / "out", config, adapters), trained)
 
 
+@pytest.mark.parametrize("begun", [True, False, "gaussian", "orthogonal", "eva", "mica"])
+def test_beginnings_that_leave_the_weights_alone(begun, tmp_path):
+    """As peft 0.21.2 does: 'orthogonal' and 'mica' begin with a product of zero."""
+    folder = changed(tmp_path, init_lora_weights=begun)
+    peft.check(folder, huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
+
+
+def beside(change, tmp_path):
+    """Return a copy of the golden folder "qwen3" with other tensors, each changed or left out (None)."""
+    folder = changed(tmp_path)
+    tensors = {name: change(name, tensor) for name, tensor in load_file(folder / peft.TENSORS).items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / peft.TENSORS)
+    return folder
+
+
+def halved(name, tensor):
+    return np.ascontiguousarray(tensor[:2] if "lora_A" in name else tensor[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda name, tensor: None if "layers.1." in name else tensor,  # layers_to_transform, exclude_modules
+            rf"has no adapter beside model.layers.1.\w+.\w+, but beside the same matrix of other layers .*; {MERGE}",
+        ),
+        (
+            lambda name, tensor: halved(name, tensor) if "q_proj" in name else tensor,  # rank_pattern
+            rf"beside model.layers.0.self_attn.q_proj, and adapters of ranks 2 and 4, .* have one here; {MERGE}",
+        ),
+        (halved, r"of rank 2, and adapter.rank is 4; set it to 2"),
+        (
+            lambda name, tensor: np.concatenate([tensor] * 2, axis=1) if "lora_A" in name else tensor,
+            "which are for another model; give theirs in model.folder",
+        ),
+    ],
+    ids=["layers", "ranks", "rank", "model"],
+)
+def test_tensors_that_the_config_has_no_place_for(change, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        peft.check(beside(change, tmp_path), huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
+
+
 def changed(tmp_path, **fields):
     """Return a copy of the golden folder "qwen3" whose config has other fields."""
     folder = shutil.copytree(GOLDEN / "adapters" / "qwen3", tmp_path / "copy")
@@ -87,11 +132,20 @@ def changed(tmp_path, **fields):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"use_dora": True}, "use_dora is True; supported: False"),
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; supported: 'LORA'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the model's weights; convert it"),
-        ({"bias": "all"}, "bias is 'all'; supported: 'none'"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; supported: None, \[\]"),
+        ({"use_dora": True}, f"use_dora is True; supported: False; {MERGE}"),
+        ({"peft_type": "LOHA"}, f"peft_type is 'LOHA'; supported: 'LORA'; {MERGE}"),
+        ({"bias": "all"}, f"bias is 'all'; supported: 'none'; {MERGE}"),
+        ({"modules_to_save": ["lm_head"]}, rf"modules_to_save is \['lm_head'\]; supported: None, \[\]; {MERGE}"),
+        ({"kasa_config": {"beta": 1e-4}}, f"kasa_config is {{'beta': 0.0001}}; supported: None; {MERGE}"),
+        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens is \[5\]; supported: None; train one without it"),
+        ({"init_lora_weights": "loftq"}, f"'loftq', which changed the model's weights; {MERGE}"),
+        *(
+            (
+                {"init_lora_weights": begun},
+                f"'{begun}', which changed the model's weights; save it again with peft's path_initial_model_for",
+            )
+            for begun in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "lora_ga")
+        ),
     ],
 )
 def test_features_that_are_not_supported(fields, says, tmp_path):
@@ -102,7 +156,7 @@ def test_features_that_are_not_supported(fields, says, tmp_path):
 @pytest.mark.parametrize(
     ("adapters", "says"),
     [
-        (Adapters(rank=8), "of rank 4, which are not those of the config; set adapter.rank and adapter.expert_rank"),
+        (Adapters(rank=8), "of rank 4, and adapter.rank is 8; set it to 4"),
         (Adapters(rank=4, targets=("q_proj",)), r"has an adapter beside model.layers.0.\w+.\w+; add its matrix to the"),
     ],
 )

@@ -77,3 +77,14 @@ def test_a_reply_is_inserted_after_a_stop_token_and_is_a_turn_after_the_end():
         inserted, turn, over = reply(["?"] * 3, asked, [{}] * 3)
     assert tokenizer.decode(inserted) == "15" and over is None
     assert tokenizer.decode(turn) == tokenizer.user_turn("15")
+
+
+def test_what_an_environment_says_closes_no_turn():
+    """Its text may be a program's output, and so the policy's own."""
+    tokenizer = Tokenizer.load(ADDER)
+    end = tokenizer.eos_ids[0]
+    said = f"5{tokenizer.decode([end], skip_special=False)}"
+    reply = on_tokens(lambda *_: [said, said], tokenizer)
+    inserted, turn = reply(["?"] * 2, [tokenizer.encode("="), [end]], [{}] * 2)
+    assert inserted and turn and end not in inserted + turn
+    assert tokenizer.decode(inserted, skip_special=False) == said

@@ -42,12 +42,10 @@ DEFECTS = {
     "number with too many digits": b'{"question": "1+1=", "answer": ' + b"1" * 5000 + b"}",
     "no question, prompt or messages": b'{"answer": "2"}',
     "several of question, prompt and messages": asked(prompt="1+2="),
-    "question is null": asked(question=None),
     "question is not a text": asked(question=5),
     "question is empty": asked(question=" \n"),
     "question is not Unicode text": b'{"question": "\\ud800", "answer": "2"}',
     "question has a NUL character": asked(question="a\0b"),
-    "prompt is null": b'{"prompt": null, "answer": "2"}',
     "prompt is not a text": b'{"prompt": 5, "answer": "2"}',
     "prompt is empty": b'{"prompt": "", "answer": "2"}',
     "messages are not a list": b'{"messages": "1+1=", "answer": "2"}',
@@ -58,7 +56,6 @@ DEFECTS = {
     "role is not a text": said({"role": 1, "content": "1+1="}),
     "role is not system, user or assistant": said(USER, {"role": "tool", "content": "2"}),
     "message with tool calls": said(USER, ASSISTANT | {"tool_calls": [{"name": "add"}]}, USER),
-    "content is null": said({"role": "user", "content": None}),
     "content is not a text": said({"role": "user", "content": [{"type": "text", "text": "1+1="}]}),
     "content is empty": said({"role": "user", "content": ""}),
     "content is not Unicode text": b'{"messages": [{"role": "user", "content": "\\udfff"}], "answer": "2"}',
@@ -68,18 +65,22 @@ DEFECTS = {
     "no user's turn": said(SYSTEM),
     "messages end with the assistant's turn": said(USER, ASSISTANT),
     "no answer": b'{"question": "1+1="}',
-    "answer is null": asked(answer=None),
     "answer is not a text": asked(answer=["2"]),
     "answer is empty": asked(answer=" "),
     "answer has a NUL character": asked(answer="2\0"),
     "answer is not Unicode text": b'{"question": "1+1=", "answer": "\\ud801"}',
     "id is not a text": asked(id=[1]),
-    "worked is null": asked(worked=None),
+    "worked is not a text": asked(worked=5),
     "instruction is not a text": asked(instruction=1),
     "system is empty": asked(system=""),
     "answer is not a finite number": asked(answer=2).replace(b": 2", b": 1e999"),
 }
 """A line with each defect of a row, by the name that it is counted under."""
+REMEDIES = {
+    "no question, prompt or messages": "name the prompt's field, --config.data.prompt=FIELD",
+    "several of question, prompt and messages": "choose one, such as --config.data.prompt=prompt",
+}
+"""What to do about a defect, where it is not to correct the rows."""
 LATER = {
     "prompt longer than 24 tokens": asked(question="1+1=" * 20),
     "rejected by the chat template": said(USER, USER),
@@ -103,7 +104,7 @@ def write(path, *lines):
 
 
 def test_each_row_of_a_thousand_is_used_or_counted_under_the_name_of_its_defect(tmp_path, tokenizer):
-    """47 kinds of defects, at random among good rows; no prompt that is used was cut."""
+    """44 kinds of defects, at random among good rows; no prompt that is used was cut."""
     rng, wanted = np.random.default_rng(0), collections.Counter()
     bad, lines, good = DEFECTS | LATER, [], []
     assert len(bad) >= 40
@@ -126,7 +127,13 @@ def test_each_row_of_a_thousand_is_used_or_counted_under_the_name_of_its_defect(
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_file_of_one_defect_alone_ends_with_its_name_and_line(name, tmp_path, caplog):
     place = write(tmp_path / "rows.jsonl", b"", DEFECTS[name])
-    with pytest.raises(UserError, match=f"has no usable row: 1 of 1 left out are {name}; correct them"):
+    remedy = {
+        "no question, prompt or messages": "name the prompt",
+        "several of question, prompt and messages": "choose",
+    }
+    with pytest.raises(
+        UserError, match=f"has no usable row: 1 of 1 left out are {name}; {remedy.get(name, 'correct them')}"
+    ):
         rows.load({"": Source(place, place)}, split="train", limit=None)
     assert f"1 {name} (first: {place}, line 2)" in caplog.text
 
@@ -207,9 +214,9 @@ def test_the_same_rows_in_every_format(kind, tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: str(path / "none.jsonl"), "none.jsonl does not exist; give a file of .jsonl or .parquet"),
-        (lambda path: str(path), "must have either train.jsonl or train.parquet, and has neither; name the file"),
-        (lambda path: write(path / "rows.csv", b"a,b"), "rows.csv is not a file of .jsonl or .parquet; convert it"),
+        (lambda path: str(path / "none.jsonl"), "none.jsonl does not exist; give a file of JSON Lines, JSON,"),
+        (lambda path: str(path), "has no train rows: they are looked for in train.jsonl, train-00000-of-00001.parquet"),
+        (lambda path: write(path / "rows.txt", b"a,b"), "rows.txt is not a file of JSON Lines, JSON, CSV or Parquet"),
         (lambda path: write(path / "rows.jsonl"), "rows.jsonl has no rows; give at least one"),
         (lambda path: write(path / "rows.parquet", b"PAR1, broken"), "rows.parquet cannot be read after row 0"),
     ],
@@ -318,3 +325,26 @@ def test_wrong_sources_are_refused_before_any_work(change, says, tmp_path):
     config.update_from_flattened_dict(change)
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
         check(config)
+
+
+def test_special_tokens_count_in_a_raw_prompt_and_nowhere_else(tmp_path, tokenizer):
+    """`prompt` is the user's own text; a question, a message, an example and a system prompt are what is said."""
+    text = "1<|im_end|>+1="
+    lines = [
+        asked(question=text),
+        said(USER | {"content": text}),
+        json.dumps({"prompt": [USER | {"content": text}], "answer": "2"}).encode(),
+        json.dumps({"prompt": text, "answer": "2"}).encode(),
+    ]
+    place = write(tmp_path / "rows.jsonl", *lines)
+    records = rows.load({"": Source(place, place, instruction="<|im_start|>")}, split="train", limit=None)
+    style = PromptStyle("<|im_end|>", (USER | {"content": "<|im_end|>"}, ASSISTANT))
+    batches = prompt_batches(
+        records, tokenizer, prompts_per_batch=4, max_prompt_length=200, seed=0, shuffle=False, style=style
+    )
+    batch = next(batches)
+    whole = f"<system><|im_end|><user><|im_end|><assistant>2<user>{text}\n<|im_start|><assistant>"
+    assert batch.texts == [whole] * 4
+    ends = [(batch.prompts.tokens[row, : batch.prompts.lengths[row]] == 1).sum() for row in range(4)]
+    assert ends == [0, 0, 0, 1]
+    assert (batch.prompts.tokens[0] == batch.prompts.tokens[1]).all()

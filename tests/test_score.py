@@ -73,3 +73,12 @@ def test_mistakes_are_one_sentence(reward, content, says, tmp_path, capsys):
     said = capsys.readouterr().err
     assert says in said and said.startswith("error: ") and said.count("\n") == 1
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_mark_is_no_data_nulls_are_absent_and_a_line_ends_at_its_end(files):
+    source, target, own = files
+    own.write_text("def seen(prompt, completion, record):\n    return float(prompt == '' and 'answer' not in record)\n")
+    row = {"prompt": None, "completion": "a\u2028b\x85", "answer": None, "of": {"x": None}}
+    source.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8-sig", newline="\n")
+    assert score.main([f"--reward={own}:seen", f"--in={source}", f"--out={target}"]) == 0
+    assert json.loads(target.read_text())["scores"] == {"seen": 1.0}

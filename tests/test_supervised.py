@@ -14,7 +14,7 @@ from configs import tiny
 from gspo_jax import coldstart
 from gspo_jax.data import rows
 from gspo_jax.data.pipeline import PLAIN, PromptStyle, worked_batches
-from gspo_jax.data.supervised import assistant_turns
+from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
@@ -172,3 +172,41 @@ def test_sft_on_200_conversations_lowers_the_loss_and_goes_on_from_the_folder(tm
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
     assert routers and routers <= kept
     assert all(".experts." in name for name in kept - routers), "else only experts that no token reached"
+
+
+def base_model(end="<|im_end|>\\n", eos="<|endoftext|>"):
+    """Return a tokenizer whose EOS is not the end of a turn in its chat template, which is `end`."""
+    made = Tokenizer.train(["0123456789+-= Add."], 320)
+    settings = made._settings | {"chat_template": CHATML.replace("<|im_end|>\\n", end), "eos_token": eos}
+    return Tokenizer(made._backend, eos_ids=[made.encode(eos)[0]], pad_id=made.pad_id, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("end", "learned_end"), [("<|im_end|>\\n", "<|im_end|>"), ("</s>\\n", "<|endoftext|>"), ("\\n", "<|endoftext|>")]
+)
+def test_a_turn_is_learned_with_one_end(end, learned_end, tmp_path):
+    """A base model's EOS is <|endoftext|>: nothing is learned behind the template's own end of turn."""
+    place = write(tmp_path / "said.jsonl", said(USER, ASSISTANT))
+    ((_, answer),) = learned(place, base_model(end))
+    assert answer == f"2{learned_end}"
+
+
+def test_what_is_said_is_learned_as_text(tmp_path, tokenizer):
+    """The control tokens of a demonstration are those of the template, whatever user and assistant write."""
+    asked, answered = USER | {"content": "1<|im_start|>+<|im_end|>1"}, ASSISTANT | {"content": "<|im_start|>2"}
+    turns = assistant_turns(rows.conversations(write(tmp_path / "a.jsonl", said(asked, answered))), tokenizer, PLAIN)
+    batches = worked_batches(turns, tokenizer, batch=1, max_prompt_length=128, max_response_length=64, seed=0)
+    batch = next(batches)
+    prompt, answer = batch.prompts[0, : batch.prompt_lengths[0]].tolist(), batch.tokens[0][batch.mask[0]].tolist()
+    assert (prompt.count(1), prompt.count(2), answer.count(1), answer.count(2)) == (1, 2, 1, 0)
+    assert tokenizer.decode(answer, skip_special=False) == "<|im_start|>2<|im_end|>"
+
+
+def test_a_worked_answer_with_an_end_inside_is_left_out(tokenizer):
+    record = {"id": "0", "question": "1+1=", "instruction": "", "answer": "2"}
+    given = [record | {"worked": worked} for worked in ("2<|im_end|>", "<|im_start|>2", "2")]
+    batches = worked_batches(
+        worked_answers(given, tokenizer), tokenizer, batch=2, max_prompt_length=64, max_response_length=64, seed=0
+    )
+    assert batches.skipped_by == {"token that ends a turn inside the worked response": 1}
+    assert not (next(batches).tokens == 2).any(), "<|im_start|> is text here"

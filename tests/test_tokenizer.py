@@ -1,6 +1,9 @@
 """The tokenizer: real `tokenizers` models, trained here or read from a Hugging Face folder."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -284,3 +287,124 @@ def test_the_vocabulary_must_fit_the_model(trained):
     check_vocabulary(trained, trained.vocab_size + 267)  # padded vocabulary, as in Qwen3
     with pytest.raises(UserError, match=f"largest id {trained.vocab_size - 1} does not fit"):
         check_vocabulary(trained, trained.vocab_size - 1)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("name", ["decoder", "flags", "extra", "older"])
+def test_tokens_that_one_file_has_are_added_as_transformers_does(name, tmp_path):
+    """The ids and texts of tests/golden/make_tokenizers.py."""
+    golden = json.loads((GOLDEN / "tokenizers.json").read_text())[name]
+    shutil.copy(GOLDEN / "adder" / "tokenizer.json", tmp_path)
+    for file, content in golden["files"].items():
+        (tmp_path / f"{file}.json").write_text(json.dumps(content), encoding="utf-8-sig")
+    loaded = Tokenizer.load(tmp_path)
+    found = {text: [ids := loaded.encode(text), loaded.decode(ids)] for text in golden["texts"]}
+    assert found == golden["texts"]
+    loaded.save(tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again").encode_batch(list(found)) == [ids for ids, _ in found.values()]
+
+
+def decoder(**tokens):
+    return {"eos_token": "<|im_end|>", "added_tokens_decoder": tokens}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (decoder(**{"1": {"content": "<think>"}}), "'<think>' has the id 1, which is that of '<|im_end|>' in"),
+        (decoder(**{"7": {"content": "<|im_end|>"}}), "'<|im_end|>' has the id 7, which is that of "),
+        (decoder(**{"900": {"content": "<|im_end|>"}}), "'<|im_end|>' has the id 900, which is 1 with its"),
+        (decoder(**{"900": {"content": "<think>"}}), "'<think>' has the id 900, which is 274 with its"),
+        (decoder(x={"content": "<think>"}), "the id of '<think>' is \"x\"; it must be a token id"),
+        (decoder(**{"274": "<think>"}), "'<think>' under '274' is no token; download it again"),
+        (decoder(**{"274": {"content": ""}}), "{'content': ''} under '274' is no token; download it again"),
+        ({"added_tokens_decoder": [1]}, "added_tokens_decoder is no object of tokens by id; download it again"),
+    ],
+)
+def test_files_that_contradict_each_other_are_refused(trained, tmp_path, settings, says):
+    folder = folder_with(tmp_path, trained, settings=settings)
+    assert trained.vocab_size == 274
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        Tokenizer.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_differ_are_told_apart(trained, tmp_path, caplog):
+    settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
+    folder = folder_with(tmp_path, trained, settings=settings, template="{{ messages[0].content }}!",
+                         special_tokens_map={"eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
+    assert Tokenizer.load(folder).eos_ids == (0,)
+    assert "special_tokens_map.json differ in eos_token; '<|endoftext|>' is used" in caplog.text
+    assert "chat_template.jinja and the chat template of tokenizer_config.json differ; the former" in caplog.text
+
+
+ENDS = {
+    # the end of a turn in a template: the EOS ids with <|endoftext|> alone in the files, what closes the last turn
+    "{{ '<|im_end|>\n' }}": ((1, 0), "<|im_end|>\n"),
+    "{{ ' <|im_end|>' }}": ((1, 0), " <|im_end|>"),
+    "{{ '<|endoftext|>' }}": ((0,), "<|endoftext|>"),
+    "{{ '</s>\n' }}": ((0,), "</s>\n"),
+    "{{ '\n' }}": ((0,), "\n"),
+    "": ((0,), ""),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog):
+    """A base model's EOS is not the template's end of turn; whatever it is, a reply closes no turn a second time."""
+    turn = f"{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}{end}{{% endfor %}}"
+    template = turn + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|endoftext|>"}, template=template)
+    loaded, (eos_ids, behind) = Tokenizer.load(folder), ENDS[end]
+    assert (loaded.eos_ids, loaded.behind) == (eos_ids, behind)
+    warned = {"<|im_end|>": "is none of the EOS tokens: it ends responses too", "</s>": "which is no token: responses"}
+    assert warned.get(behind.strip(), "") in caplog.text
+    assert ("ends a turn" in caplog.text) == (behind.strip() in warned)
+    space = "\n" if behind.endswith("\n") else ""
+    closing = f"again{behind}" if behind else "again"
+    assert loaded.user_turn("again") == f"{space}<|im_start|>user:{closing}<|im_start|>assistant:"
+
+
+def test_what_is_said_has_no_special_tokens(trained, tmp_path):
+    settings = decoder(**{"274": {"content": "<think>", "special": False, "normalized": False}})
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings=settings, template=QWEN_LIKE))
+    said = "1<|im_end|>\n<|im_start|>system<think>\ufdd02"
+    ids = loaded.encode(loaded.chat([{"role": "user", "content": loaded.guard(said)}]))
+    assert ids[0] == 2 and ids.count(1) == 1 and ids.count(2) == 2 and ids.count(274) == 1
+    whole = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n".replace("\ufdd0", "\ufffd")
+    assert loaded.decode(ids, skip_special=False) == whole
+    assert loaded.encode_batch(["1<|im_end|>", loaded.guard("1<|im_end|>"), "2"])[::2] == [
+        loaded.encode("1<|im_end|>"),
+        loaded.encode("2"),
+    ]
+    assert loaded.guard("1+1=? <think>") == "1+1=? <think>", "other text is as it was"
+    loaded._backend.encode_special_tokens = True
+    plain = loaded._backend.encode("1<|im_end|>", add_special_tokens=False).ids
+    assert loaded.encode(loaded.guard("1<|im_end|>")) == plain and 1 not in plain
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_guarded_text_is_read_as_one_text(scheme):
+    """A tokenizer that begins every text with a space must not begin the pieces between special tokens with one."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    special, letters = ["<unk>", "<s>", "</s>"], list("<>/s abc▁")
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, initial_alphabet=letters)
+    backend.train_from_iterator(["a b c abc <s> </s>"], trainer)
+    backend.add_special_tokens([tokenizers.AddedToken("</s>", special=True, lstrip=True, rstrip=True)])
+    made = Tokenizer(backend, eos_ids=[2], pad_id=0, settings={})
+    assert made.encode(made.guard("a b")) == made.encode("a b")
+    guarded = made.encode(f"<s>a b </s> c{made.guard('</s>')} abc")
+    usual = made.encode("<s>a b </s> c")
+    assert guarded[: len(usual)] == usual and guarded.count(2) == 1
+
+
+def test_a_template_is_told_one_time(trained, tmp_path, caplog):
+    template = "{{ strftime_now('%d %b %Y %H:%M:%S') }}{{ messages[0].content }}"
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
+    asked = [{"role": "user", "content": "?"}]
+    assert Tokenizer.load(folder).chat(asked) == "01 Jan 2025 00:00:00?"
+    assert "the chat template asks for the time and is told data.clock, 2025-01-01T00:00" in caplog.text
+    assert Tokenizer.load(folder, clock="2026-12-24 18:30").chat(asked) == "24 Dec 2026 18:30:00?"

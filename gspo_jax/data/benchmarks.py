@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.data import files
 from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
 
@@ -69,7 +70,7 @@ def gsm8k(place: Path) -> list[Record]:
             "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
             "instruction": _NUMBER,
         }
-        for number, row in enumerate(_rows(place, "test.jsonl"))
+        for number, row in enumerate(_test_rows(place))
     ]
 
 
@@ -142,13 +143,21 @@ def read(name: str, place: str) -> Records:
     return Records(place, records, convert=lambda _, record: record, where=lambda _: place)
 
 
+def _test_rows(place: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, or of the test split of a folder, in any format that files.py reads."""
+    for where, row in files.read(str(place), "test"):
+        if isinstance(row, files.Defect):
+            raise UserError(f"{where}: {row}; download it again")
+        yield row
+
+
 def _rows(place: Path, *names: str) -> Iterator[dict[str, Any]]:
     """The rows of a file, or of the first of these files in a folder; a name may stand for several."""
-    files = [place] if place.is_file() else next((f for n in names if (f := sorted(place.glob(n)))), [])
-    if not files:
+    there = [place] if place.is_file() else next((f for n in names if (f := sorted(place.glob(n)))), [])
+    if not there:
         raise UserError(f"{place} has no {' or '.join(names)}; give the folder of the benchmark's files")
-    for file in files:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
+    for file in there:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     yield json.loads(line)

@@ -4,6 +4,7 @@ They run in jinja2's sandbox (templates.py), after a trial in a process of its o
 supported: templates see them as absent.
 """
 
+import datetime
 import functools
 import json
 import os
@@ -24,11 +25,15 @@ Message = Mapping[str, str]
 _REMEDY = "correct it, or use the model's own"
 
 
-def compile_template(source: str) -> jinja2.Template:
-    """Compile a chat template; raises UserError if its syntax is invalid, or it takes too much time or memory."""
+def compile_template(source: str, clock: datetime.datetime) -> jinja2.Template:
+    """Compile a chat template that is told the time `clock`.
+
+    Raises:
+      UserError: its syntax is invalid, or it takes too much time or memory.
+    """
     _try(source)
     try:
-        return templates.compile_source(source)
+        return templates.compile_source(source, clock)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
     except Exception as error:  # of Python's compiler, such as a RecursionError for a deep expression

@@ -19,8 +19,8 @@ from absl import logging
 from jaxtyping import Bool, Int
 
 from gspo_jax.data.chat import Message
-from gspo_jax.data.records import CorruptRecord, Part, Record, Records
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
+from gspo_jax.data.tokenizer import GUARD, Tokenizer
 from gspo_jax.types import Prompts, UserError
 
 _SCAN_CHUNK = 1024
@@ -84,8 +84,19 @@ def conversation(record: Record, style: PromptStyle) -> list[Message]:
 
 
 def prompt_text(record: Record, tokenizer: Tokenizer, style: PromptStyle = PLAIN) -> str:
-    """Return the text that a response continues: the conversation under the chat template."""
-    return tokenizer.chat(conversation(record, style))
+    """Return the text that a response continues: the conversation under the chat template.
+
+    Special tokens in what is said are guarded (`Tokenizer.guard`), but for those of a VERBATIM question.
+    """
+    turns = conversation(record, style)
+    own = turns.pop() if record.get(VERBATIM) else None
+    guarded = [guard(turn, tokenizer) for turn in turns]
+    return tokenizer.chat(guarded if own is None else [*guarded, own])
+
+
+def guard(turn: Message, tokenizer: Tokenizer) -> Message:
+    """Return a turn with the special tokens in what it says guarded."""
+    return {name: said if name == "role" else tokenizer.guard(said) for name, said in turn.items()}
 
 
 class Batches(Generic[_Batch]):
@@ -221,13 +232,19 @@ def worked_batches(
 ) -> Batches[WorkedBatch]:
     """Return endless shuffled batches of `batch` demonstrations; other arguments and errors as in `prompt_batches`.
 
-    Also leaves out records whose worked response is longer than `max_response_length` tokens, EOS included.
+    Also leaves out records whose worked response is longer than `max_response_length` tokens, EOS included, or has an
+    EOS token inside. Special tokens in `worked` count as such, unless they are guarded.
     """
+    ends = tokenizer.ends()
 
-    def problem(prompt: list[int], worked: list[int]) -> _Problem | None:
-        return _prompt_problem(prompt, tokenizer, max_prompt_length) or _length_problem(
-            "worked response", len(worked), max_response_length, "sampling.max_response_length"
-        )
+    def problem(record: Record, prompt: list[int] | _Problem, worked: list[int]) -> _Problem | None:
+        if isinstance(prompt, _Problem):
+            return prompt
+        if problem := _prompt_problem(prompt, tokenizer, max_prompt_length):
+            return problem
+        if any(end in record["worked"].replace(GUARD, "") for end in ends):
+            return _ENDS
+        return _length_problem("worked response", len(worked), max_response_length, "sampling.max_response_length")
 
     def encode_worked(records: list[Record]) -> list[list[int]]:
         worked = tokenizer.encode_batch([record["worked"] for record in records])
@@ -235,8 +252,7 @@ def worked_batches(
 
     def check(records: list[Record]) -> list[_Problem | None]:
         prompts = _encode_prompts(records, tokenizer, style)
-        pairs = zip(prompts, encode_worked(records), strict=True)
-        return [prompt if isinstance(prompt, _Problem) else problem(prompt, worked) for prompt, worked in pairs]
+        return list(map(problem, records, prompts, encode_worked(records)))
 
     def make(indices: list[int]) -> WorkedBatch:
         records = [source[i] for i in indices]
@@ -298,6 +314,7 @@ class _Problem(NamedTuple):
 
 _EMPTY = _Problem("empty prompt", "give each record a question")
 _UNKNOWN = _Problem("token outside the vocabulary", "use a tokenizer whose vocabulary covers the questions")
+_ENDS = _Problem("token that ends a turn inside the worked response", "leave that token out; it is added")
 _CORRUPT = _Problem("corrupt", "restore the file, or delete a generated data set so that it is built again")
 
 
@@ -399,7 +416,8 @@ def _prompt_batch(
     texts = [prompt_text(record, tokenizer, style) for record in records]
     tokens, lengths = _pad(tokenizer.encode_batch(texts), length, tokenizer.pad_id)
     prompts = Prompts(tokens, lengths)  # type: ignore[arg-type]  # NumPy arrays; the caller places them on its mesh
-    return PromptBatch(prompts, texts, records, np.ones(len(records), bool))
+    plain = [text.replace(GUARD, "") for text in texts]
+    return PromptBatch(prompts, plain, records, np.ones(len(records), bool))
 
 
 def _pad(rows: list[list[int]], length: int, pad: int) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:

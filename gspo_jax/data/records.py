@@ -9,6 +9,8 @@ Record = dict[str, Any]
 With `messages`, a list of {role, content}, the prompt is that conversation, and `question` its last user turn; `system`
 is a system prompt of its own.
 """
+VERBATIM = "verbatim_prompt"
+"""Field of a record that is true if special tokens written in its question count as such, and are no mere text."""
 
 
 class Part(NamedTuple):

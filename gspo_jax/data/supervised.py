@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from absl import logging
 
 from gspo_jax.data.chat import Message
-from gspo_jax.data.pipeline import PromptStyle, conversation, prompt_text
+from gspo_jax.data.files import Defect
+from gspo_jax.data.pipeline import PromptStyle, conversation, guard, prompt_text
 from gspo_jax.data.records import Record, Records
-from gspo_jax.data.rows import Defect
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import UserError
 
@@ -22,7 +22,8 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
     """Return a record for each assistant's turn: `messages` before it, and in `worked` what the assistant writes.
 
     `worked` is the text that the chat template puts between the prompt and the token that ends the turn, so it has the
-    template's own marks, such as those of an empty thought.
+    template's own marks, such as those of an empty thought. Special tokens in what is said are guarded
+    (`Tokenizer.guard`).
 
     Raises:
       UserError: no turn can be learned.
@@ -46,20 +47,30 @@ def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: Promp
     return Records(repr(source), turns, convert=lambda _, turn: turn, where=lambda index: turns[index]["id"])
 
 
+def worked_answers(source: Sequence[Record], tokenizer: Tokenizer) -> Records:
+    """Return a task's records with the special tokens in `worked` guarded, since that is what is said."""
+
+    def convert(index: int, record: Record) -> Record:
+        return record | {"worked": tokenizer.guard(record["worked"])}
+
+    return Records(repr(source), source, convert=convert, where=lambda _: repr(source))
+
+
 def _written(before: Record, message: Message, tokenizer: Tokenizer, style: PromptStyle) -> str:
     """Return the text that the assistant writes in its turn `message`, behind the prompt of `before`."""
     if not before["messages"] or before["messages"][-1]["role"] == "assistant":
         raise Defect("assistant's turn without a user's before it")
-    ends = [tokenizer.decode([end], skip_special=False) for end in tokenizer.eos_ids]
-    if any(end and end in text for end in ends for text in message.values()):
+    ends = tokenizer.ends()
+    if any(end in text for end in ends for text in message.values()):
         raise Defect("token that ends a turn inside one")
     try:
         prompt = prompt_text(before, tokenizer, style)
-        whole = tokenizer.chat([*conversation(before, style), message], add_generation_prompt=False)
+        turns = [guard(turn, tokenizer) for turn in (*conversation(before, style), message)]
+        whole = tokenizer.chat(turns, add_generation_prompt=False)
     except UserError as error:
         raise Defect("rejected by the chat template") from error
     if not whole.startswith(prompt):
         raise Defect("chat template writes the prompt in another way once it is answered")
     written = whole[len(prompt) :]
-    cuts = [written.find(end) for end in ends if end and end in written]
-    return written[: min(cuts)] if cuts else written
+    cuts = [written.find(end) for end in ends if end in written]
+    return written[: min(cuts)] if cuts else written.removesuffix(tokenizer.behind)

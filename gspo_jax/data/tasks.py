@@ -1,7 +1,7 @@
 """Load tasks by name: `load("arithmetic", split="train")` returns their records, wherever they come from.
 
-Generated tasks are built with TFDS on first use (generated.py). GSM8K is read from a folder with `train.jsonl` and
-`test.jsonl`, or from a prepared TFDS directory; "jsonl" reads any file of rows (rows.py). TensorFlow is never imported.
+Generated tasks are built with TFDS on first use (generated.py). GSM8K is read from a folder as it was published, or
+from a prepared TFDS directory; "jsonl" reads any file of rows (rows.py). TensorFlow is never imported.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.data import generated, prepared, rows
+from gspo_jax.data import files, generated, prepared, rows
 from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
 
@@ -53,7 +53,7 @@ def load(
       split: "train" or "test".
       own: tasks beside TASKS, name -> function(split, **options) that returns rows with the texts `question` and
         `answer`, and whatever else the rewards read.
-      folder: folder of gsm8k or jsonl: JSONL files, or a prepared TFDS directory.
+      folder: folder of gsm8k or jsonl, as `files.read` takes it.
       data_dir: folder in which generated tasks are built; None: TFDS's default.
       limit: maximum number of records, from the beginning, of each source; None: all.
       instruction: text appended to each question; None: the task's own (INSTRUCTIONS).
@@ -105,8 +105,8 @@ def check(task: str, folder: str | None, own: Collection[str] = ()) -> None:
         raise UserError(f"unknown task {task!r}; {choices(task, [*TASKS, *own])}")
     if folder is None and task == "gsm8k":
         raise UserError(
-            f"task {task} needs data.folder; set it to one with train.jsonl and test.jsonl, or a prepared TFDS "
-            "directory"
+            f"task {task} needs data.folder; set it to one with train.jsonl and test.jsonl, the hub's folder of "
+            "Parquet files, or a prepared TFDS directory"
         )
 
 
@@ -120,7 +120,7 @@ def _own(
         raise UserError(
             f"task {task} cannot be called with split {split!r} and the options {options}: {error}"
         ) from None
-    made = list(function(split, **options))
+    made = [_present(row) for row in function(split, **options)]
 
     def convert(index: int, row: Any) -> Record:
         added = {"id": f"{task}/{split}/{index}", "worked": row["answer"], "instruction": instruction}
@@ -134,6 +134,11 @@ def _own(
                 "both texts"
             )
     return Records(f"{task}/{split}", made, convert=convert, where=lambda _: task, limit=limit)
+
+
+def _present(row: Any) -> Any:
+    """A function's row without the fields that are None, which are absent."""
+    return {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else row
 
 
 def _generated(
@@ -168,20 +173,18 @@ def _gsm8k(split: str, *, folder: str, limit: int | None, instruction: str) -> R
             return _gsm8k_record(f"gsm8k/{split}/{index}", _decode_texts(raw), instruction)
 
         return prepared.records(builder, split, limit=limit, convert=convert)
-    path = Path(folder) / f"{split}.jsonl"
-    if not path.is_file():
-        there = sorted(p.name for p in Path(folder).glob("*.jsonl"))
-        raise UserError(f"{path} does not exist; {folder} has {', '.join(there) if there else 'no .jsonl file'}")
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder} is no folder; set data.folder to the one with GSM8K's train and test rows")
     records = []
-    for index, (where, row) in enumerate(itertools.islice(rows.read(str(path), split), limit)):
+    for index, (where, row) in enumerate(itertools.islice(files.read(folder, split), limit)):
         try:
-            if isinstance(row, rows.Defect):
+            if isinstance(row, files.Defect):
                 raise row
             texts = {name: rows.text_field(row, name) for name in ("question", "answer")}
-        except rows.Defect as defect:
+        except files.Defect as defect:
             raise UserError(f"{where}: {defect}; correct or remove it") from defect
         records.append(_gsm8k_record(f"gsm8k/{split}/{index}", texts, instruction, where=where))
-    return Records(str(path), records, convert=lambda _, row: row, where=lambda _: str(path))
+    return Records(folder, records, convert=lambda _, row: row, where=lambda _: folder)
 
 
 def _gsm8k_record(name: str, row: dict[str, str], instruction: str, where: str | None = None) -> Record:

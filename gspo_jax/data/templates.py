@@ -25,6 +25,8 @@ LIMIT_BYTES = 512 << 20
 """Address space of the trial's process."""
 LIMIT_CHARACTERS = 1 << 20
 """Length of the text that a trial may render."""
+CLOCK = "2025-01-01T00:00"
+"""Time that templates are told if no other is chosen: prompts must be the same on every host and after a resume."""
 TOO_MUCH_MEMORY, TOO_LONG = 3, 4
 """Exit codes of a trial, which is 0 also for a template that raises: that is reported where it is rendered."""
 
@@ -53,14 +55,14 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
-def compile_source(source: str) -> jinja2.Template:
-    """Compile a template; raises whatever jinja2 and Python's compiler raise."""
+def compile_source(source: str, clock: datetime.datetime) -> jinja2.Template:
+    """Compile a template that is told the time `clock`; raises whatever jinja2 and Python's compiler raise."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = clock.strftime
     return environment.from_string(source)
 
 
@@ -71,7 +73,7 @@ def main() -> int:
     _limit(resource.RLIMIT_AS, LIMIT_BYTES)
     _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + LIMIT_S)  # beyond it the kernel sends SIGXCPU
     try:
-        template = compile_source(source)
+        template = compile_source(source, datetime.datetime.fromisoformat(CLOCK))
     except MemoryError:
         return TOO_MUCH_MEMORY
     except Exception:

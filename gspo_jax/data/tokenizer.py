@@ -1,26 +1,41 @@
 """Encode and decode text with the `tokenizers` library: load a tokenizer from a Hugging Face folder, or train one.
 
-No truncation and no padding here: prompts are never cut, and the pipeline pads.
+No truncation and no padding here: prompts are never cut, and the pipeline pads. What is said in a conversation must not
+pass for what the chat template writes around it: `guard` marks the special tokens in a text that are mere text.
 """
 
+import datetime
+import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
+from absl import logging
 from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from gspo_jax.data import chat
+from gspo_jax.data import added_tokens, chat
+from gspo_jax.data.added_tokens import SETTINGS, text_of
+from gspo_jax.data.templates import CLOCK
 from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
 from gspo_jax.types import UserError
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
 
-_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
+GUARD = "\ufdd0"
+"""Mark inside a special token's text by which `encode` takes it for mere text; Unicode says that it is no character."""
+_ALIAS = "\ufdd1%d\ufdd2"
+"""What stands for a special token, by its id, in a text that has guards."""
+_NO_CHARACTERS = re.compile("[\ufdd0-\ufdd2]")
+_SAID = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Placeholder for what the assistant says."""
+
+_GENERATION = "generation_config.json"
 
 _SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,8 +45,9 @@ _SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the sam
 class Tokenizer:
     """A tokenizer with its EOS ids, padding id and chat template.
 
-    `eos_ids`: all ids that end a response; the first is the one to append. `pad_id`: pads rows on the right. `unk_id`:
-    the unknown token, or None if the tokenizer has none.
+    `eos_ids`: all ids that end a response, that of the token with which the chat template ends a turn first; the first
+    is the one to append. `pad_id`: pads rows on the right. `unk_id`: the unknown token, or None if the tokenizer has
+    none. `behind`: what the chat template writes behind the assistant's last turn.
     """
 
     def __init__(
@@ -42,42 +58,52 @@ class Tokenizer:
         pad_id: int,
         settings: dict[str, Any],
         variables: Mapping[str, Any] | None = None,
+        clock: str = CLOCK,
     ) -> None:
         """Wrap `backend`; `settings` is the content of `tokenizer_config.json`, `chat_template` a string or None.
 
-        `variables` are passed to the chat template of every conversation.
+        `variables` are passed to the chat template of every conversation, which is told the time `clock` (ISO 8601).
         """
         backend.no_truncation()  # tokenizer.json may enable both, and prompts must never be cut silently
         backend.no_padding()
-        self.eos_ids = tuple(eos_ids)
         self.pad_id = pad_id
         self._backend = backend
         self._settings = settings
         self._variables = dict(variables or {})
         source = settings.get("chat_template")
-        self._template = None if source is None else chat.compile_template(source)
-        unknown = _text(settings.get("unk_token"))
+        time = datetime.datetime.fromisoformat(clock)
+        self._template = None if source is None else chat.compile_template(source, time)
+        unknown = text_of(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
+        self._added = _any_of(token.content for token in backend.get_added_tokens_decoder().values())
+        self.behind = self._written_behind()
+        self.eos_ids = self._with_end_of_turn(eos_ids)
+        self._special = _any_of(token.content for token in self._special_tokens().values())
 
     @classmethod
-    def load(cls, folder: str | Path, **variables: Any) -> "Tokenizer":
+    def load(cls, folder: str | Path, *, clock: str = CLOCK, **variables: Any) -> "Tokenizer":
         """Load the tokenizer of a Hugging Face folder: `tokenizer.json`, and the configuration files that are present.
 
-        `variables` are passed to the chat template, such as Qwen3's `enable_thinking`.
+        `variables` are passed to the chat template, such as Qwen3's `enable_thinking`; the time it may ask for is
+        `clock`.
 
-        EOS ids are the union of `eos_token` in `tokenizer_config.json` and `eos_token_id` (one id or a list) in
-        `generation_config.json` and `config.json`. Raises UserError if `tokenizer.json` or every EOS token is missing,
-        a file is malformed, or the chat template fails on a user's turn.
+        EOS ids are the union of the token with which the chat template ends a turn, `eos_token` in
+        `tokenizer_config.json`, and `eos_token_id` (one id or a list) in `generation_config.json` and `config.json`.
+
+        Raises:
+          UserError: `tokenizer.json` or every EOS token is missing, a file is malformed, two files give a token
+            different ids, or the chat template fails on a user's turn.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path} cannot be read as a tokenizer ({error}); download or save it again") from error
-        settings = _read_json(folder / _SETTINGS)
+        settings = added_tokens.read_settings(folder)
+        added_tokens.add(backend, folder, settings)
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
         eos, pads = ([_token_id(backend, settings, f"{key}_token", folder)] for key in ("eos", "pad"))
         for file in (folder / _GENERATION, folder / CONFIG):
@@ -86,10 +112,12 @@ class Tokenizer:
             pads.append(token_id(file, "pad_token_id", content.get("pad_token_id")))
         eos_ids = list(dict.fromkeys(i for i in eos if i is not None))
         if not eos_ids:
-            raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its {_SETTINGS}")
+            raise UserError(f"{folder} defines no end-of-sequence token; set eos_token in its {SETTINGS}")
         pads.append(eos_ids[0])
         pad_id = next(i for i in pads if i is not None)
-        tokenizer = cls(backend, eos_ids=eos_ids, pad_id=pad_id, settings=settings, variables=variables)
+        tokenizer = cls(backend, eos_ids=eos_ids, pad_id=pad_id, settings=settings, variables=variables, clock=clock)
+        if "strftime_now" in (settings["chat_template"] or ""):
+            logging.warning("%s: the chat template asks for the time and is told data.clock, %s", folder, clock)
         tokenizer.chat([{"role": "user", "content": "?"}])  # as every prompt; fails now, not once a run has its devices
         return tokenizer
 
@@ -127,12 +155,57 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`; no special tokens are added, but those written in the text are recognised."""
+        """Return the token ids of `text`.
+
+        No special tokens are added, but those written in the text are recognised unless `guard` has marked them.
+        """
+        if GUARD in text:
+            return self._encode_guarded(text)
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, on the library's threads."""
-        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        usual = iter(self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False))
+        return [self._encode_guarded(t) if GUARD in t else next(usual).ids for t in texts]
+
+    def ends(self) -> list[str]:
+        """Return the texts of the EOS tokens."""
+        return [end for index in self.eos_ids if (end := self.decode([index], skip_special=False))]
+
+    def guard(self, content: str) -> str:
+        """Return a text whose special tokens `encode` takes for mere text, behind a mark in each.
+
+        Tokens that are added but not special, such as Qwen3's `<think>`, are still recognised.
+        """
+        content = _NO_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", content)
+        while self._special.search(content):  # again, since tokens may overlap
+            content = self._special.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
+        return content
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        """The token ids of a text with guards, as one text: pieces would each get the beginning of a text."""
+        backend, of_alias = self._apart
+        text = self._special.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
+        found = backend.encode(text, add_special_tokens=False).ids
+        return [of_alias.get(i, i) for i in found]
+
+    @functools.cached_property
+    def _apart(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer that takes special tokens for text and has an alias of each, and the id behind each alias."""
+        backend, ids = tokenizers.Tokenizer.from_str(self._backend.to_str()), {}
+        for index, token in self._special_tokens().items():
+            backend.add_special_tokens([tokenizers.AddedToken(token.content, normalized=token.normalized)])
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "normalized": False}
+            backend.add_tokens([tokenizers.AddedToken(_ALIAS % index, **flags)])
+            ids[_ALIAS % index] = index
+        backend.encode_special_tokens = True
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        return backend, {vocabulary[alias]: index for alias, index in ids.items()}
+
+    def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """The special tokens by id, and EOS tokens that are not marked as such."""
+        added = self._backend.get_added_tokens_decoder()
+        return {index: token for index, token in added.items() if token.special or index in self.eos_ids}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; ids beyond the vocabulary, which a padded model may sample, decode to nothing."""
@@ -142,17 +215,45 @@ class Tokenizer:
         """Return the text of a conversation under the chat template; without a template, the contents concatenated."""
         if self._template is None:
             return "".join(message["content"] for message in messages)
-        texts = {key: _text(value) for key, value in self._settings.items() if key.endswith("_token")}
-        given = {key: text for key, text in texts.items() if text is not None} | self._variables
+        tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
+        given = {key: token for key, token in tokens.items() if token is not None} | self._variables
         return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
 
     def user_turn(self, content: str) -> str:
         """Return the text between an assistant's EOS and its next turn for a user turn that says `content`."""
-        mark = "\N{OBJECT REPLACEMENT CHARACTER}"  # placeholder for the assistant's turn
-        turns = (("user", "?"), ("assistant", mark), ("user", content))
-        text = self.chat([{"role": role, "content": said} for role, said in turns])
-        end = self.decode(self.eos_ids[:1], skip_special=False)
-        return text.partition(mark)[2].removeprefix(end)
+        turns = (("user", "?"), ("assistant", _SAID), ("user", content))
+        behind = self.chat([{"role": role, "content": said} for role, said in turns]).partition(_SAID)[2]
+        closed = self._added.match(behind.lstrip())
+        if closed and self._backend.token_to_id(closed[0]) in self.eos_ids:
+            return behind.lstrip()[closed.end() :]
+        return behind.removeprefix(self.behind.rstrip())
+
+    def _written_behind(self) -> str:
+        """What the chat template writes behind the last turn of a conversation, if that is the assistant's."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        try:
+            return self.chat(turns, add_generation_prompt=False).rpartition(_SAID)[2]
+        except UserError:  # `load` says what is wrong
+            return ""
+
+    def _with_end_of_turn(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """The EOS ids, that of the token with which the chat template ends a turn first."""
+        written = self.behind.strip()
+        found = self._added.match(written)
+        end = None if found is None else self._backend.token_to_id(found[0])
+        if end is None:
+            if written:
+                usual = self.decode(eos_ids[:1], skip_special=False)
+                logging.warning(
+                    "the chat template ends a turn with %r, which is no token: responses end with %r", written, usual
+                )
+            return tuple(eos_ids)
+        if end not in eos_ids:
+            logging.warning(
+                "the chat template ends a turn with %r, which is none of the EOS tokens: it ends responses too",
+                self.decode([end], skip_special=False),
+            )
+        return tuple(dict.fromkeys([end, *eos_ids]))
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` reads; an existing `generation_config.json` keeps its other keys."""
@@ -160,10 +261,14 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
         settings = {key: value for key, value in self._settings.items() if key != "chat_template"}
-        _write_json(folder / _SETTINGS, settings)
+        _write_json(folder / SETTINGS, settings)
         template = self._settings.get("chat_template")
         if template is not None:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        self.save_stops(folder)
+
+    def save_stops(self, folder: Path) -> None:
+        """Write the EOS ids to `generation_config.json`, where inference looks for them; its other keys stay."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
         _write_json(folder / _GENERATION, _read_json(folder / _GENERATION) | ids)
 
@@ -190,16 +295,19 @@ def _template_source(folder: Path, setting: Any) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8-sig")
         except UnicodeError as error:
             raise UserError(f"{path} is not valid UTF-8 ({error}); download it again") from error
+        if isinstance(setting, str) and setting.strip() != source.strip():
+            logging.warning("%s and the chat template of %s differ; the former is used", path, SETTINGS)
+        return source
     if setting is None or isinstance(setting, str):
         return setting
     entries = setting if isinstance(setting, list) else []
     pairs: list[tuple[Any, Any]] = [(e.get("name"), e.get("template")) for e in entries if isinstance(e, dict)]
     if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise UserError(
-            f"{folder / _SETTINGS}: chat_template is {setting!r:.100}; it must be a string, or a list of objects with "
+            f"{folder / SETTINGS}: chat_template is {setting!r:.100}; it must be a string, or a list of objects with "
             "name and template"
         )
     named = dict(pairs)
@@ -208,10 +316,9 @@ def _template_source(folder: Path, setting: Any) -> str | None:
     return named["default"]
 
 
-def _text(token: Any) -> str | None:
-    """Return a special token's text; older folders store an object with the text as `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the longest of these texts, each of at least two characters."""
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True) if len(t) > 1) or r"(?!)")
 
 
 def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str, folder: Path) -> int | None:
@@ -219,11 +326,11 @@ def _token_id(backend: tokenizers.Tokenizer, settings: dict[str, Any], key: str,
     token = settings.get(key)
     if token is None:
         return None
-    text = _text(token)
-    index = None if text is None else backend.token_to_id(text)
+    content = text_of(token)
+    index = None if content is None else backend.token_to_id(content)
     if index is None:
-        shown = token if text is None else text
-        where = f"{key} {shown!r:.100} in {folder / _SETTINGS}"
+        shown = token if content is None else content
+        where = f"{key} {shown!r:.100} in {folder / SETTINGS}"
         raise UserError(f"{where} is not in the tokenizer's vocabulary; set it to a token that is")
     return index
 

@@ -174,7 +174,7 @@ def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(missing)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error}); download it again or correct it") from error
     if not isinstance(value, dict):

@@ -45,8 +45,16 @@ _SUPPORTED = {
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "layer_replication": (None,),
+    "use_bdlora": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
 }
 """Fields of adapter_config.json and the values that are supported, of which a missing field has the first."""
+_RESIDUAL = "pissa", "olora", "corda", "lora_ga"
+"""Beginnings of `init_lora_weights` that take the first product off the model's weights; `peft` can put it back."""
+_MERGE = "merge it into the model with peft's merge_and_unload, and give that as model.folder without adapter.folder"
+"""What helps where an adapter is of a kind that is not supported."""
 _SWAPPED = (0, 19)
 """The version of peft since which a fused parameter [E, m, n] has A beside n, and not beside m."""
 
@@ -97,19 +105,46 @@ def _arrays(folder: Path, config: ModelConfig, adapters: Adapters, shapes: nnx.S
         for at, module in _modules(config, matrix, own.shape):
             pair = pairs.get(module)
             if pair is None:
-                raise UserError(f"{folder} has no adapter beside {module}; leave its matrix out of the targets")
+                some = any(other in pairs for _, other in _modules(config, matrix, own.shape))
+                found_none = f"{folder} has no adapter beside {module}"
+                raise UserError(
+                    f"{found_none}, but beside the same matrix of other layers (layers_to_transform, or names of "
+                    f"modules); {_MERGE}"
+                    if some
+                    else f"{found_none}; leave its matrix out of the targets"
+                )
             value = pair.a if which == "a" else pair.b * (pair.scale / adapters.scale(pair.b.shape[0]))
             if value.shape != own[at].shape:
-                raise UserError(
-                    f"{folder} has matrices {list(pair.a.shape)} and {list(pair.b.shape)} beside {module}, of rank "
-                    f"{pair.b.shape[0]}, which are not those of the config; set adapter.rank and adapter.expert_rank"
-                )
+                raise UserError(_misshapen(folder, module, pair, pairs, adapters))
             own[at] = value
             used.add(module)
         found[path] = own
-    if left := pairs.keys() - used:
-        raise UserError(f"{folder} has an adapter beside {min(left)}; add its matrix to the targets")
+    if left := sorted(pairs.keys() - used):
+        raise UserError(f"{folder} has an adapter beside {left[0]}; {_unused(left[0], adapters)}")
     return found
+
+
+def _misshapen(folder: Path, module: str, pair: Pair, pairs: Mapping[str, Pair], adapters: Adapters) -> str:
+    """The sentence about an adapter of other sizes than the config's."""
+    is_expert = _EXPERT.fullmatch(module) is not None
+    field, rank = ("adapter.expert_rank", adapters.expert_rank) if is_expert else ("adapter.rank", adapters.rank)
+    ranks = sorted({p.b.shape[0] for name, p in pairs.items() if (_EXPERT.fullmatch(name) is not None) == is_expert})
+    says = f"{folder} has matrices {list(pair.a.shape)} and {list(pair.b.shape)} beside {module}"
+    if len(ranks) > 1:
+        return f"{says}, and adapters of ranks {' and '.join(map(str, ranks))}, all of which have one here; {_MERGE}"
+    if ranks == [rank]:
+        return f"{says}, which are for another model; give theirs in model.folder"
+    return f"{says}, of rank {ranks[0]}, and {field} is {rank}; set it to {ranks[0]}"
+
+
+def _unused(module: str, adapters: Adapters) -> str:
+    """What to do about an adapter that the config has no place for."""
+    name = module.rpartition(".")[2]
+    name = "router" if name == "gate" else name
+    targets = adapters.expert_targets if _EXPERT.fullmatch(module) else adapters.targets
+    if name not in lora.TARGETS:
+        return _MERGE
+    return "add its matrix to the targets" if name not in targets else "give the adapters' own model in model.folder"
 
 
 def save(params: nnx.State, config: ModelConfig, adapters: Adapters, folder: Path, *, base: str) -> None:
@@ -169,9 +204,14 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
     for field, allowed in _SUPPORTED.items():
         value = fields.get(field, allowed[0])
         if value not in allowed:
-            raise UserError(f"{file}: {field} is {value!r}; supported: {', '.join(map(repr, allowed))}")
-    if str(begun := fields.get("init_lora_weights")).lower().startswith(("pissa", "olora", "corda", "loftq")):
-        raise UserError(f"{file}: init_lora_weights is {begun!r}, which changes the model's weights; convert it")
+            remedy = "train one without it" if field == "alora_invocation_tokens" else _MERGE  # that cannot be merged
+            raise UserError(f"{file}: {field} is {value!r:.100}; supported: {', '.join(map(repr, allowed))}; {remedy}")
+    begun = fields.get("init_lora_weights")
+    says = f"{file}: init_lora_weights is {begun!r}, which changed the model's weights"
+    if str(begun).lower().startswith(_RESIDUAL):
+        raise UserError(f"{says}; save it again with peft's path_initial_model_for_weight_conversion")
+    if str(begun).lower() == "loftq":
+        raise UserError(f"{says}; {_MERGE}")
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -180,7 +220,7 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
     for name, tensor in tensors.items():
         parts = re.fullmatch(rf"{re.escape(_MODEL)}(.*)\.lora_([AB])\.weight", name)
         if parts is None:
-            raise UserError(f"{folder / TENSORS} has {name}; supported: the lora_A and lora_B of linear layers")
+            raise UserError(f"{folder / TENSORS} has {name}; supported: lora_A and lora_B of linear layers; {_MERGE}")
         halves[parts[1]][parts[2]] = tensor.astype(np.float32).T
     pairs: dict[str, Pair] = {}
     for module, half in halves.items():

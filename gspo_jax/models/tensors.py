@@ -179,6 +179,10 @@ _MAPPED = 2**28
 """Bytes of rows touched after which files are closed, and opened again when read: mapped pages count as memory."""
 
 
+_COMPARED = 4096
+"""Rows of two matrices that are compared at a time."""
+
+
 class Checkpoint:
     """The tensors of a folder, in one safetensors file or many; raises a UserError if one is missing or damaged."""
 
@@ -228,11 +232,14 @@ class Checkpoint:
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Raise a UserError unless the folder holds exactly the expected tensors, with these shapes, as floats.
 
-        The checkpoint of a `tied` model may still hold its head, which is the embedding again.
+        The checkpoint of a `tied` model may still hold its head, if that is the embedding again.
         """
+        head = _MODEL["head"].tensor
         for name, shape in expected.items():
             if name not in self.files:
-                raise UserError(f"{self.folder} has no tensor {name}, which its {CONFIG} asks for; download it again")
+                remedy = ", or set tie_word_embeddings to true there if it is the embedding" if name == head else ""
+                asked = f"{self.folder} has no tensor {name}, which its {CONFIG} asks for"
+                raise UserError(f"{asked}; download it again{remedy}")
             file = self.files[name]
             found = self._open(file).get_slice(name)
             if tuple(found.get_shape()) != shape:
@@ -240,10 +247,26 @@ class Checkpoint:
                 raise UserError(f"{self.folder / file}: {name} is {has}, {CONFIG} says {list(shape)}; download both")
             if found.get_dtype() not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder / file}: {name} is {found.get_dtype()}; supported: F32, BF16, F16, F64")
-        ignored = {_MODEL["head"].tensor} if tied else set()
-        if extra := sorted(self.files.keys() - expected.keys() - ignored):
+        if extra := sorted(self.files.keys() - expected.keys() - ({head} if tied else set())):
             found = f"{self.folder} holds {len(extra)} tensors that a model of its {CONFIG} does not have"
             raise UserError(f"{found}, such as {extra[0]}; download both again")
+        if tied and head in self.files and not self._are_equal(head, embed := _MODEL["embed"].tensor):
+            raise UserError(
+                f"{self.folder} holds {head} beside another {embed}, though its {CONFIG} ties them; set "
+                "tie_word_embeddings to false there if the model was trained so, or remove the tensor"
+            )
+
+    def _are_equal(self, one: str, other: str) -> bool:
+        """Whether two matrices have equal entries, read a few rows at a time up to the first that differ."""
+        shapes = [self._open(self.files[name]).get_slice(name).get_shape() for name in (one, other)]
+        if shapes[0] != shapes[1]:
+            return False
+        for start in range(0, shapes[0][0], _COMPARED):
+            rows = (slice(start, min(start + _COMPARED, shapes[0][0])),)
+            a, b = (self.read(name, rows).astype(np.float32) for name in (one, other))
+            if not np.array_equal(a, b):
+                return False
+        return True
 
     def read(self, name: str, window: tuple[slice, ...]) -> np.ndarray:
         """A slice of one tensor, in the dtype it is stored in."""

@@ -1,5 +1,6 @@
 """All checks of a config that need neither data nor devices, in one call."""
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gspo_jax import sandbox
-from gspo_jax.data import rows, tasks
+from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
+from gspo_jax.data.templates import CLOCK
 from gspo_jax.models import lora, peft, published, transformer
 from gspo_jax.models.cache import CACHE_DTYPES
 from gspo_jax.models.config import ModelConfig
@@ -41,6 +43,7 @@ def check(config: ConfigDict, *, count_devices: Callable[[], int] | None = None)
     weights_and_biases.check(config.log.wandb)
     model = policy.model_config(config)
     check_dense(config, model)
+    _check_positions(config, model)
     _check_adapters_of(config, model)
     sizes = dict(config.mesh)
     if -1 not in sizes.values():
@@ -72,6 +75,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
         left.append(f"the model in {folder}")
     else:
         check_dense(config, model)
+        _check_positions(config, model)
         if (adapters := policy.make_adapters(config)) is not None:
             lora.check(model, adapters)
     if config.adapter.folder:
@@ -114,6 +118,12 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
     if config.model.remat not in transformer.REMATS:
         raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
+    try:
+        datetime.datetime.fromisoformat(config.data.clock)
+    except ValueError:
+        raise UserError(
+            f"data.clock is {config.data.clock!r}; use a date, or a date and a time, such as {CLOCK!r}"
+        ) from None
     for name, dtypes in (("weights_dtype", PRECISIONS), ("cache_dtype", CACHE_DTYPES)):
         if (given := config.sampling[name]) not in ("", *dtypes):
             named = ", ".join(map(repr, dtypes))
@@ -165,10 +175,10 @@ def _check_benchmarks(config: ConfigDict) -> None:
             continue
         if not section.data:
             raise UserError(f"{where}.data is empty; set it to the benchmark's folder or file, or {where}.every to 0")
-        if name not in BENCHMARKS and not section.data.endswith(rows.FORMATS):
+        if name not in BENCHMARKS and not section.data.endswith(files.FORMATS):
             raise UserError(
-                f"{where}.data is {section.data!r}, but {name} is none of {', '.join(BENCHMARKS)}; give a file of rows "
-                f"({' or '.join(rows.FORMATS)})"
+                f"{where}.data is {section.data!r}, but {name} is none of {', '.join(BENCHMARKS)}; give a file of "
+                f"rows, {files.NAMES}"
             )
         if section.samples % group:
             raise UserError(
@@ -238,6 +248,18 @@ def _check_adapters(config: ConfigDict) -> None:
         raise UserError(
             f"{config.objective.name} has a critic with a trunk of its own, a second model beside the adapters' base; "
             "set critic.trunk to 'policy'"
+        )
+
+
+def _check_positions(config: ConfigDict, model: ModelConfig) -> None:
+    """Check that the model was made for prompts and responses of the config's lengths; positions are not scaled."""
+    prompt, response = config.data.max_prompt_length, config.sampling.max_response_length
+    limit = model.max_position_embeddings
+    if prompt + response > limit:
+        raise UserError(
+            f"data.max_prompt_length {prompt} and sampling.max_response_length {response} need {prompt + response} "
+            f"positions, and the model has {limit}, its max_position_embeddings; take {prompt + response - limit} off "
+            "either"
         )
 
 

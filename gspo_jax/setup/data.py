@@ -1,6 +1,7 @@
 """Records, prompt batches and reward functions, from a config."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ml_collections import ConfigDict
 
@@ -48,6 +49,7 @@ def sources(config: ConfigDict) -> dict[str, Source]:
             ("data.train", data.train),
             ("data.test", data.test),
             ("data.sources", len(data.sources)),
+            ("data.prompt", data.prompt),
             ("data.folder", data.folder),
         )
     }
@@ -65,13 +67,17 @@ def sources(config: ConfigDict) -> dict[str, Source]:
     for name, source in data.sources.items():
         if not source.train:
             raise UserError(f"data.sources.{name}.train is empty; give a file or folder")
+    if Path(data.folder).is_file():
+        raise UserError(f"data.folder is {data.folder!r}, a file, which would be held out too; set data.train to it")
     instruction = data.instruction or ""
     if not given["data.sources"]:
-        return {"": Source(data.train or data.folder, data.test or data.folder, instruction=instruction)}
+        train, test = data.train or data.folder, data.test or data.folder
+        return {"": Source(train, test, prompt=data.prompt, instruction=instruction)}
     return {
         name: Source(
             source.train,
             source.test,
+            prompt=data.prompt if source.prompt is None else source.prompt,
             weight=source.weight,
             system=source.system,
             instruction=instruction if source.instruction is None else source.instruction,

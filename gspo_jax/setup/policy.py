@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from gspo_jax.data.templates import CLOCK
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
@@ -240,7 +241,8 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
     """
     thinking = config.data.enable_thinking
     variables = {} if thinking is None else {"enable_thinking": thinking}
-    model, tokenizer = _folder_model(config, folder), Tokenizer.load(folder, **variables)
+    clock = config.data.get("clock", CLOCK)  # a run of an earlier version has none
+    model, tokenizer = _folder_model(config, folder), Tokenizer.load(folder, clock=clock, **variables)
     check_vocabulary(tokenizer, model.vocab_size)
     sampling.stop_ids(config, tokenizer)
     sampling.opening(config, tokenizer)

@@ -52,7 +52,7 @@ def make_stop_rule(config: ConfigDict, *, eos_ids: tuple[int, ...], pad_id: int)
 
 def stop_rule_of(config: ConfigDict, tokenizer: Tokenizer) -> StopRule:
     """The rule that ends a response at the tokenizer's EOS ids or at `sampling.stop_ids`, or at the length limit."""
-    eos_ids = (*tokenizer.eos_ids, *stop_ids(config, tokenizer))
+    eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *stop_ids(config, tokenizer))))
     return make_stop_rule(config, eos_ids=eos_ids, pad_id=tokenizer.pad_id)
 
 
@@ -97,7 +97,8 @@ def on_tokens(replies: Replies, tokenizer: Tokenizer) -> Reply:
         return [None if text is None else encoded(text, r[-1]) for text, r in zip(said, responses, strict=True)]
 
     def encoded(text: str, last: int) -> list[int]:
-        # After one of sampling.stop_ids, such as the end of a tool call, the reply is inserted verbatim.
+        text = tokenizer.guard(text)
+        # After one of sampling.stop_ids, such as the end of a tool call, the reply is inserted as it is.
         return tokenizer.encode(tokenizer.user_turn(text) if last in tokenizer.eos_ids else text)
 
     return reply

@@ -1,0 +1,391 @@
+"""Rows of files as they are: JSON Lines, JSON, CSV, Parquet, a prepared TFDS directory, or a folder of such files.
+
+What a row says is for rows.py. A row that cannot be read is a Defect, a file that cannot is a UserError. In every
+format `null` is absent, as is an empty cell of a CSV file, and a byte order mark is no data.
+"""
+
+import codecs
+import collections
+import csv
+import decimal
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from gspo_jax.data import prepared
+from gspo_jax.data.records import CorruptRecord
+from gspo_jax.types import UserError
+
+FORMATS = ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"
+"""Ends of the names of files that are read."""
+
+NAMES = "JSON Lines, JSON, CSV or Parquet (.jsonl, .json, .csv, .parquet)"
+"""What they are called in messages."""
+_DEPTH = 3
+"""Folders below the given one that are searched for files."""
+_SPLITS = {
+    "train": {"train", "training"},
+    "test": {"test", "testing", "eval", "evaluation"},
+    "validation": {"validation", "valid", "val", "dev"},
+}
+"""Words in the names of files and folders that say which split their rows are of."""
+_SHARD = re.compile(r"(?:(?<=[^0-9])|\A)[-_.]?\d+(?:-of-(\d+)(?:-[0-9a-f]+)?)?\Z")
+"""End of the name of one of several files, such as `-00000-of-00002`."""
+
+
+class Defect(Exception):
+    """Raised for a row that cannot be used, with the name that it is counted under."""
+
+    def __init__(self, name: str, remedy: str = "correct them") -> None:
+        super().__init__(name)
+        self.remedy = remedy
+        """What to do about rows that have it."""
+
+
+class Row(NamedTuple):
+    """A row as it was read: its place for messages, and its fields, or what is wrong with it."""
+
+    where: str
+    content: dict[str, Any] | Defect
+
+
+def read(place: str, split: str) -> Iterator[Row]:
+    """Yield every row of a file, or of a split of a folder, in order.
+
+    Raises:
+      UserError: there is no such file, it cannot be read, or it has another format.
+    """
+    path = Path(place)
+    if path.is_dir() and (path / prepared.INFO_FILE).is_file() and not _has_arrow(path):
+        yield from _read_tfds(place, split)
+        return
+    for file in find(path, split) if path.is_dir() else [path]:
+        yield from _read_file(file)
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a file of {NAMES}, or a folder with one")
+    if not path.name.endswith(FORMATS):
+        raise UserError(f"{path} is not a file of {NAMES}; convert it, or give it its suffix")
+    try:
+        yield from _READERS[_suffix(path)](path)
+    except (OSError, EOFError, zlib.error) as error:
+        says = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read: {says}; restore it") from error
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def find(folder: Path, split: str) -> list[Path]:
+    """The files with the rows of a split, in the order of their numbers.
+
+    Names are those that data sets have on a hub: `train.jsonl`, `data/train-00000-of-00002.parquet`,
+    `main/test-00000-of-00001.parquet`, `default/train/0000.parquet`. Held-out rows, the split "test", may be named
+    validation where nothing is named test. Without any such name, a folder of one file, or of one in several parts, has
+    rows for training.
+
+    Raises:
+      UserError: there are none, some are missing, or the folder has several data sets.
+    """
+    files = sorted(_files(folder), key=lambda file: (_numbered(file), file))
+    named = collections.defaultdict(dict)  # split -> (folder, name without the split) -> files
+    for file in files:
+        of, key = _named(file.relative_to(folder))
+        named[of].setdefault(key, []).append(file)
+    found = named[split] or (named["validation"] if split == "test" else {})
+    if not (found or named["test"] or named["validation"] or split == "test" or _has_arrow(folder)):
+        found = named[""]
+    if not found:
+        raise UserError(_none_found(folder, split, files))
+    plain = [key for key in found if not any(key)]
+    if len(found) > 1 and len(plain) != 1:
+        raise UserError(_several(folder, split, found))
+    chosen = found[plain[0]] if plain else next(iter(found.values()))
+    if len({_suffix(file) for file in chosen}) > 1:
+        there = " and ".join(file.relative_to(folder).as_posix() for file in chosen[:2])
+        raise UserError(f"{folder} has its {split} rows twice, as {there}; name one file itself")
+    shard = _SHARD.search(chosen[0].name.partition(".")[0])
+    if shard and shard[1] and len(chosen) != int(shard[1]):
+        raise UserError(
+            f"{folder} has {len(chosen)} of {int(shard[1])} files of {split} rows, such as {chosen[0].name}; download "
+            "the others"
+        )
+    return chosen
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of a readable format in a folder and those below, without hidden ones."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        depth = len(Path(place).relative_to(folder).parts)
+        folders[:] = [name for name in folders if depth < _DEPTH and not name.startswith(".")]
+        yield from (Path(place, name) for name in names if name.endswith(FORMATS) and not name.startswith("."))
+
+
+def _named(file: Path) -> tuple[str, tuple[str, str]]:
+    """The split that a file's name or one of its folders' says, "" for none; and the rest of both."""
+    stem = file.name.removesuffix(".gz").removesuffix(_suffix(file))
+    parts = [*file.parts[:-1], _SHARD.sub("", stem)]
+    for at in range(len(parts) - 1, -1, -1):
+        words = re.split(r"[-._ ]+", parts[at])
+        of = [split for split, names in _SPLITS.items() if names & {word.lower() for word in words}]
+        if len(of) == 1:
+            rest = "-".join(word for word in words if word.lower() not in _SPLITS[of[0]])
+            folders = [*parts[:at], *parts[at + 1 : -1]]
+            return of[0], ("/".join(name for name in folders if name != "data"), rest)
+    return "", ("/".join(parts[:-1]), parts[-1])
+
+
+def _numbered(file: Path) -> list[tuple[int, str]]:
+    """A key that sorts the numbers in a name by their value."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", file.as_posix())]
+
+
+def _has_arrow(folder: Path) -> bool:
+    """Whether a folder was written by `save_to_disk` of the library `datasets`, as one split or several."""
+    return any(next(folder.glob(pattern), None) for pattern in ("*.arrow", "*/*.arrow"))
+
+
+def _none_found(folder: Path, split: str, files: list[Path]) -> str:
+    there = ", ".join(sorted(file.relative_to(folder).as_posix() for file in files[:5])) or "no file of rows"
+    if _has_arrow(folder):
+        return f"{folder} has Arrow files, which are not read; write each split with to_parquet, as {split}.parquet"
+    return (
+        f"{folder} has no {split} rows: they are looked for in {split}.jsonl, {split}-00000-of-00001.parquet or the "
+        f"like, in {NAMES}, and there is {there}; put them there, or name files with data.train and data.test"
+    )
+
+
+def _several(folder: Path, split: str, found: Mapping[tuple[str, str], list[Path]]) -> str:
+    firsts = [files[0].relative_to(folder) for files in found.values()]
+    tops = [file.parts[0] for file in firsts]
+    give = tops[0] if len(set(tops)) == len(tops) and len(firsts[0].parts) > 1 else firsts[0].as_posix()
+    names = " and ".join(file.as_posix() for file in firsts[:2])
+    return (
+        f"{folder} has {len(firsts)} data sets with {split} rows, in {names}; give one of them, such as {folder / give}"
+    )
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file's bytes, from the first after its byte order mark on.
+
+    Raises:
+      UserError: the mark is that of UTF-16.
+    """
+    file: Any = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115  the caller closes it
+    start = file.read(len(codecs.BOM_UTF8))
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        file.close()
+        raise UserError(f"{path} is UTF-16 text; save it as UTF-8")
+    file.seek(len(start) if start == codecs.BOM_UTF8 else 0)
+    return file
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """The rows of JSON Lines; of an array; or of an object that has them in `data`, where the suffix is .json."""
+    with _open(path) as file:
+        begun = file.tell()
+        start = file.read(1 << 12).lstrip()
+        file.seek(begun)
+        is_array = re.match(rb"\[\s*[{\]]", start) is not None  # a line is an object
+        if is_array or (_suffix(path) == ".json" and start.startswith(b"{")):
+            rows = _document(path, file.read(), is_array=is_array)
+            if rows is not None:
+                yield from (_row(f"{path}, item {number}", row) for number, row in enumerate(rows, start=1))
+                return
+            file.seek(begun)
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(codecs.BOM_UTF8)  # of a file that was appended to another
+            if line.strip():
+                yield _line(f"{path}, line {number}", line)
+
+
+def _document(path: Path, content: bytes, *, is_array: bool) -> list[Any] | None:
+    """The rows of a file that is one JSON document; None if it is no document but lines."""
+    try:
+        value = _parse(content)
+    except (ValueError, RecursionError) as error:
+        if not is_array or str(error).startswith("Extra data"):
+            return None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} begins as a JSON array and is none ({reason}); restore it") from error
+    if isinstance(value, list):
+        return value
+    inside = value.get("data") if isinstance(value, dict) else None
+    return inside if isinstance(inside, list) else [value]
+
+
+def _line(where: str, line: bytes) -> Row:
+    try:
+        return _row(where, _parse(line))
+    except UnicodeDecodeError:
+        return Row(where, Defect("not UTF-8"))
+    except RecursionError:
+        return Row(where, Defect("nested too deeply"))
+    except json.JSONDecodeError:
+        return Row(where, Defect("not JSON"))
+    except ValueError:  # Python refuses to parse numbers of thousands of digits
+        return Row(where, Defect("number with too many digits"))
+
+
+def _parse(content: bytes) -> Any:
+    """The value of JSON text, with a Defect in place of what JSON does not have."""
+    return json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Defect:
+    content = dict(pairs)
+    return content if len(content) == len(pairs) else Defect("field given twice")
+
+
+def _no_constant(name: str) -> Defect:
+    return Defect("NaN or Infinity, which is not JSON")
+
+
+def _row(where: str, value: Any) -> Row:
+    try:
+        content = plain(value)
+    except Defect as defect:
+        return Row(where, defect)
+    except RecursionError:
+        return Row(where, Defect("nested too deeply"))
+    return Row(where, content if isinstance(content, dict) else Defect("not an object"))
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """The rows of a table with a header; every cell is a text, and an empty one is absent."""
+    csv.field_size_limit(sys.maxsize)  # the module's own limit is 128 KiB
+    with io.TextIOWrapper(_open(path), "utf-8", errors="surrogateescape", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        names = [name.strip() for name in next(lines, [])]
+        if len(names) == 1 and (wrong := re.search(r"[;\t|]", names[0])):
+            raise UserError(f"{path} separates its columns by {wrong[0]!r}; save it with commas")
+        twice = [name for name, count in collections.Counter(names).items() if name and count > 1]
+        if twice:
+            raise UserError(f"{path} has two columns {twice[0]!r}; rename one")
+        while True:
+            where = f"{path}, line {lines.line_num + 1}"
+            try:
+                cells = next(lines, None)
+            except csv.Error:
+                yield Row(where, Defect("not CSV"))
+                continue
+            if cells is None:
+                return
+            if cells:
+                yield Row(where, _cells(names, cells))
+
+
+def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Defect:
+    if len(cells) != len(names):
+        return Defect("more or fewer cells than columns")
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:
+        return Defect("not UTF-8")
+    return {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow  # starts a thread with memory of its own, which must not come before `cli.reuse_memory`
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+                raise UserError(f"{path} has two columns {twice[0]!r}; rename one")
+            for batch in file.iter_batches():
+                for content in _without_times(batch).to_pylist():
+                    number += 1
+                    yield _row(f"{path}, row {number}", content)
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path} cannot be read after row {number} ({reason}); restore it, or leave out the column"
+        ) from error
+
+
+def _without_times(batch: Any) -> Any:
+    """A batch of Parquet's with dates and times as texts, since Python's have neither their range nor resolution."""
+    import pyarrow as pa
+    import pyarrow.types as is_
+
+    def mapped(kind: Any, change: Callable[[Any], Any]) -> Any:
+        if is_.is_struct(kind):
+            return pa.struct([field.with_type(mapped(field.type, change)) for field in kind])
+        if is_.is_map(kind):
+            return pa.map_(mapped(kind.key_type, change), mapped(kind.item_type, change))
+        if is_.is_list(kind) or is_.is_large_list(kind):
+            return (pa.list_ if is_.is_list(kind) else pa.large_list)(mapped(kind.value_type, change))
+        if is_.is_fixed_size_list(kind):
+            return pa.list_(mapped(kind.value_type, change), kind.list_size)
+        return change(kind)
+
+    def no_zone(kind: Any) -> Any:  # a text of a time in a zone would need the machine's table of zones
+        return pa.timestamp(kind.unit) if is_.is_timestamp(kind) else kind
+
+    def text(kind: Any) -> Any:
+        return pa.string() if is_.is_temporal(kind) else kind
+
+    columns = []
+    for column in batch.columns:
+        for change in (no_zone, text):
+            kind = mapped(column.type, change)
+            column = column if kind == column.type else column.cast(kind)
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _read_tfds(folder: str, split: str) -> Iterator[Row]:
+    records = prepared.records(prepared.open_prepared(folder), split, convert=lambda _, raw: plain(raw))
+    for index in range(len(records)):
+        try:
+            yield Row(f"{folder}, {split} record {index}", records[index])
+        except CorruptRecord:
+            yield Row(records.where(index), Defect("corrupt"))
+
+
+_READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def plain(value: Any) -> Any:
+    """Return a value of any format as JSON has it, without the fields that are null.
+
+    What JSON has not, such as a date, becomes its text. A list keeps its nulls, since its items have places.
+
+    Raises:
+      Defect: the value, or one inside it, is one.
+    """
+    if isinstance(value, Defect):
+        raise value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="surrogateescape")
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, decimal.Decimal):
+        return format(value, "f")
+    return value if value is None or isinstance(value, str | int | float) else str(value)

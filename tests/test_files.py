@@ -1,0 +1,297 @@
+"""Files of rows as users bring them: every format says the same, folders are named as on a hub, nulls are absent."""
+
+import datetime
+import decimal
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from configs import tiny
+from gspo_jax.config import source
+from gspo_jax.data import benchmarks, files, rows, tasks
+from gspo_jax.data.rows import Source
+from gspo_jax.setup import data as setup_data
+from gspo_jax.types import UserError
+
+BOM, ROW = b"\xef\xbb\xbf", b'{"question": "1+1=", "answer": "2"}'
+READ = {"question": "1+1=", "answer": "2"}
+LINES = b"question,answer\r\n"
+
+CONTENTS = {
+    # name of the file, its bytes: the rows, or the name of a row's defect
+    "one line": ("a.jsonl", ROW, [READ]),
+    "a mark, which is no data": ("a.jsonl", BOM + ROW, [READ]),
+    "a mark in the middle, of a file that was appended": ("a.jsonl", ROW + b"\n" + BOM + ROW, [READ, READ]),
+    "compressed": ("a.jsonl.gz", gzip.compress(BOM + ROW), [READ]),
+    "nulls are absent": ("a.jsonl", b'{"question": "a", "messages": null, "x": {"y": null, "z": 1}}',
+                         [{"question": "a", "x": {"z": 1}}]),
+    "a list keeps its places": ("a.jsonl", b'{"x": [1, null, {"y": null}]}', [{"x": [1, None, {}]}]),
+    "lines in .json": ("a.json", ROW + b"\n" + ROW, [READ, READ]),
+    "an array": ("a.json", b"[\n" + ROW + b",\n" + ROW + b"\n]\n", [READ, READ]),
+    "an array behind a mark": ("a.json", BOM + b"[" + ROW + b"]", [READ]),
+    "an array in .jsonl": ("a.jsonl", b"[" + ROW + b",\n" + ROW + b"]", [READ, READ]),
+    "an array under data": ("a.json", b'{"version": 1, "data": [' + ROW + b"]}", [READ]),
+    "one object over several lines": ("a.json", ROW.replace(b", ", b",\n"), [READ]),
+    "an empty array": ("a.json", b"[]", []),
+    "a defect in an array": ("a.json", b'[{"x": 1, "x": 2}, ' + ROW + b', {"x": NaN}, 5]',
+                             ["field given twice", READ, "NaN or Infinity, which is not JSON", "not an object"]),
+    "lists as lines": ("a.jsonl", b'[{"x": 1}]\n[{"x": 2}]', ["not an object", "not an object"]),
+    "a table": ("a.csv", LINES + b"1+1=,2\r\n", [READ]),
+    "a table behind a mark": ("a.csv", BOM + LINES + b"1+1=,2\n", [READ]),
+    "quotes, commas, several lines": ("a.csv", b'question,answer\n"Say ""x, y"".\n\nThen?",2\n',
+                                      [{"question": 'Say "x, y".\n\nThen?', "answer": "2"}]),
+    "numbers stay as they are written": ("a.csv", b"question,answer,level\na,007,1.50\n",
+                                         [{"question": "a", "answer": "007", "level": "1.50"}]),
+    "empty cells are absent": ("a.csv", b'question,answer,messages\na,,""\n', [{"question": "a"}]),
+    "an index without a name": ("a.csv", b",question,answer\n0,1+1=,2\n", [READ]),
+    "blank lines": ("a.csv", LINES + b"\r\n1+1=,2\r\n\r\n", [READ]),
+    "a long cell": ("a.csv", LINES + b"q" * 200_000 + b",2\n", [{"question": "q" * 200_000, "answer": "2"}]),
+    "a cell too many": ("a.csv", LINES + b"1+1=,2,3\n1+1=,2\n", ["more or fewer cells than columns", READ]),
+    "a quote that is not closed": ("a.csv", LINES + b'1+1=,2\n"1+1=,2\n', [READ, "not CSV"]),
+    "text behind a quote": ("a.csv", LINES + b'"1+"1=,2\n1+1=,2\n', ["not CSV", READ]),
+    "another encoding": ("a.csv", LINES + b"caf\xe9,2\n1+1=,2\n", ["not UTF-8", READ]),
+    "a compressed table": ("a.csv.gz", gzip.compress(LINES + b"1+1=,2"), [READ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_what_a_file_says(name, tmp_path):
+    file, content, wanted = CONTENTS[name]
+    (tmp_path / file).write_bytes(content)
+    found = [row.content for row in files.read(str(tmp_path / file), "train")]
+    assert [str(row) if isinstance(row, files.Defect) else row for row in found] == wanted
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("a.jsonl", '{"x": 1}'.encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
+        ("a.csv", "question,answer\n".encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
+        ("a.json", b"[" + ROW + b", {", "begins as a JSON array and is none"),
+        ("a.json", b'[{"x": "\xff"}]', "begins as a JSON array and is none"),
+        ("a.csv", b"question;answer\n1+1=;2\n", "separates its columns by ';'; save it with commas"),
+        ("a.csv", b"question\tanswer\n1+1=\t2\n", r"separates its columns by '\\t'; save it with commas"),
+        ("a.csv", b"answer,answer\n1,2\n", "has two columns 'answer'; rename one"),
+        ("a.jsonl.gz", ROW, r"cannot be read: Not a gzipped file .*; restore it"),
+        ("a.jsonl.gz", gzip.compress(ROW * 99)[:-20], "cannot be read: Compressed file ended .*; restore it"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_says_nothing_ends_with_one_sentence(file, content, says, tmp_path):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=says) as error:
+        list(files.read(str(tmp_path / file), "train"))
+    assert "\n" not in str(error.value)
+
+
+FOLDERS = {
+    # the files of a folder: in what order train and test are read from it, or what is said
+    ("train.jsonl", "test.jsonl"): (["train.jsonl"], ["test.jsonl"]),
+    ("train.json", "test.csv"): (["train.json"], ["test.csv"]),
+    ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"): (
+        ["main/train-00000-of-00001.parquet"], ["main/test-00000-of-00001.parquet"]),
+    ("data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet",
+     "data/test-00000-of-00001-a09b74b3ef9c3b56.parquet"): (
+        ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+        ["data/test-00000-of-00001-a09b74b3ef9c3b56.parquet"]),
+    ("default/train/0000.parquet", "default/train/0001.parquet", "default/test/0000.parquet"): (
+        ["default/train/0000.parquet", "default/train/0001.parquet"], ["default/test/0000.parquet"]),
+    ("train_10.jsonl", "train_9.jsonl", "dev.jsonl"): (["train_9.jsonl", "train_10.jsonl"], ["dev.jsonl"]),
+    ("my-train.jsonl", "my-validation.jsonl", "README.json", ".cache/train.jsonl"): (
+        ["my-train.jsonl"], ["my-validation.jsonl"]),
+    ("train.jsonl", "train_socratic.jsonl", "test.jsonl", "test_socratic.jsonl", "example.jsonl"): (
+        ["train.jsonl"], ["test.jsonl"]),
+    ("0000.parquet", "0001.parquet"): (["0000.parquet", "0001.parquet"], "has no test rows"),
+    ("rows.jsonl",): (["rows.jsonl"], "and there is rows.jsonl; put them there, or name files"),
+    ("a.jsonl", "b.jsonl"): ("has 2 data sets with train rows, in a.jsonl and b.jsonl; .* such as .*/a.jsonl", ""),
+    ("main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"): (
+        "has 2 data sets with train rows, in main/.* and socratic/.*; give one of them, such as .*/main$", ""),
+    ("main/train/0.parquet", "socratic/train/0.parquet"): ("give one of them, such as .*/main$", ""),
+    ("train.jsonl", "train.parquet"): ("has its train rows twice, as train.jsonl and train.parquet; name one", ""),
+    ("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"): ("has 2 of 3 files of train rows", ""),
+    ("train/data-00000-of-00001.arrow", "dataset_dict.json"): ("has Arrow files, which are not read; write each", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", FOLDERS)
+def test_a_folder_is_read_as_it_is_named_on_a_hub(names, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for split, wanted in zip(("train", "test"), FOLDERS[names], strict=True):
+        if isinstance(wanted, list):
+            found = files.find(tmp_path, split)
+            assert [file.relative_to(tmp_path).as_posix() for file in found] == wanted
+        elif wanted:
+            with pytest.raises(UserError, match=wanted) as error:
+                files.find(tmp_path, split)
+            assert "\n" not in str(error.value)
+
+
+def test_the_folder_that_a_message_names_is_one(tmp_path):
+    for name in ("main", "socratic"):
+        (tmp_path / name / "train").mkdir(parents=True)
+        (tmp_path / name / "train" / "0000.parquet").touch()
+    with pytest.raises(UserError) as error:
+        files.find(tmp_path, "train")
+    files.find(files.Path(str(error.value).rpartition(" ")[2]), "train")
+
+
+def parquet(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+def test_gsm8k_and_jsonl_read_the_folder_of_a_hub(tmp_path):
+    for split, count in (("train", 3), ("test", 1)):
+        texts = [f"{split} {i}?" for i in range(count)], [f"It is so.\n#### {i}" for i in range(count)]
+        parquet(tmp_path / "main" / f"{split}-00000-of-00001.parquet", question=texts[0], answer=texts[1])
+    for folder in (tmp_path, tmp_path / "main"):
+        for task in ("gsm8k", "jsonl"):
+            for split, count in (("train", 3), ("test", 1)):
+                records = tasks.load(task, split=split, folder=str(folder))
+                assert [record["question"] for record in records] == [f"{split} {i}?" for i in range(count)]
+    assert tasks.load("gsm8k", split="train", folder=str(tmp_path))[2]["answer"] == "2"
+    assert [record["answer"] for record in benchmarks.read("gsm8k", str(tmp_path))] == ["0"], "the test split"
+
+
+def test_columns_of_every_type_beside_the_prompt(tmp_path):
+    """Python's times have no nanoseconds, no year 3168 and no zones of their own, and pandas need not be installed."""
+    time, whole = pyarrow.timestamp, 1_700_000_000_123_456_789
+    kinds = {
+        "at": pyarrow.array([whole, None], time("ns")),
+        "here": pyarrow.array([whole, None], time("ns", "America/New_York")),
+        "elsewhere": pyarrow.array([whole // 10**9, None], time("ms", "Mars/Phobos")),
+        "far": pyarrow.array([10**17, None], time("us")),
+        "day": pyarrow.array([10**8, None], pyarrow.date32()),
+        "clock": pyarrow.array([1, None], pyarrow.time64("ns")),
+        "took": pyarrow.array([whole, None], pyarrow.duration("ns")),
+        "inside": pyarrow.array([{"at": whole, "n": 1}, None], pyarrow.struct([("at", time("ns")), ("n", "int64")])),
+        "several": pyarrow.array([[whole], None], pyarrow.list_(time("ns"))),
+        "pair": pyarrow.array([[whole, whole], None], pyarrow.list_(time("ns"), 2)),
+        "map": pyarrow.array([[("k", whole)], None], pyarrow.map_(pyarrow.string(), time("ns"))),
+        "price": pyarrow.array([decimal.Decimal("1E+3"), None], pyarrow.decimal128(10, 2)),
+        "image": pyarrow.array([b"\x89\xff", None], pyarrow.binary()),
+        "nothing": pyarrow.nulls(2),
+    }
+    place = parquet(tmp_path / "rows.parquet", question=["1+1=", "1+2="], answer=["2", "3"], **kinds)
+    first, second = rows.load({"": Source(place, place)}, split="train", limit=None)
+    assert first["at"] == "2023-11-14 22:13:20.123456789" and first["inside"] == {"at": first["at"], "n": 1}
+    assert first["here"].startswith("2023-11-14 22:13:20.123456789") and first["several"] == [first["at"]]
+    assert first["price"] == "1000.00" and not set(kinds) & set(second)
+    record, _ = rows.load({"": Source(place, place)}, split="train", answer="", limit=None)
+    assert record["answer"] == "2"
+    place = parquet(tmp_path / "dates.parquet", question=["When?"], answer=[datetime.date(2024, 7, 26)])
+    assert rows.load({"": Source(place, place)}, split="train", limit=None)[0]["answer"] == "2024-07-26"
+
+
+def test_a_parquet_column_that_stands_twice_is_named(tmp_path):
+    table = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has two columns 'answer'; rename one$"):
+        list(files.read(str(tmp_path / "a.parquet"), "train"))
+
+
+def test_null_is_absent_in_every_format_alike(tmp_path):
+    user = {"role": "user", "content": "1+1=", "reasoning_content": None, "tool_calls": None}
+    given = [
+        {"question": "1+1=", "prompt": None, "messages": None, "answer": "2", "id": None, "worked": None},
+        {
+            "question": None,
+            "prompt": None,
+            "messages": [user, None],
+            "answer": "2",
+            "system": None,
+            "more": {"x": None},
+        },
+        {"question": "1+1=", "prompt": None, "messages": None, "answer": None},
+        {"question": "1+1=", "answer": "2", "instruction": None, "more": {"x": 1}},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict.fromkeys(given[1]) | row for row in given]),
+                                tmp_path / "a.parquet")  # fmt: skip
+    found = []
+    for name in ("a.jsonl", "a.json", "a.parquet"):
+        place = str(tmp_path / name)
+        records = rows.load({"": Source(place, place)}, split="train", limit=None)
+        assert records.left_out == {"no answer": 1}
+        found.append([{key: value for key, value in record.items() if key != "id"} for record in records])
+    assert found[0] == found[1] == found[2] and len(found[0]) == 3
+    assert found[0][1]["messages"] == [{"role": "user", "content": "1+1="}]
+    assert [record.get("more") for record in found[0]] == [None, {}, {"x": 1}]
+
+
+def test_a_function_s_row_may_leave_out_fields_by_none():
+    def task(split):
+        yield {"question": "1+1=", "answer": "2", "messages": None, "system": None, "worked": None}
+
+    (record,) = tasks.load("mine", split="train", own={"mine": task})
+    assert record["worked"] == "2" and not {"messages", "system"} & set(record)
+
+
+SEVERAL = {"prompt": "1+2=", "messages": [{"role": "user", "content": "1+3="}], "problem": "1+4=", "in": {"it": "1+5="}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    [("prompt", "1+2="), ("messages", "1+3="), ("problem", "1+4="), ("in.it", "1+5="), ("question", None)],
+)
+def test_a_field_chooses_the_prompt(prompt, question, tmp_path):
+    place = tmp_path / "rows.jsonl"
+    place.write_text(json.dumps(SEVERAL | {"answer": 2}) + "\n")
+    config = tiny.get_config()
+    config.data.task, config.data.train, config.data.held_out, config.data.prompt = "jsonl", str(place), 0.0, prompt
+    if question is None:
+        with pytest.raises(UserError, match=r"left out are no question; set data\.prompt to a field that they have"):
+            setup_data.load_records(config, "train")
+        return
+    (record,) = setup_data.load_records(config, "train")
+    assert record["question"] == question and ("messages" in record) == (prompt == "messages")
+    assert record["problem"] == "1+4=", "further fields reach the rewards"
+
+
+def test_what_is_ambiguous_says_which_field_decides(tmp_path):
+    place = tmp_path / "rows.jsonl"
+    place.write_text(json.dumps(SEVERAL | {"answer": 2}) + "\n")
+    with pytest.raises(UserError, match=r"; choose one, such as --config\.data\.prompt=messages$"):
+        rows.load({"": Source(str(place))}, split="train", held_out=0.0, limit=None)
+    place.write_text('{"problem": "1+1=", "answer": 2}')
+    with pytest.raises(UserError, match=r"; name the prompt's field, --config\.data\.prompt=FIELD$"):
+        rows.load({"": Source(str(place))}, split="train", held_out=0.0, limit=None)
+
+
+def test_sources_name_their_own_prompts(tmp_path):
+    config = tiny.get_config()
+    config.data.task, config.data.held_out, config.data.prompt = "jsonl", 0.0, "problem"
+    for name in ("problem", "question"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({name: f"a {name}?", "answer": 2}))
+    config.data.sources.a = source(str(tmp_path / "problem.jsonl"))
+    config.data.sources.b = source(str(tmp_path / "question.jsonl"), prompt="question")
+    assert [record["question"] for record in setup_data.load_records(config, "train")] == ["a problem?", "a question?"]
+    config.data.sources = {}
+    config.data.task = "arithmetic"
+    with pytest.raises(UserError, match=r"data\.prompt is for the task 'jsonl'"):
+        setup_data.sources(config)
+
+
+def test_conversations_are_the_messages_whatever_is_beside_them(tmp_path):
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "reasoning_content": None}]
+    (tmp_path / "said.json").write_bytes(BOM + json.dumps([{"prompt": "1+1=", "messages": turns, "id": None}]).encode())
+    (record,) = rows.conversations(str(tmp_path / "said.json"))
+    assert [turn["content"] for turn in record["messages"]] == ["1+1=", "2"]
+    (tmp_path / "said.csv").write_text("question,completion\n1+1=,2\n")
+    (record,) = rows.conversations(str(tmp_path / "said.csv"))
+    assert [turn["content"] for turn in record["messages"]] == ["1+1=", "2"]
+
+
+def test_a_file_is_no_folder_of_both_splits(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(ROW)
+    config = tiny.get_config()
+    config.data.task, config.data.folder = "jsonl", str(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match=r"a file, which would be held out too; set data\.train to it"):
+        setup_data.sources(config)
