@@ -20,6 +20,17 @@ from gspo_jax.types import UserError
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
 
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a Hugging Face folder that belong to its tokenizer, of which `Tokenizer.load` needs some."""
 _SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
 
 _SPLIT = (  # Qwen's pre-tokenisation: splits digits, so that a digit is the same token in every number.
