@@ -37,9 +37,8 @@ from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
-from gspo_jax.setup import data, inputs, keys, learning, policy
+from gspo_jax.setup import data, inputs, keys, learning, policy, relevance
 from gspo_jax.setup.checks import check
-from gspo_jax.setup.fields import at, names
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
 from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
@@ -47,38 +46,6 @@ from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Packing, Responses, UserError, Weights
 
-UNUSED = {
-    "iterations": "of the run",
-    "processes.": "what is waited for",
-    "watchdog.": "what is waited for",
-    "adapter.": "of the run, which adds them",
-    "data.prompts_per_batch": "of the run; the cold start has coldstart.batch",
-    "sampling.": "of the run, but for the longest response",
-    "environment.": "of the run",
-    "rewards.": "of the run",
-    "step_rewards.": "of the run",
-    "scoring.": "of the run",
-    "overlong.": "of the run",
-    "objective.": "of the run",
-    "routing.": "of the run",
-    "reference.": "of the run",
-    "critic.": "of the run",
-    "mismatch.": "of the run",
-    "training.": "of the run, but for the rows that are computed at a time",
-    "optimizer.": "of the run; the cold start has coldstart.optimizer",
-    "eval.": "of the run",
-    "benchmarks.": "of the run",
-    "log.": "what is shown",
-    "checkpoint.": "of the run",
-}
-"""Config fields, by prefix, that a cold start does not depend on, and why."""
-USED = (
-    "sampling.max_response_length",
-    "training.packing",
-    "training.row_tokens",
-    "training.logprob_chunk",
-)
-"""Fields that it does depend on all the same, be it in rounding only."""
 MADE_BY = "made_by.json"
 """File of a cold start's folder that says what it was made by."""
 
@@ -88,10 +55,9 @@ def made_by(config: ConfigDict) -> dict[str, Any]:
 
     Of a model's folder that is trained further, only the name counts.
     """
-    used = [name for name in names(config) if name in USED or not name.startswith(tuple(UNUSED))]
     files = inputs.of_rows(config) | inputs.of_functions(config)
-    fields: dict[str, Any] = {name: at(config, name) for name in used}
-    return json.loads(json.dumps(fields)) | {f"{name} (content)": one for name, one in files.items()}
+    fields = json.loads(json.dumps(relevance.of_cold_start(config)))  # as they are read again
+    return fields | {f"{name} (content)": one for name, one in files.items()}
 
 
 def digest(config: ConfigDict) -> str:
@@ -114,8 +80,8 @@ def check_reuse(config: ConfigDict, folder: Path, *, may_change: tuple[str, ...]
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not name.startswith(may_change):
             raise UserError(
-                f"{name} is {now.get(name)!r} here and {before.get(name)!r} in the cold start in {folder}; set it back, "
-                f"or have another one made: rm -r {folder}"
+                f"{name} is {now.get(name)!r} here and {before.get(name)!r} in the cold start in {folder}; set it "
+                f"back, or have another one made: rm -r {folder}"
             )
 
 

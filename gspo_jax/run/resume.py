@@ -51,8 +51,8 @@ MAY_CHANGE = (
     "training.logprob_chunk",
 )
 """Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a
-run's numbers, except by rounding and by the tokens that a capacity factor drops. `iterations` only lengthens or shortens
-a run, unless a learning rate is spread over them.
+run's numbers, except by rounding and by the tokens that a capacity factor drops. `iterations` may not where a learning
+rate falls over all of them.
 """
 
 
@@ -114,7 +114,9 @@ def start(
         first = {"iteration": 0, "step": None, "unfinished": None, "evaluated": False, "key": keys.run_key(config)}
         base = digest_tree(weights.frozen) if jax.tree.leaves(weights.frozen) else None
         state, frozen, held_out = engine.begin(weights), weights.frozen, None
-        return Start(**first, state=state, frozen=frozen, base=base, reference=reference, inputs=read, held_out=held_out)
+        return Start(
+            **first, state=state, frozen=frozen, base=base, reference=reference, inputs=read, held_out=held_out
+        )
     run = restored.run
     _check_inputs(run["inputs"], read, files.name)
     prompts.set_state(run["prompts"])
@@ -200,9 +202,9 @@ def check_same_run(
     falling = [name for name in learning.schedules(config) if ours[name] == "cosine"]
     if falling and ours["iterations"] != theirs["iterations"]:
         raise UserError(
-            f"iterations is {ours['iterations']} here and {theirs['iterations']} in the run in {workdir}, over which its "
-            f"learning rate falls to 0 ({falling[0]} is 'cosine'); set it back, or start another run with another {flag}, "
-            f"such as from the weights that python -m gspo_jax.convert --from={workdir} writes"
+            f"iterations is {ours['iterations']} here and {theirs['iterations']} in the run in {workdir}, over which "
+            f"its learning rate falls to 0 ({falling[0]} is 'cosine'); set it back, or start another run with another "
+            f"{flag}, such as from the weights that python -m gspo_jax.convert --from={workdir} writes"
         )
 
 

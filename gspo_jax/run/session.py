@@ -322,7 +322,9 @@ class Run:
             accuracy = result.accuracy
         for label, (taken, batches) in self.benchmarks.items():
             if self._is_due(self.config.benchmarks[label].every, self.boundary.done):
-                answering = benchmark.Answering(self.player, self.tokenizer, weights, f"update {step}", mesh)
+                answering = benchmark.Answering(
+                    self.player, self.tokenizer, weights, f"update {step}", self.inputs, mesh
+                )
                 with taken.make_scorer() as scorer:
                     scorer.interrupted = self.phases.noticed
                     place, tick = self.files.local / benchmark.FOLDER, self.phases.tick("benchmark")
