@@ -473,6 +473,7 @@ def _source() -> str:
     return contents.digest({str(file.relative_to(folder)): contents.file_digest(file) for file in folder.rglob("*.py")})
 
 
+@functools.cache
 def _commit() -> str:
     """The commit of this package's source, "" if it is not in a repository."""
     try:
