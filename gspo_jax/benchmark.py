@@ -3,21 +3,21 @@
     python -m gspo_jax.evaluate --config=configs/gsm8k.py --workdir=runs/gsm8k \\
         --benchmark=aime24 --data=aime24 --samples=32 --json=aime24.json
 
-Answers are written batch by batch below `benchmarks/` of the run folder, in a file of this protocol. Started again
-after a kill, the command goes on behind the last whole batch, with the same numbers as without.
+Answers are written call by call below `benchmarks/` of the run folder, in a file of this protocol. Started again after
+a kill, the command samples what is missing, with the same numbers as without. The protocol has all that answers and
+scores depend on: they are never those of other weights, problems, files or settings.
 """
 
-import collections
 import functools
-import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 import gspo_jax
 from gspo_jax import engine, estimates, storage
-from gspo_jax.data import benchmarks, files
+from gspo_jax.data import benchmarks, contents, files
 from gspo_jax.data.pipeline import EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
@@ -35,7 +35,7 @@ from gspo_jax.rewards.certain import announced
 from gspo_jax.rewards.functions import final_answer, number
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
-from gspo_jax.setup import data, keys, policy, sampling
+from gspo_jax.setup import data, inputs, keys, policy, relevance, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import open_folder
@@ -90,7 +90,8 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
             made.sampler.load(weights)
             player = sampling.make_player(config, tokenizer, made.sampler, replies)
             key = keys.eval_key(keys.run_key(config))
-            answering = Answering(player, tokenizer, weights, of, meshes.trainer)
+            read = inputs.of_run(config, policy.initial_folder(config, files.local))
+            answering = Answering(player, tokenizer, weights, of, read, meshes.trainer)
             return benchmark.measure(answering, batches, scorer, key, files.local / FOLDER)
 
 
@@ -119,6 +120,8 @@ class Answering:
     weights: Weights
     name: str
     """Name in the protocol, such as "iteration 100"."""
+    files: Mapping[str, str]
+    """Digests of the files that it and the rewards are made from, see setup/inputs.py."""
     mesh: Mesh
     """The trainer's."""
 
@@ -167,53 +170,48 @@ class Benchmark:
           on_call: called before every sampling call.
         """
         prompts, group = self.config.data.prompts_per_batch, self.config.sampling.group_size
-        calls = self.samples // group
         protocol = self._protocol(answering, batches)
-        starts = range(0, batches.usable, prompts)
-        sizes = [group * min(prompts, batches.usable - start) for start in starts for _ in range(calls)]
-        answers = _Answers(folder, Path(self.name).stem, protocol, sizes)
-        for number_, batch in enumerate(batches):
-            for call in range(number_ * calls, (number_ + 1) * calls):
-                if call >= answers.done:
+        calls = [
+            Call(range(start, min(start + prompts, batches.usable)), range(first, first + group))
+            for start in range(0, batches.usable, prompts)
+            for first in range(0, self.samples, group)
+        ]
+        answers = _Answers(folder, Path(self.name).stem, protocol, calls)
+        numbered = iter(enumerate(calls))
+        for batch in batches:
+            for number_, call in itertools.islice(numbered, self.samples // group):
+                if number_ >= answers.done:
                     on_call()
-                    first = (call - number_ * calls) * group
-                    answers.add(call, _sampled(answering, batch, jax.random.fold_in(key, call), scorer, group, first))
+                    answers.add(_sampled(answering, batch, key, scorer, call))
         if not processes.is_first():
             return {}
         decides = functools.partial(_decides, self.config, self.name)
         compare = _answers_compare(self.name)
-        found = summarize(list(answers), tuple(self.config.rewards), decides, majority=compare, seed=self.config.seed)
+        found = summarize(answers.rows(), tuple(self.config.rewards), decides, majority=compare, seed=self.config.seed)
         facts = {"benchmark": self.name, "problems": batches.usable, "samples": self.samples, **found}
         return facts | {"left_out": batches.skipped, "protocol": protocol, "answers": str(answers.file)}
 
     def _protocol(self, answering: Answering, batches: EvalBatches) -> dict[str, Any]:
-        """Everything that the numbers depend on."""
+        """Everything that answers and their scores depend on."""
         from gspo_jax.rewards import isolated  # here, as it takes a second
 
-        config = self.config
-        first, math = next(iter(batches)), any(name in isolated.__all__ for name in config.rewards)
-        packages = ["jax", "math-verify"] if math else ["jax"]
+        rewards, device = self.config.rewards, answering.mesh.devices.flat[0]
+        packages = ["jax", *(["math-verify"] if any(name in isolated.__all__ for name in rewards) else [])]
         return {
             "benchmark": self.name,
+            "problems": batches.content,
+            "first_prompt": next(iter(batches)).texts[0],
+            "samples": self.samples,
             "model": answering.name,
             "weights": digest_tree(answering.weights.whole),
+            "files": dict(answering.files),
+            "settings": relevance.of_answers(self.config),
+            "extraction": {name: EXTRACTION[name] for name in rewards if name in EXTRACTION},
             "gspo_jax": gspo_jax.__version__,
             "commit": _commit(),
-            "first_prompt": first.texts[0],
-            "system": config.data.system,
-            "few_shot": config.data.few_shot,
-            "instruction": first.records[0].get("instruction", ""),
-            "environment": config.environment.name,
-            "sampling": {k: str(v) for k, v in vars(sampling.make_sampling(config)).items()},
-            "samples": self.samples,
-            "max_prompt_tokens": config.data.max_prompt_length,
-            "max_response_tokens": config.sampling.max_response_length,
-            "dtype": config.model.dtype,
-            "rewards": list(config.rewards),
-            "extraction": {name: EXTRACTION[name] for name in config.rewards if name in EXTRACTION},
-            "timeout_s": config.scoring.timeout_s,
+            "source": _source(),
             "versions": {package: importlib.metadata.version(package) for package in packages},
-            "seed": config.seed,
+            "devices": {"kind": device.device_kind, "mesh": dict(answering.mesh.shape)},
         }
 
 
@@ -226,9 +224,9 @@ def summarize(
     seed: int,
 ) -> dict[str, Any]:
     """Return the numbers of answers, see `run`; `decides` is asked with each problem's first row."""
-    problems: dict[str, list[dict[str, Any]]] = {}
+    problems: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        problems.setdefault(row["id"], []).append(row)
+        problems.setdefault(row["problem"], []).append(row)
     judged = []  # of each problem: the answers and whether they are right, of the samples that have a score
     for samples in problems.values():
         name = decides(samples[0])
@@ -372,12 +370,25 @@ def _decides(config: ConfigDict, name: str, row: dict[str, Any]) -> str:
     return next(reward for reward in config.rewards if row["asked"][reward])
 
 
+class Call(NamedTuple):
+    """What a sampling call samples."""
+
+    problems: range
+    """Numbers of the problems, among those in use."""
+    samples: range
+    """Numbers of the samples of each of them."""
+
+
 def _sampled(
-    answering: Answering, batch: PromptBatch, key: jax.Array, scorer: Scorer, group: int, first: int
+    answering: Answering, batch: PromptBatch, key: jax.Array, scorer: Scorer, call: Call
 ) -> list[dict[str, Any]]:
-    """Rows of `group` answers to each problem of a batch, numbered from `first`; only the first process has them."""
-    mesh, tokenizer = answering.mesh, answering.tokenizer
-    played = answering.player.play(batch.prompts, batch.texts, batch.records, key)
+    """A row for each answer of a call; only the first process has them.
+
+    Noise is that of the problem and the sample, whatever else is in the batch.
+    """
+    mesh, tokenizer, group = answering.mesh, answering.tokenizer, len(call.samples)
+    key, first = jax.random.fold_in(key, call.samples.start // group), call.problems.start * group
+    played = answering.player.play(batch.prompts, batch.texts, batch.records, key, first=first)
     rollout, B = played.rollout, len(played.texts)
     own = hosts.own_rows(mesh, B)
     tokens, mask, cut = hosts.fetch_own_rows(mesh, (rollout.tokens, rollout.mask, rollout.truncated))
@@ -392,8 +403,9 @@ def _sampled(
     completions = decode_responses(tokenizer, tokens, mask)
     return [
         {
+            "problem": problem,
             "id": played.records[row]["id"],
-            "sample": first + row % group,
+            "sample": sample,
             "completion": completions[row],
             "tokens": int(mask[row].sum()),
             "truncated": bool(cut[row]),
@@ -401,44 +413,50 @@ def _sampled(
             "scores": {n: float(v) if np.isfinite(v) else None for n, v in zip(names, values[row], strict=True)},
             "asked": dict(zip(names, map(bool, asked[row]), strict=True)),
         }
-        for row in range(B)
-        if batch.valid[row // group]
+        for row, (problem, sample) in enumerate(itertools.product(call.problems, call.samples))
     ]
 
 
 class _Answers:
-    """The file of answers of one protocol, of which whole batches are kept."""
+    """The file of answers of one protocol, of which those of whole calls are kept."""
 
-    def __init__(self, folder: Path, name: str, protocol: dict[str, Any], sizes: Sequence[int]) -> None:
-        """Open the file, with the whole ones of its batches; `sizes` are the rows of each."""
-        digest = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
-        self.file = folder / f"{name}-{digest}.jsonl"
+    def __init__(self, folder: Path, name: str, protocol: dict[str, Any], calls: Sequence[Call]) -> None:
+        """Open the file, with what it has of whole calls."""
+        self.file = folder / f"{name}-{contents.digest(protocol)[:8]}.jsonl"
         done = ""
         if processes.is_first():
             folder.mkdir(parents=True, exist_ok=True)
-            rows = list(self) if self.file.exists() else []
-            there = collections.Counter(row["batch"] for row in rows)
-            whole = next((number for number, size in enumerate(sizes) if there[number] < size), len(sizes))
-            kept = [row for row in rows if row["batch"] < whole]
-            self._write("w", kept)
+            rows = self._read() if self.file.exists() else {}
+            wanted = [list(itertools.product(*call)) for call in calls]
+            whole = list(itertools.takewhile(lambda call: all(answer in rows for answer in call), wanted))
+            self._write("w", [rows[answer] for call in whole for answer in call])
             if whole:
-                print(f"{self.file} has the answers of {whole} of {len(sizes)} batches")
-            done = str(whole)
+                print(f"{self.file} has the answers of {len(whole)} of {len(calls)} batches")
+            done = str(len(whole))
         self.done = int(hosts.first_nonempty(done))
-        """Number of whole batches."""
+        """Number of whole calls, from the first on."""
 
-    def add(self, batch: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Append a batch's rows, on the disk when this returns."""
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append a call's rows, on the disk when this returns."""
         if processes.is_first():
-            self._write("a", [{"batch": batch, **row} for row in rows])
+            self._write("a", rows)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, sample by sample of each problem."""
+        found = self._read()
+        return [found[answer] for answer in sorted(found)]
+
+    def _read(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """The rows by the numbers of problem and sample; of equal ones, which two commands may write, the first."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
         with open(self.file, encoding="utf-8") as lines:
             for line in lines:
                 try:
-                    yield json.loads(line)
-                except ValueError:  # cut by a kill; its batch is sampled again
-                    return
+                    row = json.loads(line)
+                except ValueError:  # cut by a kill; its call is sampled again
+                    break
+                found.setdefault((row["problem"], row["sample"]), row)
+        return found
 
     def _write(self, mode: str, rows: Sequence[dict[str, Any]]) -> None:
         with open(self.file, mode, encoding="utf-8") as file:
@@ -448,6 +466,14 @@ class _Answers:
         storage.sync(self.file.parent)
 
 
+@functools.cache
+def _source() -> str:
+    """Digest of this package's source files, which its commit leaves open as long as they are changed."""
+    folder = Path(__file__).parent
+    return contents.digest({str(file.relative_to(folder)): contents.file_digest(file) for file in folder.rglob("*.py")})
+
+
+@functools.cache
 def _commit() -> str:
     """The commit of this package's source, "" if it is not in a repository."""
     try:

@@ -8,7 +8,6 @@ start from. The model is the one in `model.folder`, or a small one that is made 
         --config.coldstart.conversations=conversations.jsonl --config.coldstart.steps=200
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,20 +25,20 @@ from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, storage
-from gspo_jax.data import rows
+from gspo_jax.data import contents, rows
 from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.config_json import read_json
 from gspo_jax.objectives.surrogates import token_mean
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
-from gspo_jax.setup import data, keys, learning, policy
+from gspo_jax.setup import data, inputs, keys, learning, policy, relevance
 from gspo_jax.setup.checks import check
-from gspo_jax.setup.fields import at, names
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
 from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
@@ -47,28 +46,43 @@ from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Packing, Responses, UserError, Weights
 
-MADE_BY = (
-    "seed",
-    "cpu_devices",
-    "mesh.",
-    "model.",
-    "coldstart.",
-    "functions.",
-    *(f"data.{name}" for name in ("task", "folder", "train", "sources.", "held_out", "prompt", "answer")),
-    *(f"data.{name}" for name in ("system", "instruction", "few_shot", "shots", "enable_thinking", "clock")),
-    *(f"data.{name}" for name in ("data_dir", "options.", "limit", "max_prompt_length")),
-    "sampling.max_response_length",
-    "training.packing",
-    "training.row_tokens",
-    "training.logprob_chunk",
-)
-"""Config fields, by prefix, that a cold start depends on, be it in rounding only."""
+MADE_BY = "made_by.json"
+"""File of a cold start's folder that says what it was made by."""
+
+
+def made_by(config: ConfigDict) -> dict[str, Any]:
+    """All that a cold start depends on: fields of the config, and digests of the files that they name, by name.
+
+    Of a model's folder that is trained further, only the name counts.
+    """
+    files = inputs.of_rows(config) | inputs.of_functions(config)
+    fields = json.loads(json.dumps(relevance.of_cold_start(config)))  # as they are read again
+    return fields | {f"{name} (content)": one for name, one in files.items()}
 
 
 def digest(config: ConfigDict) -> str:
     """Eight hexadecimal digits that runs have in common if they can share one cold start, bit by bit."""
-    made_by = {name: at(config, name) for name in names(config) if name.startswith(MADE_BY)}
-    return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
+    return contents.digest(made_by(config))[:8]
+
+
+def check_reuse(config: ConfigDict, folder: Path, *, may_change: tuple[str, ...]) -> None:
+    """Raise a UserError if the cold start in `folder` was made by another config, or from other files.
+
+    Args:
+      config: the config.
+      folder: a cold start's; one that does not say what it was made by passes.
+      may_change: fields, by prefix, that may differ.
+    """
+    file = folder / MADE_BY
+    if not file.is_file():
+        return
+    before, now = read_json(file, f"{file} does not exist"), made_by(config)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not name.startswith(may_change):
+            raise UserError(
+                f"{name} is {now.get(name)!r} here and {before.get(name)!r} in the cold start in {folder}; set it "
+                f"back, or have another one made: rm -r {folder}"
+            )
 
 
 def coldstart(
@@ -125,6 +139,7 @@ def coldstart(
     huggingface.save(model.params, model_config, unfinished)  # every process takes part
     if processes.is_first():
         tokenizer.save(unfinished)
+        (unfinished / MADE_BY).write_text(json.dumps(made_by(config), indent=2) + "\n", encoding="utf-8")
         storage.sync_tree(unfinished)
         os.replace(unfinished, folder)
     processes.wait_for_all("cold start")

@@ -22,7 +22,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, storage
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.tokenizer import FILES, Tokenizer
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
@@ -34,16 +34,6 @@ from gspo_jax.training.checkpoint import Checkpointer, load_newest
 from gspo_jax.types import UserError, Weights
 
 DTYPES = ("float32", "bfloat16")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool = False) -> dict[str, Any]:
@@ -90,7 +80,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         _save(params, model.config, target)
     else:
         huggingface.save(params, model.config, target, dtype=dtype)
-    for name in TOKENIZER_FILES:
+    for name in FILES:
         if (model.tokenizer / name).is_file():
             shutil.copyfile(model.tokenizer / name, target / name)
     if model.stops is not None:

@@ -3,10 +3,12 @@
 Reward workers import this module, so it must not import jax.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -69,6 +71,17 @@ def module(place: str) -> ModuleType:
         return load_file(path, name)
     except (Exception, SystemExit) as error:
         raise BadReference(f"{place} cannot be imported, {mistake(error, path)}") from error
+
+
+def files(reference: str) -> list[Path]:
+    """Return the source files behind a function: of the module that a reference names, and where it is defined.
+
+    What these import is not among them. Python's own modules have no files.
+    """
+    found = [getattr(module(reference.rpartition(":")[0]), "__file__", None)]
+    with contextlib.suppress(TypeError):  # of an extension module, or an object that can be called
+        found.append(inspect.getsourcefile(inspect.unwrap(function(reference))))
+    return [Path(file) for file in dict.fromkeys(found) if file is not None]
 
 
 def load_file(path: Path, name: str) -> ModuleType:

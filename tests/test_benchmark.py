@@ -21,6 +21,7 @@ def rows(verdicts, answers=None, rewards=("r",)):
     """The rows of problems whose samples have these verdicts."""
     return [
         {
+            "problem": p,
             "id": str(p),
             "answer": (answers or verdicts)[p][i],
             "scores": dict.fromkeys(rewards, score),

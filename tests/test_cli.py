@@ -302,10 +302,10 @@ def test_a_run_may_go_on_with_another_dispatch_but_not_drop_other_tokens():
     config = cli.load_config(TINY)
     saved = config.to_dict()
     config.model.dispatch = "capacity"
-    check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+    check_same_run(config, saved, Path("runs/tiny"))
     config.model.capacity_factor = 1.25
     with pytest.raises(UserError, match=r"model.capacity_factor is 1.25 here and None in the run in runs/tiny; set it"):
-        check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+        check_same_run(config, saved, Path("runs/tiny"))
 
 
 def test_a_run_of_an_older_version_goes_on():
@@ -314,10 +314,10 @@ def test_a_run_of_an_older_version_goes_on():
     saved = config.to_dict()
     del saved["routing"], saved["model"]["dispatch"]
     saved["model"]["remat"] = False
-    check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+    check_same_run(config, saved, Path("runs/tiny"))
     config.routing.replay = "r3"
     with pytest.raises(UserError, match=r"routing.replay is 'r3' here and 'none' in the run"):
-        check_same_run(config.to_dict(), saved, Path("runs/tiny"))
+        check_same_run(config, saved, Path("runs/tiny"))
 
 
 def test_a_program_that_trains_gets_the_simulated_devices_that_the_config_has(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from gspo_jax.data import pipeline, tasks
-from gspo_jax.data.records import CorruptRecord, Records
+from gspo_jax.data.records import CorruptRecord, Part, Records
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.types import UserError
 
@@ -90,13 +90,48 @@ def test_the_state_before_the_first_batch_is_the_start(source, tokenizer):
         ({"seed": 4}, "with seed 3, but this run has 4"),
         ({"prompts_per_batch": 4}, "with batch size 8, but this run has 4"),
         ({"max_prompt_length": 4}, "with usable prompts 30, but this run has 10"),
-        ({"source": [make_record(i + 1) for i in range(30)]}, "with data checksum"),
+        ({"source": [make_record(i) | {"answer": "7"} for i in range(30)]}, "they differ in answer; put them back"),
+        ({"source": [make_record(i) | {"worked": "7"} for i in range(30)]}, "they differ in worked;"),
+        ({"source": [make_record(i) | {"hint": i == 9} for i in range(30)]}, "they differ in hint;"),
+        ({"source": [make_record(i) | {"id": f"r{29 - i}"} for i in range(30)]}, "they differ in id;"),
+        ({"source": [make_record(i, f"{i}+{i}=!") for i in range(30)]}, "they differ in prompt as tokens, question;"),
+        ({"style": pipeline.PromptStyle(system="7")}, "they differ in prompt as tokens;"),
     ],
 )
 def test_a_state_of_another_run_is_refused(source, tokenizer, change, message):
     state = batches(source, tokenizer).get_state()
     with pytest.raises(UserError, match=message):
         batches(**({"source": source, "tokenizer": tokenizer} | change)).set_state(state)
+
+
+def test_a_state_of_an_earlier_version_is_refused(source, tokenizer):
+    before = {"grain": {"next_index": 1}, "seed": 3, "shuffle": 1, "batch size": 8, "data checksum": 5}
+    with pytest.raises(UserError, match="by an earlier version of gspo_jax, which had another order of prompts"):
+        batches(source, tokenizer).set_state(json.dumps(before))
+
+
+def test_no_epoch_of_a_seed_or_of_a_source_has_the_order_of_another(source, tokenizer):
+    """Three epochs each of seeds that follow each other, alone and with a second source as long as the first."""
+
+    def epochs(records, seed):
+        stream = batches(records, tokenizer, seed=seed, prompts_per_batch=len(records))
+        drawn = [name for batch in itertools.islice(stream, 3) for name in ids(batch)]
+        for part in {name[0] for name in drawn}:
+            own = [int(name[1:]) for name in drawn if name.startswith(part)]
+            yield from (tuple(own[start : start + 30]) for start in range(0, len(own), 30))
+
+    second = [record | {"id": "s" + record["id"][1:]} for record in source]
+    parts = [Part("r", 30, 1.0), Part("s", 30, 1.0)]
+    mixed = Records("mixed", [*source, *second], convert=lambda _, row: row, where=lambda _: "", parts=parts)
+    found = [order for seed in (0, 1, 2**32 - 1) for order in epochs(source, seed)]
+    found += [order for seed in (2, 3) for order in epochs(mixed, seed)]
+    assert len(found) == len(set(found)) == 3 * 3 + 2 * 2 * 3
+    assert all(sorted(order) == list(range(30)) for order in found)
+
+
+def test_the_order_of_an_epoch_is_the_same_everywhere(source, tokenizer):
+    stream = itertools.chain.from_iterable(ids(batch) for batch in batches(source, tokenizer, seed=0))
+    assert list(itertools.islice(stream, 24, 36)) == [f"r{i}" for i in (1, 6, 26, 2, 9, 4, 11, 16, 14, 17, 7, 4)]
 
 
 @pytest.mark.faults

@@ -1,4 +1,6 @@
-"""Runs that are resumed end bitwise equal to uninterrupted ones: of several turns, and of a mixture of files."""
+"""Runs that are resumed end bitwise equal to uninterrupted ones, of several turns, and of a mixture of files; runs that
+are not what they were are refused.
+"""
 
 import json
 import shutil
@@ -10,8 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gspo_jax import cli
+from gspo_jax.config import base
 from gspo_jax.convert import convert
 from gspo_jax.data import tasks
+from gspo_jax.run.resume import check_same_run
+from gspo_jax.train import train
 from gspo_jax.types import UserError
 from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, state_of, train_flags, wait_for
 
@@ -109,3 +115,102 @@ def test_unfinished_episodes_of_several_turns_resume_to_the_same_bits(tmp_path):
     assert max(older) > 0, "some responses resume from the checkpoint's buffer"
     assert rows_of(whole)[-1]["partial/left"] > 0
     assert max(row.get("partial/calls", 0) for row in rows_of(whole)) > 0
+
+
+JUDGE = """
+def judge(prompt, completion, record):
+    return float(len(completion) % 2 == VALUE)
+"""
+
+
+def write_rows(file: Path, numbers: range, **fields: object) -> None:
+    rows = ({"question": f"{i}+{i + 1}=", "answer": str(2 * i + 1), "hint": "odd", **fields} for i in numbers)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.faults
+def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path, capsys):
+    """One after the other; with all put back it goes on, and longer, and held-out rows that changed are said."""
+    folder, rows, held_out, judge, shots = (
+        tmp_path / name for name in ("model", "rows.jsonl", "held_out.jsonl", "judge.py", "shots.jsonl")
+    )
+    shutil.copytree(ROOT / "tests" / "golden" / "adder", folder)
+    write_rows(rows, range(20))
+    write_rows(held_out, range(20, 30))
+    judge.write_text(JUDGE.replace("VALUE", "1"))
+    shots.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}))
+    config = cli.load_config(f"{ROOT}/configs/tiny.py:runlocal")
+    config.update_from_flattened_dict(
+        {"model.folder": str(folder), "iterations": 1, "sampling.group_size": 4, "reference.kl_weight": 0.1}
+        | {"data.task": "jsonl", "data.train": str(rows), "data.test": str(held_out), "data.few_shot": str(shots)}
+        | {"data.data_dir": "", "sampling.max_response_length": 8, "data.max_prompt_length": 16}
+    )
+    del config.data.options["difficulty"]
+    config.functions.judge, config.rewards.judge = f"{judge}:judge", 0.5
+    train(config, tmp_path / "run")
+
+    def weights() -> None:
+        params = load_file(folder / "model.safetensors")
+        save_file(params | {"model.norm.weight": params["model.norm.weight"] * 2}, folder / "model.safetensors")
+
+    settings = folder / "tokenizer_config.json"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for file, change, says in (
+        (
+            rows,
+            lambda: write_rows(rows, range(20), answer="7"),
+            f"the records of {rows} .* they differ in answer, worked;",
+        ),
+        (rows, lambda: write_rows(rows, range(20), hint="even"), "they differ in hint; put them back"),
+        (rows, lambda: write_rows(rows, range(1, 21)), "they differ in answer, prompt as tokens, question"),
+        (judge, lambda: judge.write_text(JUDGE.replace("VALUE", "0")), r"^functions.judge \(judge.py\) changed since"),
+        (
+            shots,
+            lambda: shots.write_text('{"prompt": "1+1=", "completion": "3"}'),
+            "^data.few_shot changed since the run",
+        ),
+        (
+            settings,
+            lambda: settings.write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": template})),
+            None,
+        ),
+        (folder / "model.safetensors", weights, "^the weights of the reference policy changed since the run in"),
+    ):
+        before = file.read_bytes()
+        change()
+        with pytest.raises(UserError, match=says or "^tokenizer_config.json of the model changed since the run in"):
+            train(config, tmp_path / "run")
+        file.write_bytes(before)
+    write_rows(held_out, range(20, 30), answer="7")
+    config.iterations = 2
+    capsys.readouterr()
+    train(config, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "resuming from iteration 1" in said
+    assert "the held-out records differ from those before (answer" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"optimizer.schedule": "cosine"}, r"falls to 0 \(optimizer.schedule is 'cosine'\); set it back, or"),
+        ({"critic.optimizer.schedule": "cosine"}, ""),
+        (
+            {"critic.optimizer.schedule": "cosine", "objective.name": "ppo"},
+            r"\(critic.optimizer.schedule is 'cosine'\)",
+        ),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_a_run_can_be_longer_only_if_no_learning_rate_falls_over_its_length(changes, says):
+    config = base()
+    config.update_from_flattened_dict(changes)
+    saved = config.to_dict()
+    check_same_run(config, saved, "runs/a")
+    config.iterations = 2000
+    if not says:
+        check_same_run(config, saved, "runs/a")
+        return
+    with pytest.raises(UserError, match=f"^iterations is 2000 here and 1000 in the run in runs/a, .* {says}"):
+        check_same_run(config, saved, "runs/a")

@@ -1,16 +1,18 @@
 """Turn records into batches of token ids, with Grain, on threads, resumable at any batch.
 
 All prompts are tokenised once before the first batch, and those that do not fit are left out; no prompt is ever cut.
-Batches depend on the seed alone. With several processes, each reads every batch whole: prompts are small, and groups
-of responses may move to other processes later.
+Batches depend on the seed alone, from which every epoch of every part of the records has an order of its own. With
+several processes, each reads every batch whole: prompts are small, and groups of responses may move to other processes
+later.
 """
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import grain
@@ -19,12 +21,15 @@ from absl import logging
 from jaxtyping import Bool, Int
 
 from gspo_jax.data.chat import Message
+from gspo_jax.data.contents import FieldDigests, changes
 from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import GUARD, Tokenizer
 from gspo_jax.types import Prompts, UserError
 
 _SCAN_CHUNK = 1024
 """Records tokenised at a time while scanning for usable ones."""
+_TOKENS = "prompt as tokens"
+"""What the tokens that the model sees are called among the fields of a record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +111,15 @@ class Batches(Generic[_Batch]):
     """
 
     def __init__(
-        self, dataset: grain.MapDataset[_Batch], usable: "_UsableRecords", fingerprint: dict[str, Any]
+        self, dataset: grain.MapDataset[_Batch], usable: "_UsableRecords", settings: Mapping[str, Any]
     ) -> None:
         self._iterator = iter(
             dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))  # threads, not processes
         )
-        self._fingerprint = fingerprint | {"usable prompts": len(usable.indices), "data checksum": usable.checksum}
+        self._settings = dict(settings) | {"usable prompts": len(usable.indices)}
         if len(usable.parts) > 1:
-            self._fingerprint["weights"] = [part.weight for part in usable.parts]
+            self._settings["weights"] = [part.weight for part in usable.parts]
+        self._content, self._name = usable.content, usable.name
         self.usable = len(usable.indices)
         self.skipped_by = usable.skipped
         self.skipped = sum(usable.skipped.values())
@@ -125,26 +131,48 @@ class Batches(Generic[_Batch]):
         return next(self._iterator)
 
     def get_state(self) -> str:
-        """Return the position as JSON for `set_state`: the next batch, and a fingerprint of the data and settings."""
-        return json.dumps({"grain": self._iterator.get_state()} | self._fingerprint)
+        """Return the position as JSON for `set_state`: the next batch, the settings and the digests of the data."""
+        state = {"grain": self._iterator.get_state(), "settings": self._settings, "content": self._content}
+        return json.dumps(state)
+
+    def check_state(self, state: str) -> None:
+        """Raise a UserError if a position was saved with other data, seed or batch size.
+
+        The data are the records in use: the tokens of their prompts, and every field that a reward can read.
+        """
+        saved = json.loads(state)
+        if "settings" not in saved:
+            raise UserError(
+                "the data position was saved by an earlier version of gspo_jax, which had another order of prompts; go "
+                "on with that version, or start a new run"
+            )
+        for name, value in self._settings.items():
+            if saved["settings"].get(name) != value:
+                raise UserError(
+                    f"the data position was saved with {name} {saved['settings'].get(name)}, but this run has {value}; "
+                    "set it back, or start a new run"
+                )
+        if changed := changes(saved["content"], self._content):
+            raise UserError(
+                f"the records of {self._name} are not those that the data position was saved with: they differ in "
+                f"{', '.join(changed)}; put them back, or start a new run"
+            )
 
     def set_state(self, state: str) -> None:
-        """Continue from a saved position; raises UserError if it was saved with other data, seed or batch size."""
-        saved = json.loads(state)
-        for key, value in self._fingerprint.items():
-            if saved[key] != value:
-                raise UserError(
-                    f"the data position was saved with {key} {saved[key]}, but this run has {value}; set it back, or "
-                    "start a new run"
-                )
-        self._iterator.set_state(saved["grain"])
+        """Continue from a saved position; raises as `check_state`."""
+        self.check_state(state)
+        self._iterator.set_state(json.loads(state)["grain"])
 
 
 class EvalBatches:
-    """Batches of every usable prompt once, in order; re-iterable. `usable`, `skipped`, `skipped_by` as in `Batches`."""
+    """Batches of every usable prompt once, in order; re-iterable. `usable`, `skipped`, `skipped_by` as in `Batches`.
+
+    `content` has the digests of the records in use: of the tokens of their prompts, and of each field.
+    """
 
     def __init__(self, usable: "_UsableRecords", make: Callable[[list[int]], PromptBatch], *, rows: int) -> None:
         self._usable, self._make, self._rows = usable, make, rows
+        self.content = usable.content
         self.usable = len(usable.indices)
         self.skipped_by = usable.skipped
         self.skipped = sum(usable.skipped.values())
@@ -237,22 +265,23 @@ def worked_batches(
     """
     ends = tokenizer.ends()
 
-    def problem(record: Record, prompt: list[int] | _Problem, worked: list[int]) -> _Problem | None:
+    def checked(record: Record, prompt: list[int] | _Problem, worked: list[int]) -> list[int] | _Problem:
         if isinstance(prompt, _Problem):
             return prompt
         if problem := _prompt_problem(prompt, tokenizer, max_prompt_length):
             return problem
         if any(end in record["worked"].replace(GUARD, "") for end in ends):
             return _ENDS
-        return _length_problem("worked response", len(worked), max_response_length, "sampling.max_response_length")
+        too_long = _length_problem("worked response", len(worked), max_response_length, "sampling.max_response_length")
+        return too_long or prompt
 
     def encode_worked(records: list[Record]) -> list[list[int]]:
         worked = tokenizer.encode_batch([record["worked"] for record in records])
         return [[*ids, tokenizer.eos_ids[0]] for ids in worked]
 
-    def check(records: list[Record]) -> list[_Problem | None]:
+    def check(records: list[Record]) -> list[list[int] | _Problem]:
         prompts = _encode_prompts(records, tokenizer, style)
-        return list(map(problem, records, prompts, encode_worked(records)))
+        return list(map(checked, records, prompts, encode_worked(records)))
 
     def make(indices: list[int]) -> WorkedBatch:
         records = [source[i] for i in indices]
@@ -272,16 +301,43 @@ class _UsableRecords:
 
     indices: Int[np.ndarray, " N"]
     skipped: dict[str, int]
-    checksum: int
-    """CRC-32 of the usable prompts in order; tells a resumed run that its data has changed."""
+    content: dict[str, str]
+    """Digests of the usable records in order: of the tokens of their prompts, and of each field."""
     parts: Sequence[Part]
     """Parts of the records that are mixed by weight."""
+    name: str
+    """Name of the records for messages."""
 
     def mixed(self) -> list[tuple[list[int], float]]:
         """The usable indices of each part that has any, and its weight."""
         ends = np.cumsum([part.count for part in self.parts])
         cuts = np.split(self.indices, np.searchsorted(self.indices, ends[:-1]))
         return [(own.tolist(), part.weight) for own, part in zip(cuts, self.parts, strict=True) if len(own)]
+
+
+class _Epochs(Sequence[int]):
+    """An endless sequence of the same elements, epoch after epoch; each epoch shuffled with a seed of its own.
+
+    Grain would add the number of the epoch to the seed, and the second epoch of one run would be the first of another.
+    """
+
+    def __init__(self, elements: Sequence[int], *seed: int) -> None:
+        self._elements, self._seed = grain.MapDataset.source(elements), seed
+        self._shuffled = functools.lru_cache(maxsize=2)(self._shuffle)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, place: Any) -> Any:
+        epoch, within = divmod(place, len(self._elements))
+        return self._shuffled(epoch)[within]
+
+    def __repr__(self) -> str:
+        return f"epochs of {self._elements!r}"
+
+    def _shuffle(self, epoch: int) -> grain.MapDataset[int]:
+        (seed,) = np.random.SeedSequence([*self._seed, epoch]).generate_state(1)
+        return self._elements.shuffle(seed=int(seed))
 
 
 def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
@@ -294,8 +350,8 @@ def _index_batches(usable: _UsableRecords, rows: int, *, seed: int, shuffle: boo
         )
     streams, weights = [], []
     for number, (indices, weight) in enumerate(usable.mixed()):
-        dataset = grain.MapDataset.source(indices)
-        streams.append((dataset.shuffle(seed=seed + number) if shuffle else dataset).repeat(None))
+        elements = grain.MapDataset.source(indices)
+        streams.append(grain.MapDataset.source(_Epochs(indices, seed, number)) if shuffle else elements.repeat(None))
         weights.append(weight)
     endless = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
     # An endless stream has no remainder to drop, but without drop_remainder Grain rounds its length up and overflows.
@@ -338,14 +394,15 @@ def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Proble
 def _scan_prompts(
     source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int, style: PromptStyle
 ) -> _UsableRecords:
-    def check(records: list[Record]) -> list[_Problem | None]:
+    def check(records: list[Record]) -> list[list[int] | _Problem]:
         prompts = _encode_prompts(records, tokenizer, style)
-        return [ids if isinstance(ids, _Problem) else _prompt_problem(ids, tokenizer, limit) for ids in prompts]
+        return [ids if isinstance(ids, _Problem) else _prompt_problem(ids, tokenizer, limit) or ids for ids in prompts]
 
     return _scan(source, check, max_corrupt)
 
 
-_Check = Callable[[list[Record]], list[_Problem | None]]
+_Check = Callable[[list[Record]], list[list[int] | _Problem]]
+"""Records -> the tokens of each one's prompt, or why it cannot be used."""
 
 
 def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptStyle) -> list[list[int] | _Problem]:
@@ -361,13 +418,13 @@ def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptSt
 
 
 def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:
-    """Read every record once; keep those for which `check` finds no problem, count and report the others.
+    """Read every record once; keep those in which `check` finds no problem, count and report the others.
 
     Repeated questions are kept, since a data set may weight its questions so, and reported.
     """
     indices: list[int] = []
     questions: set[bytes] = set()  # as digests
-    checksum = 0
+    content = FieldDigests()
     skipped = collections.Counter(source.left_out if isinstance(source, Records) else {})
     shortest = {_CORRUPT.reason: _CORRUPT}  # per reason, the shortest: its remedy asks for least
     for start in range(0, len(source), _SCAN_CHUNK):
@@ -382,17 +439,17 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
                     raise UserError(
                         f"more than {max_corrupt} corrupt records in {source!r}, the last: {error}; {_CORRUPT.remedy}"
                     ) from error
-        for (i, record), problem in zip(readable, check([r for _, r in readable]), strict=True):
+        for (i, record), found in zip(readable, check([r for _, r in readable]), strict=True):
             # An empty question counts as empty even if a chat template wraps it in tokens.
-            problem = _EMPTY if not record["question"].strip() else problem
-            if problem is None:
-                prompt = (json.dumps(record["messages"]) if "messages" in record else record["question"]).encode()
-                indices.append(i)
-                checksum = zlib.crc32(prompt, checksum)
-                questions.add(hashlib.blake2b(prompt, digest_size=16).digest())
-            else:
-                skipped[problem.reason] += 1
-                shortest[problem.reason] = min(shortest.get(problem.reason, problem), problem, key=lambda p: p.length)
+            found = found if record["question"].strip() else _EMPTY
+            if isinstance(found, _Problem):
+                skipped[found.reason] += 1
+                shortest[found.reason] = min(shortest.get(found.reason, found), found, key=lambda p: p.length)
+                continue
+            indices.append(i)
+            content.add(record | {_TOKENS: np.asarray(found, np.int32).tobytes().hex()})
+            asked = json.dumps(record["messages"]) if "messages" in record else record["question"]
+            questions.add(hashlib.blake2b(asked.encode(), digest_size=16).digest())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     if not indices:
         if not skipped:
@@ -406,7 +463,8 @@ def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableR
     if repeated := len(indices) - len(questions):
         logging.warning("%d of %d usable records repeat an earlier question; they are kept", repeated, len(indices))
     parts = source.parts if isinstance(source, Records) else [Part("", len(source), 1.0)]
-    return _UsableRecords(np.asarray(indices, np.int64), dict(skipped), checksum, parts)
+    name = source.name if isinstance(source, Records) else "the list"
+    return _UsableRecords(np.asarray(indices, np.int64), dict(skipped), content.by_field(), parts, name)
 
 
 def _prompt_batch(

@@ -27,6 +27,17 @@ from gspo_jax.types import UserError
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, with ids 0, 1 and 2."""
 
+FILES = (
+    "tokenizer.json",
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a Hugging Face folder that belong to its tokenizer, of which `Tokenizer.load` needs some."""
 GUARD = "\ufdd0"
 """Mark inside a special token's text by which `encode` takes it for mere text; Unicode says that it is no character."""
 _ALIAS = "\ufdd1%d\ufdd2"

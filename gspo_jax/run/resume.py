@@ -1,4 +1,8 @@
-"""The start of a run: at its newest checkpoint, if the config allows resuming from it, or at its beginning."""
+"""The start of a run: at its newest checkpoint, if all that it depends on is as it was, or at its beginning.
+
+A run goes on with the config, the data, the files of the model and of own functions, and the frozen weights that it was
+saved with; what differs is named in a UserError. What own functions import is not compared, nor are their surroundings.
+"""
 
 import dataclasses
 import json
@@ -12,11 +16,12 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax.config import base
+from gspo_jax.data.contents import changes
 from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
 from gspo_jax.reporting.writers import read_config, read_saved
 from gspo_jax.rollout.episodes import Episodes
-from gspo_jax.setup import keys
+from gspo_jax.setup import inputs, keys, learning, policy
 from gspo_jax.setup.policy import field_of
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
@@ -46,8 +51,12 @@ MAY_CHANGE = (
     "training.logprob_chunk",
 )
 """Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a
-run's numbers, except by rounding and by the tokens that a capacity factor drops.
+run's numbers, except by rounding and by the tokens that a capacity factor drops. `iterations` may not where a learning
+rate falls over all of them.
 """
+
+
+_REFERENCE = "the weights of the reference policy"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,12 @@ class Start:
     """Weights that no update changes; empty in full training."""
     base: str | None
     """Digest of the frozen weights; None in full training."""
+    reference: nnx.State | None
+    """Parameters of the reference policy; None without a KL to it."""
+    inputs: Mapping[str, str]
+    """Digests that a checkpoint keeps to compare with, by what messages call their object."""
+    held_out: Mapping[str, str] | None
+    """Digests of the held-out records, by field, when the checkpoint was saved; None for a new run."""
     unfinished: Episodes | None
     """Partial rollouts in flight; None if there are none."""
     evaluated: bool
@@ -86,15 +101,24 @@ def start(
     With `start_over`, a run whose checkpoints are gone, or all damaged and now set aside, begins again.
 
     Raises:
-      UserError: the checkpoint does not fit the config, all are damaged, or the run had some and none is there.
+      UserError: what the checkpoint was saved with differs from config, data, files or weights here, all checkpoints
+        are damaged, or the run had some and none is there.
     """
-    restored = _restore(config, engine, files, start_over=start_over)
+    read = inputs.of_run(config, folder)
+    restored = _restore(config, engine, files, prompts, read, start_over=start_over)
+    reference = policy.reference_params(config, folder, engine.policy, engine.meshes.trainer)
+    if reference is not None:
+        read[_REFERENCE] = digest_tree(reference)
     if restored is None:
         weights = engine.load(folder)
         first = {"iteration": 0, "step": None, "unfinished": None, "evaluated": False, "key": keys.run_key(config)}
         base = digest_tree(weights.frozen) if jax.tree.leaves(weights.frozen) else None
-        return Start(**first, state=engine.begin(weights), frozen=weights.frozen, base=base)
+        state, frozen, held_out = engine.begin(weights), weights.frozen, None
+        return Start(
+            **first, state=state, frozen=frozen, base=base, reference=reference, inputs=read, held_out=held_out
+        )
     run = restored.run
+    _check_inputs(run["inputs"], read, files.name)
     prompts.set_state(run["prompts"])
     return Start(
         iteration=run["iteration"],
@@ -103,14 +127,29 @@ def start(
         state=restored.state,
         frozen=engine.policy.frozen(folder, engine.meshes.trainer, run=run),
         base=run.get("base"),
+        reference=reference,
+        inputs=read,
+        held_out=run["held_out"],
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
         evaluated=run["evaluated"],
     )
 
 
-def _restore(config: ConfigDict, engine: Engine, files: RunFolder, *, start_over: bool) -> Restored | None:
+def _restore(
+    config: ConfigDict,
+    engine: Engine,
+    files: RunFolder,
+    prompts: Batches[PromptBatch],
+    read: Mapping[str, str],
+    *,
+    start_over: bool,
+) -> Restored | None:
     def check(run: Mapping[str, Any]) -> None:
-        check_same_run(config.to_dict(), run["config"], files.name)
+        check_same_run(config, run["config"], files.name)
+        saved = run.get("inputs")
+        if saved is not None:  # otherwise the position is refused, as an earlier version's
+            _check_inputs({name: one for name, one in saved.items() if name != _REFERENCE}, read, files.name)
+        prompts.check_state(run["prompts"])
 
     try:
         restored = restore(files.checkpoints, engine.state_shapes, engine.shardings, check=check, field_of=field_of)
@@ -140,25 +179,42 @@ def check_folder(config: ConfigDict, files: RunFolder) -> None:
     except UserError:
         return
     if saved is not None:
-        check_same_run(config.to_dict(), {k: v for k, v in saved.items() if k != "command"}, files.name)
+        check_same_run(config, {k: v for k, v in saved.items() if k != "command"}, files.name)
 
 
 def check_same_run(
-    here: Mapping[str, Any], saved: Mapping[str, Any], workdir: str | Path, *, flag: str = "--workdir"
+    config: ConfigDict, saved: Mapping[str, Any], workdir: str | Path, *, flag: str = "--workdir"
 ) -> None:
     """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
 
-    A field missing on one side counts as its default, because it may have been added after the checkpoint was saved.
-    `flag` is the one with which the user chooses the folder.
+    `iterations` may not change either where a learning rate falls over all of them. A field missing on one side counts
+    as its default, because it may have been added after the checkpoint was saved. `flag` is the one with which the user
+    chooses the folder.
     """
     defaults = _flat(base().to_dict())
-    ours, theirs = defaults | _flat(here), defaults | _flat(saved)
+    ours, theirs = defaults | _flat(config.to_dict()), defaults | _flat(saved)
     for name in sorted(ours.keys() | theirs.keys()):
         if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
             raise UserError(
                 f"{name} is {ours.get(name)!r} here and {theirs.get(name)!r} in the run in {workdir}; "
                 f"set it back, or start another run with another {flag}"
             )
+    falling = [name for name in learning.schedules(config) if ours[name] == "cosine"]
+    if falling and ours["iterations"] != theirs["iterations"]:
+        raise UserError(
+            f"iterations is {ours['iterations']} here and {theirs['iterations']} in the run in {workdir}, over which "
+            f"its learning rate falls to 0 ({falling[0]} is 'cosine'); set it back, or start another run with another "
+            f"{flag}, such as from the weights that python -m gspo_jax.convert --from={workdir} writes"
+        )
+
+
+def _check_inputs(saved: Mapping[str, str], here: Mapping[str, str], workdir: str) -> None:
+    """Raise a UserError if something that a run reads differs from what it was when the checkpoint was saved."""
+    if changed := changes(saved, here):
+        raise UserError(
+            f"{' and '.join(changed)} changed since the run in {workdir} was saved; put back what was there, or start "
+            "another run with another --workdir"
+        )
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

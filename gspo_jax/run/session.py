@@ -1,7 +1,7 @@
 """An open run: builds the parts that train.py needs, or resumes them, and logs, evaluates and saves."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,8 @@ class Run:
     """Digest of the frozen weights; None in full training."""
     reference: nnx.State | None
     """Parameters of the reference policy; None without a KL to it."""
+    inputs: Mapping[str, str]
+    """Digests of what the run reads, by what messages call it."""
     boundary: Boundary
     """State and positions at the end of the newest iteration, which a stop saves; the one in hand is sampled again."""
     key: jax.Array
@@ -320,7 +322,9 @@ class Run:
             accuracy = result.accuracy
         for label, (taken, batches) in self.benchmarks.items():
             if self._is_due(self.config.benchmarks[label].every, self.boundary.done):
-                answering = benchmark.Answering(self.player, self.tokenizer, weights, f"update {step}", mesh)
+                answering = benchmark.Answering(
+                    self.player, self.tokenizer, weights, f"update {step}", self.inputs, mesh
+                )
                 with taken.make_scorer() as scorer:
                     scorer.interrupted = self.phases.noticed
                     place, tick = self.files.local / benchmark.FOLDER, self.phases.tick("benchmark")
@@ -345,7 +349,7 @@ class Run:
         self.files.publish()  # … or in the bucket
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
-        run["key"] = jax.random.key_data(self.key).tolist()
+        run |= {"key": jax.random.key_data(self.key).tolist(), "inputs": self.inputs, "held_out": self.held_out.content}
         if self.base is not None:
             run["base"] = self.base
         left = at.unfinished
@@ -410,6 +414,8 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             resume.check_folder(config, files)
         folder = policy.initial_folder(config, files.local)
         tokenizer = None
+        if phases.saved is None and not config.model.folder:
+            coldstart.check_reuse(config, folder, may_change=resume.MAY_CHANGE)
         if config.model.folder or folder.exists():
             model, tokenizer = policy.read_folder(config, folder)
         records = {split: data.load_records(config, split) for split in ("train", "test")}
@@ -441,6 +447,8 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         if start.step is not None:
             log.progress.say(f"resuming from iteration {start.iteration} in {place}")
         log.guard_config(made.objective, group_size=config.sampling.group_size)
+        held_out = data.held_out_prompts(config, tokenizer, records["test"])
+        log.guard_held_out(start.held_out, held_out.content)
         player = sampling.make_player(config, tokenizer, made.sampler, replies)
         run = Run(
             config=config,
@@ -448,11 +456,12 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             tokenizer=tokenizer,
             frozen=start.frozen,
             base=start.base,
-            reference=policy.reference_params(config, folder, made.policy, meshes.trainer),
+            reference=start.reference,
+            inputs=start.inputs,
             boundary=Boundary.of(start, prompts),
             key=start.key,
             prompts=prompts,
-            held_out=data.held_out_prompts(config, tokenizer, records["test"]),
+            held_out=held_out,
             benchmarks={
                 label: (each, data.held_out_prompts(each.config, tokenizer, each.records))
                 for label, each in taken.items()

@@ -83,6 +83,11 @@ def total_updates(config: ConfigDict) -> int:
     return config.iterations * config.training.minibatches
 
 
+def schedules(config: ConfigDict) -> list[str]:
+    """The fields that say how the learning rates of a run go on after their warm-up."""
+    return ["optimizer.schedule", *(["critic.optimizer.schedule"] if make_objective(config).critic else [])]
+
+
 def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
     """The critic and its optimizer; None if the objective uses none."""
     if make_objective(config).critic is None:

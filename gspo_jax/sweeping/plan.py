@@ -140,7 +140,7 @@ def make_plan(words: Sequence[str], found: Sequence[Comparison], folder: Path) -
             saved = read_config(run.folder)
             if saved is not None and read_saved(run.folder) is not None:
                 saved.pop("command", None)
-                check_same_run(run.config.to_dict(), saved, run.folder, flag="--runs")
+                check_same_run(run.config, saved, run.folder, flag="--runs")
     return pages
 
 
