@@ -45,7 +45,7 @@ def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 
             "completions": [f"<b>{i}</b>\u2028" for i in range(4)],
             "answers": ["y"] * 4,
         }
-        samples.write(step, rewards=[0.0, 0.25, float("nan"), 1.0], **texts)
+        samples.write(step, rewards=[0.0, 0.25, float("nan"), 1.0], special=["<eos>"], **texts)
     return folder
 
 
@@ -204,11 +204,13 @@ def test_all_objectives_can_be_told_apart(tmp_path):
     table = tmp_path / "docs" / "results.md"
     made = report.report(folders, out=tmp_path / "docs", table=table)
     assert Path(made["png"]).stat().st_size > 10_000
-    first, rule, *rows = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    first, rule, *rows = _tables(table)[0]
     assert first.startswith("| runs | held-out accuracy |") and set(rule) == set("|-: ")
     best = sorted(catalogue.__all__, key=catalogue.__all__.index, reverse=True)  # accuracy rises with the rank
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == best
     assert rows[0].split(" | ")[1:5] == ["0.326 [0.316, 0.336]", "–", "–", "–"]  # 0.3 + 0.016 + 0, 0.01, 0.02
+    assert made["baseline"] == catalogue.__all__[0] and made["verdicts"] == []  # sixteen sentences are none
+    assert "Of 16 intervals about 0.8 would leave out 0 even if" in table.read_text(encoding="utf-8")
 
 
 def test_the_table_worked_by_hand(tmp_path, capsys):
@@ -221,7 +223,7 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
     assert report.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(table)
     text = table.read_text(encoding="utf-8")
-    header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in _tables(table)[0]]
     # Final accuracy is 0.60 and 0.61, for gspo 0.50 and 0.61. In the last of four iterations: 0.15 of tokens clipped,
     # (0 + 0.1)/2 of responses, (0 + 0.01)/2 flipped, entropy (1/7 + 1/8)/2. Seconds per iteration: 11, 12, 13.
     tail = ["15.00%", "5.00%", "0.50%", "0.134", "12.00"]
@@ -236,7 +238,14 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
 def test_a_table_says_where_runs_are_of_different_length(tmp_path):
     folders = [_fake(tmp_path / "a", iterations=2), _fake(tmp_path / "b", seed=1), _fake(tmp_path / "c", name="grpo")]
     found = runs.facts(runs.group_runs([runs.load_run(folder) for folder in folders]))
-    assert "1 to 2 runs per row, 4 to 8 updates per run." in pages.family_table(found, panels="training", command=["x"])
+    made = pages.family_table(found, panels="training", differences="", command=["x"])
+    assert "1 to 2 runs per row, 4 to 8 updates per run." in made
+
+
+def _tables(file: Path) -> list[list[str]]:
+    """Return the lines of each table of a markdown file."""
+    parts = file.read_text(encoding="utf-8").split("\n\n")
+    return [part.splitlines() for part in parts if part.startswith("|")]
 
 
 VARIANTS = {"gspo": "none", "grpo": "none", "grpo, r2": "r2", "grpo, r3": "r3", "rspo": "none", "gmpo": "none"}
@@ -309,10 +318,15 @@ def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures)
     (figure,) = figures
     axes = {found.get_title(loc="left"): found for found in figure.axes}
     of_several = [panel.title for panel in panels.PANELS["routing"] if not panel.only_alone]
-    assert list(axes) == of_several and len(axes) == 11
+    assert list(axes) == [*of_several, "Δ Held-out accuracy", "Δ Reward"] and len(axes) == 13
     named = {title: {text.get_text() for text in found.texts} for title, found in axes.items()}
-    for title, texts in named.items():
-        wanted = {f"60% {label}" for label in VARIANTS} if title == "Held-out accuracy" else set(VARIANTS)
+    for title in of_several:
+        texts = named[title]
+        wanted = (
+            {f"60.0% {label}" if len(label) <= 10 else "60.0%" for label in VARIANTS}
+            if title == "Held-out accuracy"
+            else set(VARIANTS)
+        )
         assert wanted <= texts
     figure.draw_without_rendering()  # texts keep the size of their last draw, which was for the file
     page = figure.bbox
@@ -323,10 +337,10 @@ def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures)
     assert [text.get_text() for text in figure.texts[:6]] == list(VARIANTS)  # the legend
     assert max(text.get_window_extent().x1 for text in figure.texts) < page.x1
     report.report(folders, out=tmp_path / "out")
-    assert [found.get_title(loc="left") for found in figures[1].axes] == [  # panels without data are left out
-        panel.title
-        for panel in panels.PANELS["training"]
-        if panel.metric not in ("response_length/mean", "actor/entropy")
+    left_out = ("response_length/mean", "actor/entropy")  # without data
+    assert [found.get_title(loc="left") for found in figures[1].axes] == [
+        *(panel.title for panel in panels.PANELS["training"] if panel.metric not in left_out),
+        *("Δ Held-out accuracy", "Δ Reward"),
     ]
 
 
@@ -350,9 +364,9 @@ def test_a_single_group_has_a_map_of_layers_by_mini_batch(tmp_path, figures):
     report.report([_variant(tmp_path, "grpo", seed=seed) for seed in (0, 1)], out=tmp_path / "out", panels="routing")
     (axes,) = (found for found in figures[0].axes if found.get_title(loc="left") == "Flip rate by layer and update")
     (mesh,) = axes.collections
-    # Layers 1 and 2 flip 1% and 2% more with each mini-batch.
+    # Layers 0 and 1 flip 1% and 2% more with each mini-batch.
     np.testing.assert_allclose(mesh.get_array(), [[0, 0.01, 0.02], [0, 0.02, 0.04]], atol=1e-9)
-    assert axes.get_xlim() == (0, 3)
+    assert axes.get_xlim() == (-0.5, 2.5) and axes.get_ylim() == (-0.5, 1.5)  # a cell is around its number
 
 
 def test_a_label_on_a_logarithmic_axis_stands_at_its_line(tmp_path):
@@ -373,8 +387,8 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
     flags = ["--panels=routing", f"--out={tmp_path / 'out'}", f"--table={table}"]
     assert report.main([*map(str, folders), *flags]) == 0
     text = table.read_text(encoding="utf-8")
-    header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    assert header[3:5] == ["collapsed", "flip rate, 1 / 2 / last"]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in _tables(table)[0]]
+    assert header[3:5] == ["collapsed", "flip rate, 0 / 1 / last"]
     # Two runs of three mini-batches: reward (0.25 + 1.25)/2; flips 0.02·m + 0.02·seed, means 1%, 3%, 5%; spreads
     # 0.03·(0 + 1 + 2)/3, 0.002·…; clipped 0.001·…; one of the two had a reward of 2 before. Two
     # mini-batches: flips 1% and 3%, the last one; spreads and clip fractions are half as large.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.reporting.drawing import GREY, percent, text_width
+from gspo_jax.reporting.drawing import GREY, percent, text_width, wrap
 from gspo_jax.reporting.paired import Estimate, differences
 from gspo_jax.reporting.runs import Group, describe, final, results
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 Row = tuple[Group, Estimate | None]
 """A group, and what is drawn in its row; None leaves the row empty."""
-NAME = 10.0
-"""Size of the names of rows, in points; that of long ones is smaller."""
+NAME, TITLE, UNIT = 10.0, 12.0, 10.0
+"""Sizes of the names of rows, of titles and of labels of axes, in points; those of long ones are smaller."""
+ROW, TICK = 0.6, 0.75
+"""Inches: most distance of two rows, and least of two ticks."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ def compare(groups: Sequence[Group], base: Group, metrics: Sequence[str]) -> lis
 
 
 def _apart(groups: Sequence[Group], base: Group, name: str) -> Dots | None:
-    """Return a dot plot of the differences from `base` in a metric; None if none has an interval."""
+    """Return a dot plot of the differences from `base` in a metric; None if none has an interval, or all are 0."""
     rows = [(group, own.get(name)) for group, own in zip(groups, differences(groups, base), strict=True)]
-    if all(estimate is None or estimate.seeds < 2 for _, estimate in rows):
+    found = [estimate for _, estimate in rows if estimate is not None and estimate.seeds > 1]
+    if not any(any(estimate.each) for estimate in found):
         return None
     metric = describe(name)
-    return Dots(f"{metric.title}, paired", f"difference from {base.label}", rows, metric.is_share, is_paired=True)
+    unit = f"{'points' if metric.is_share else 'difference'} from {base.label}"
+    return Dots(f"Δ {metric.title}", unit, rows, metric.is_share, is_paired=True)
 
 
 def _accuracy(group: Group) -> float:
@@ -75,15 +79,19 @@ def _mean(values: Sequence[float]) -> Estimate | None:
 
 def draw_dots(axes: "Axes", dots: Dots, *, names: float) -> None:
     """Draw a dot plot; `names` is the width in inches of the names on its left, 0 to leave them out."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set(title=dots.title, xlabel=dots.unit)
+    wide = axes.bbox.width / axes.figure.dpi
+    lines = wrap(dots.title, wide, TITLE, "bold")
+    axes.set_title("\n".join(lines), fontsize=min(_fitting(line, TITLE, wide, "bold") for line in lines))
+    axes.set_xlabel(dots.unit, fontsize=_fitting(dots.unit, UNIT, wide))
     if dots.is_paired:
         axes.axvline(0, color=GREY, linewidth=1)
     draw_rows(axes, dots.rows, names=names)
-    axes.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(max(1, int(wide / TICK)), steps=[1, 2, 2.5, 5, 10]))
     if dots.is_share:
-        axes.xaxis.set_major_formatter(percent)
+        points = FuncFormatter(lambda x, _: f"{100 * x:.3g}".replace("-", "−"))
+        axes.xaxis.set_major_formatter(points if dots.is_paired else percent)
 
 
 def draw_rows(axes: "Axes", rows: Sequence[Row], *, names: float) -> None:
@@ -99,9 +107,15 @@ def draw_rows(axes: "Axes", rows: Sequence[Row], *, names: float) -> None:
         if np.isfinite(estimate.low):
             error = [[estimate.mean - estimate.low], [estimate.high - estimate.mean]]
         axes.errorbar([estimate.mean], [place], xerr=error, capsize=2.5, linestyle="none", **style)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    margin = 0.5 + max(0.0, axes.bbox.height / axes.figure.dpi / ROW - len(rows)) / 2
+    axes.set_ylim(len(rows) - 1 + margin, -margin)
     axes.set_yticks(range(len(rows)), [group.label if names else "" for group, _ in rows])
     axes.tick_params(axis="y", length=0)
     for text, (group, _) in zip(axes.get_yticklabels(), rows, strict=True):
-        size = min(NAME, NAME * names / text_width(group.label, NAME, "bold"))
-        text.set(color=group.look.color, weight="bold", fontsize=size or NAME)
+        size = _fitting(group.label, NAME, names, "bold") if names else NAME
+        text.set(color=group.look.color, weight="bold", fontsize=size)
+
+
+def _fitting(text: str, size: float, width: float, weight: str = "normal") -> float:
+    """Return the size at which a text is at most `width` inches wide."""
+    return min(size, size * width / text_width(text, size, weight))

@@ -22,6 +22,8 @@ from gspo_jax.reporting.writers import read_samples
 
 MAX_LISTED = 3
 """Up to this many groups are listed with all their numbers, runs and samples."""
+SHOWN = 1500
+"""Characters that are shown of a sampled text."""
 _Facts = Mapping[str, Any]
 """Numbers of one group, from `runs.facts`."""
 PAGE = string.Template("""<!doctype html>
@@ -303,11 +305,16 @@ def _samples(run: Run) -> str:
     for step in sorted({min(samples), max(samples)}) if samples else []:
         ordered = sorted(samples[step], key=lambda row: -(row["reward"] if row["reward"] is not None else -np.inf))
         for row in (ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})):
-            texts = {name: row[name][:1500] for name in ("prompt", "completion", "answer")}
+            texts = {name: _shortened(row[name]) for name in ("prompt", "completion", "answer")}
             reward = None if row["reward"] is None else f"{row['reward']:.4g}"
             shown.append({"update": step, **texts, "reward": reward})
             special |= set(row.get("special", ()))
     return _html_table(shown, preformatted=("prompt", "completion", "answer"), special=special) if shown else ""
+
+
+def _shortened(text: str) -> str:
+    """Return a text with its middle left out if it is long: its end has the answer, and the token that ended it."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
 
 
 def _html_table(

@@ -41,7 +41,7 @@ PAGE, PHONE = Layout(columns=3, column=3.87, dots=4), Layout(columns=1, column=4
 """The layout for a page, and the one whose texts can be read on a phone, where a picture is 390 pixels wide."""
 MARGIN, ROW = 0.2, 3.2
 """Space at the edges, and height of a row of panels."""
-DOTS_HEAD, DOTS_ROW, DOTS_FOOT, GAP = 0.4, 0.23, 0.6, 0.3
+DOTS_HEAD, DOTS_ROW, DOTS_FOOT, GAP = 0.5, 0.23, 0.6, 0.3
 """Height of the title above dot plots of many groups, of a row of dots, of the ticks below; space between plots."""
 MAX_NAME = 1.4
 """Most width of the names of rows of dots."""
@@ -84,7 +84,7 @@ def draw(
             _draw_many(figure, dots, head, layout)
             return
         for (panel, lines), (left, top, width) in zip(shown, places, strict=False):
-            room = 1.5 if panel.label else 0.98 if len(groups) > MAX_VALUE_LABELS else 0.7
+            room = 1.5 if panel.label else 0.98 if len(groups) > MAX_VALUE_LABELS else 0.8
             axes = _axes(figure, left + 0.84, head + top + 0.32, width - 0.84 - room, ROW - 1.0)
             panel.draw(axes, lines, panel, last_step(groups))
         names = _names_width(groups)
@@ -132,7 +132,7 @@ def _how_to_read(groups: Sequence[Group], shown: Sequence[tuple[Panel, Lines]], 
         what = "reached" if many else "numbers at the ends of lines, as in the table"
         how.append(f"{what}: the last evaluation, or the mean over the last tenth of the iterations")
     if dots and any(one.is_paired for one in dots):
-        how.append("paired: differences between runs of one seed, their mean with its 95% interval, each seed below it")
+        how.append("Δ: differences between runs of one seed, their mean with its 95% interval, and each seed below it")
     if any(len({run.rows[-1]["step"] for run in group.runs}) > 1 for group in groups):
         how.append("a group ends where its shortest run does")
     return "  ·  ".join(how)

@@ -43,7 +43,8 @@ class Metric(NamedTuple):
         """Format a value for a table."""
         if not value and self.how.endswith("e"):
             return "0"
-        return f"{value:{'+' if signed else ''},{self.how}}"
+        text = f"{value:{'+' if signed else ''},{self.how}}"
+        return text.replace("-", "+" if signed else "", 1) if text.strip("-0.") == "" else text  # no negative zero
 
     def label(self, value: float) -> str:
         """Format a value for a picture, where shares are in per cent: the digits of a table."""
