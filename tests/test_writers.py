@@ -262,9 +262,8 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path, name):
     (run / f"{name}.tmp").symlink_to(victim)
     writers.write_config(run, {"seed": 1}, command="train")
     _write(run, range(2, 3), after_step=1)
-    SamplesWriter(run, after_step=1).write(
-        1, prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"], special=[]
-    )
+    samples = SamplesWriter(run, after_step=1)
+    samples.write(1, prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"], special=[])
     assert victim.read_text() == "precious"
     assert read_config(run) == {"command": "train", "seed": 1} and len(read_samples(run)[1]) == 1
     assert [row["step"] for row in read_metrics(run)] == [1, 2]

@@ -211,8 +211,8 @@ class SamplesWriter:
     ) -> Path:
         """Write the completions of one step, replacing its file; each sequence has one entry per completion.
 
-        But for `special`: the texts of the tokenizer's special tokens. Prompts and completions have them as sampled, and
-        a line lists those that it has, so that readers can show them as tokens.
+        But for `special`: the texts of the tokenizer's special tokens. Each line lists those in its prompt and its
+        completion, so that readers can show them as tokens.
         """
         lines = [
             _dumps(
