@@ -319,7 +319,7 @@ def _sampling_seconds(batch: sampling.Batch) -> float:
 
 
 def mean_of(run: Run, sampled: Sequence[sampling.Batch]) -> Iteration:
-    """The mean iteration of some batches. Training, whose time hardly changes from batch to batch, is the last one's."""
+    """The mean iteration of some batches; training, whose time hardly changes among them, is the last one's."""
     last, calls = sampled[-1], [call for batch in sampled for call in batch.calls]
     prefixes = [
         prefix_rows(

@@ -110,8 +110,6 @@ def _waits(axes: "Axes", iteration: Iteration) -> None:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("seconds")
-    rest = [phase for phase in PHASES if phase not in shown and iteration.by_phase[phase]]
-    left_out = (
-        f"; not shown: {', '.join(rest)}, {sum(iteration.by_phase[phase] for phase in rest):.1f} s" if rest else ""
-    )
+    rest = {phase: s for phase, s in iteration.by_phase.items() if phase not in shown and s}
+    left_out = f"; not shown: {', '.join(rest)}, {sum(rest.values()):.1f} s" if rest else ""
     axes.set_title(f"Work, and in grey what is none{left_out}")
