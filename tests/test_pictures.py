@@ -57,6 +57,57 @@ def test_a_benchmark_of_a_run_has_a_panel(monkeypatch, tmp_path):
     assert line.get_ydata().tolist() == [0.1, 0.3]
 
 
+def test_each_reward_function_has_a_panel_unless_it_is_all_there_is(monkeypatch, tmp_path):
+    weights = {"rewards.math_verify": 1.0, "step_rewards.countdown_steps": 0.2}
+    several, alone = _run("gspo", **weights), _run("gspo", **{"rewards.math_verify": 1.0})
+    for row in several.rows[1:]:
+        row |= {"reward/math_verify": row["reward/mean"] - 0.1, "reward/countdown_steps": 0.5, "reward/zero_std": 0.3}
+    for row in alone.rows[1:]:
+        row["reward/math_verify"] = row["reward/mean"]
+    titles = list(_titled(_draw(monkeypatch, tmp_path, [several])))
+    assert titles[1:4] == ["Reward", "Reward: math_verify", "Reward: countdown_steps"]
+    assert [title for title in _titled(_draw(monkeypatch, tmp_path, [alone])) if "Reward" in title] == ["Reward"]
+    found = runs.facts(runs.group_runs([several]))[0]["metrics"]
+    assert found["reward/math_verify"]["final"]["mean"] == pytest.approx(2.9)
+
+
+def test_the_numbers_at_the_ends_of_lines_are_those_of_the_table(monkeypatch, tmp_path):
+    """Of 48 iterations the last 4 are the last tenth; the ends of the lines, smoothed over 5, are other numbers."""
+    run = _run("gspo")
+    run.rows[1:] = [
+        run.rows[1] | {"step": i, "iteration": i, "reward/mean": i % 5 / 4, "eval/accuracy": i / 100}
+        for i in range(1, 49)
+    ]
+    axes = _titled(_draw(monkeypatch, tmp_path, [run]))
+    ends = runs.facts(runs.group_runs([run]))[0]["metrics"]
+    assert ends["reward/mean"]["final"]["mean"] == pytest.approx((0 + 1 + 2 + 3) / 16)
+    assert [text.get_text() for text in axes["Reward"].texts] == ["0.375"]
+    assert axes["Held-out accuracy"].texts[-1].get_text().splitlines()[0] == "48.0%"
+
+
+@pytest.mark.parametrize(
+    ("metric", "rounding", "real", "title"),
+    [
+        ("mismatch/kl", 1e-13, 1e-10, "Sampler to trainer KL"),
+        ("routing/router_kl", -1e-7, 1e-6, "Router KL, old to new"),
+        ("ratio/token_log_std", 1e-6, 1e-5, "Ratio spread, tokens"),
+    ],
+)
+def test_what_is_rounding_is_no_result(metric, rounding, real, title):
+    def left_out(value: float) -> tuple[str, dict]:
+        run = _run("gspo")
+        for row in run.rows[1:]:
+            row[metric] = value
+        groups = runs.group_runs([run])
+        return panels.choose(groups, "routing")[1], runs.facts(groups)[0]["metrics"][metric]["final"]
+
+    note, final = left_out(rounding)
+    assert f"{title} (0 to rounding)" in note and final["mean"] == 0
+    note, final = left_out(real)
+    assert title not in note and final["mean"] == pytest.approx(real)
+    assert runs.describe("mismatch/kl").write(0.0) == "0" and runs.describe("reward/mean").write(-1e-9) == "0.000"
+
+
 def test_a_line_has_the_look_of_its_objective(monkeypatch, tmp_path):
     figure = _draw(monkeypatch, tmp_path, [_run("rspo"), _run("grpo"), _run("grpo", **{"routing.replay": "r2"})])
     rspo, grpo, r2 = _thick(_titled(figure)["Clip fraction"])

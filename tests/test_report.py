@@ -242,6 +242,81 @@ def test_a_table_says_where_runs_are_of_different_length(tmp_path):
     assert "1 to 2 runs per row, 4 to 8 updates per run." in made
 
 
+@pytest.fixture
+def pairs(tmp_path):
+    """Write runs whose accuracy is, for gspo above grpo, 1, 2 and 3 points higher; and a third with a single seed."""
+    folders = []
+    for name, gains in (("gspo", (0.01, 0.02, 0.03)), ("grpo", (0.0, 0.0, 0.0)), ("rspo", (-0.04,))):
+        for seed, gain in enumerate(gains):
+            folders.append(_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name))
+            lines = [json.loads(line) for line in (folders[-1] / "metrics.jsonl").read_text().splitlines()]
+            lines[-1]["eval/accuracy"] += gain
+            (folders[-1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folders
+
+
+def test_differences_from_a_baseline_seed_by_seed(tmp_path, capsys, pairs):
+    """0.01, 0.02 and 0.03: mean 0.02, deviation 0.01, over √3, times t of two degrees, 4.303: 0.0248 to either side."""
+    table, facts = tmp_path / "table.md", tmp_path / "facts.json"
+    arguments = [*map(str, pairs), f"--baseline={pairs[4]}", f"--out={tmp_path / 'out'}", f"--table={table}"]
+    assert report.main([*arguments, f"--json={facts}"]) == 0
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _tables(table)[1]]
+    assert head == ["runs", "seeds", "held-out accuracy", "reward"]
+    gspo = ["gspo", "3", "+0.020 [-0.005, +0.045]", "+0.000 [+0.000, +0.000]"]
+    assert rows == [gspo, ["rspo", "1", "-0.040, one seed", "+0.000, one seed"]]
+    said = capsys.readouterr().out
+    answer = "Held-out accuracy of gspo less that of grpo: +0.020 [-0.005, +0.045] over 3 seeds"
+    assert f"{answer}: the interval contains 0, so these runs do not tell which is better." in said
+    assert "rspo less that of grpo: -0.040, one seed; it takes several to tell a difference from chance." in said
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert answer in page and "<h2>Differences from grpo, seed by seed</h2>" in page and "Student" in page
+    made = json.loads(facts.read_text())
+    assert made["baseline"] == "grpo" and made["groups"][1]["differences"] == {}
+    found = made["groups"][0]["differences"]["eval/accuracy"]
+    assert found["each"] == pytest.approx([0.01, 0.02, 0.03]) and found["low"] == pytest.approx(
+        0.02 - 0.02484, abs=1e-5
+    )
+    assert " ".join(arguments) in table.read_text(encoding="utf-8").replace("\\\n   ", "").replace("  ", " ")
+
+
+def test_a_difference_that_is_clear_is_bold_and_pairs_that_differ_at_the_start_are_named(tmp_path, pairs):
+    lines = [json.loads(line) for line in (pairs[2] / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["eval/accuracy"] -= 0.008  # 0.01, 0.02 and 0.022: 0.0173 and 0.0160 to either side
+    (pairs[2] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = tmp_path / "table.md"
+    made = report.report(pairs[:6], out=tmp_path / "out", table=table, baseline=pairs[3])
+    assert "| gspo | 3 | **+0.017 [+0.001, +0.033]** |" in table.read_text() and "began from" not in table.read_text()
+    assert made["verdicts"] == [
+        "Held-out accuracy of gspo less that of grpo: +0.017 [+0.001, +0.033] over 3 seeds: gspo is more accurate."
+    ]
+    assert "<b>+0.017 [+0.001, +0.033]</b>" in Path(made["html"]).read_text(encoding="utf-8")
+    lines[0]["eval/accuracy"] = 0.5
+    (pairs[2] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.report(pairs[:6], out=tmp_path / "out", table=table)
+    assert "Not all runs of one seed began from the same policy" in table.read_text()
+
+
+def test_samples_show_special_tokens_and_short_rewards(tmp_path):
+    run = _fake(tmp_path / "run")
+    texts = {"prompts": ["<|user|>1 < 2?<|end|>"], "answers": ["<y>"]}
+    completions = ["so " * 1000 + "<|end|>"]
+    SamplesWriter(run).write(
+        2, completions=completions, rewards=[np.float32(0.3)], special=["<|user|>", "<|end|>", "<|"], **texts
+    )
+    page = Path(report.report([run])["html"]).read_text(encoding="utf-8")
+    assert "<pre><b class=token>&lt;|user|&gt;</b>1 &lt; 2?<b class=token>&lt;|end|&gt;</b></pre>" in page
+    assert "so  … " in page and "so <b class=token>&lt;|end|&gt;</b></pre>" in page  # the end of a long text is shown
+    assert "<td class=n>0.3</td>" in page and "0.30000001" not in page and "<pre>&lt;y&gt;</pre>" in page
+
+
+def test_no_title_is_there_twice(tmp_path):
+    for count in (1, 2):
+        folders = [_fake(tmp_path / f"{name}-0", name=name) for name in ("gspo", "grpo")[:count]]
+        page = Path(report.report(folders, out=tmp_path / "out")["html"]).read_text(encoding="utf-8")
+        titles = re.findall(r"<h[12]>(.*?)</h[12]>", page)
+        assert len(set(titles)) == len(titles) and titles[0] == f"{count} run{'s' * (count > 1)} of 8 updates"
+
+
 def _tables(file: Path) -> list[list[str]]:
     """Return the lines of each table of a markdown file."""
     parts = file.read_text(encoding="utf-8").split("\n\n")
@@ -424,6 +499,7 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(tmp_path, count):
         (["{}/rnu"], r"folder .* does not exist; did you mean .*run\?"),
         (["{}/run", "--jsn=x"], r"did you mean --json\?"),
         (["{}/run", "--tabel=x"], r"did you mean --table\?"),
+        (["{}/run", "--baseline={}/rnu"], "--baseline=.*/rnu is none of the runs; name one of those"),
         (["{}/run", "--panels=router"], r"'router'.*training.*routing"),
         (["{}/run", "--table={}/run/metrics.jsonl/x"], "metrics.jsonl"),
         (["{}/empty"], "metrics.jsonl has no complete line yet"),
