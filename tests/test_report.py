@@ -243,7 +243,13 @@ def test_a_table_says_where_runs_are_of_different_length(tmp_path):
 
 
 @pytest.fixture
-def pairs(tmp_path):
+def undrawn(monkeypatch):
+    """Leave the pictures of reports empty, for tests of what is written."""
+    monkeypatch.setattr(report, "draw", lambda groups, shown, path, **_: Path(path).write_bytes(b""))
+
+
+@pytest.fixture
+def pairs(tmp_path, undrawn):
     """Write runs whose accuracy is, for gspo above grpo, 1, 2 and 3 points higher; and a third with a single seed."""
     folders = []
     for name, gains in (("gspo", (0.01, 0.02, 0.03)), ("grpo", (0.0, 0.0, 0.0)), ("rspo", (-0.04,))):
@@ -273,9 +279,8 @@ def test_differences_from_a_baseline_seed_by_seed(tmp_path, capsys, pairs):
     made = json.loads(facts.read_text())
     assert made["baseline"] == "grpo" and made["groups"][1]["differences"] == {}
     found = made["groups"][0]["differences"]["eval/accuracy"]
-    assert found["each"] == pytest.approx([0.01, 0.02, 0.03]) and found["low"] == pytest.approx(
-        0.02 - 0.02484, abs=1e-5
-    )
+    assert found["each"] == pytest.approx([0.01, 0.02, 0.03])
+    assert found["low"] == pytest.approx(0.02 - 0.02484, abs=1e-5)
     assert " ".join(arguments) in table.read_text(encoding="utf-8").replace("\\\n   ", "").replace("  ", " ")
 
 
@@ -296,7 +301,7 @@ def test_a_difference_that_is_clear_is_bold_and_pairs_that_differ_at_the_start_a
     assert "Not all runs of one seed began from the same policy" in table.read_text()
 
 
-def test_samples_show_special_tokens_and_short_rewards(tmp_path):
+def test_samples_show_special_tokens_and_short_rewards(tmp_path, undrawn):
     run = _fake(tmp_path / "run")
     texts = {"prompts": ["<|user|>1 < 2?<|end|>"], "answers": ["<y>"]}
     completions = ["so " * 1000 + "<|end|>"]
@@ -309,7 +314,7 @@ def test_samples_show_special_tokens_and_short_rewards(tmp_path):
     assert "<td class=n>0.3</td>" in page and "0.30000001" not in page and "<pre>&lt;y&gt;</pre>" in page
 
 
-def test_no_title_is_there_twice(tmp_path):
+def test_no_title_is_there_twice(tmp_path, undrawn):
     for count in (1, 2):
         folders = [_fake(tmp_path / f"{name}-0", name=name) for name in ("gspo", "grpo")[:count]]
         page = Path(report.report(folders, out=tmp_path / "out")["html"]).read_text(encoding="utf-8")
