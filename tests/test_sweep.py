@@ -249,7 +249,7 @@ def test_the_baseline_of_a_report_is_listed_first_and_finished(tmp_path):
     names = [run.name for run in page.runs]
     assert names == ["grpo-0", "gspo-0", "grpo-1", "gspo-1"]
     assert f"--baseline={tmp_path / 'grpo-1'}" in sweep.report_flags(page, page.runs[1:])  # grpo-0 failed
-    assert not [word for word in sweep.report_flags(page, page.runs[1:2]) if "baseline" in word]
+    assert not [word for word in sweep.report_flags(page, page.runs[1:2]) if "--baseline" in word]
 
 
 ITERATIONS = 6
