@@ -437,7 +437,7 @@ def test_an_axis_is_logarithmic_only_where_lines_are_far_apart(tmp_path, figures
 
 def test_a_single_group_has_a_map_of_layers_by_mini_batch(tmp_path, figures):
     report.report([_variant(tmp_path, "grpo", seed=seed) for seed in (0, 1)], out=tmp_path / "out", panels="routing")
-    (axes,) = (found for found in figures[0].axes if found.get_title(loc="left") == "Flip rate by layer and update")
+    (axes,) = (found for found in figures[0].axes if found.get_title(loc="left") == "Flip rate by layer and mini-batch")
     (mesh,) = axes.collections
     # Layers 0 and 1 flip 1% and 2% more with each mini-batch.
     np.testing.assert_allclose(mesh.get_array(), [[0, 0.01, 0.02], [0, 0.02, 0.04]], atol=1e-9)

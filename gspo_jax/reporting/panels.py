@@ -386,7 +386,7 @@ PANELS = {
         _FLIPS_BY_LAYER,
         replace(
             _LAYERS_OVER_TIME,
-            title="Flip rate by layer and update",
+            title="Flip rate by layer and mini-batch",
             read=layers_by_minibatch,
             x="mini-batch (last tenth of the run)",
             only_alone=True,
