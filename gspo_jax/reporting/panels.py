@@ -18,6 +18,7 @@ from gspo_jax.reporting.runs import (
     benchmarks,
     curve,
     describe,
+    first_and_last,
     list_curve,
     reward_functions,
     tail_mean,
@@ -81,7 +82,7 @@ def over_time(group: Group, metric: str) -> Line | None:
     if found is None:
         return None
     rows = found.raw if len(found.raw) == 1 else found.smooth
-    return Line(found.steps, found.smooth.mean(axis=0), rows, final=tail_mean(found.raw.mean(axis=0)))
+    return Line(found.steps, found.smooth.mean(axis=0), rows, final=float(first_and_last(found, metric)[1].mean()))
 
 
 def by_minibatch(group: Group, metric: str) -> Line | None:

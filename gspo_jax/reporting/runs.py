@@ -190,7 +190,7 @@ def curve(group: Group, name: str, *, minibatch: int | None = None) -> Curve | N
     if not shared:
         return None
     raw = np.array([[points[step] for step in shared] for _, points in per_run], dtype=np.float64)
-    raw[np.abs(raw) < RESOLUTION.get(name, 0.0)] = 0.0
+    raw = _resolved(raw, name)
     window = 1 if _is_evaluation(name) else max(1, len(shared) // 12) | 1
     kernel = np.ones(window)
     weight = np.convolve(np.ones(len(shared)), kernel, mode="same")
@@ -235,13 +235,20 @@ def collapse(rewards: Float[np.ndarray, " N"]) -> int | None:
     return int(below[0]) + 1 if len(below) else None
 
 
+def first_and_last(found: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return what each run of a curve began with and reached: first and last evaluation, or tenth of the iterations."""
+    count = 1 if _is_evaluation(name) else max(1, found.raw.shape[1] // 10)
+    first, last = found.raw[:, :count].mean(axis=1), found.raw[:, -count:].mean(axis=1)
+    return _resolved(first, name), _resolved(last, name)
+
+
 def final(group: Group, name: str) -> dict[int | None, float]:
     """Return what each run of a group reached, by seed: its last evaluation, or the mean of its last iterations."""
     found = curve(group, name)
     if found is None:
         return {}
-    ends = _ends(found, name)[1]
-    return {seed: float(np.mean(ends[[other == seed for other in found.seeds]])) for seed in found.seeds}
+    last = first_and_last(found, name)[1]
+    return {seed: float(np.mean(last[[other == seed for other in found.seeds]])) for seed in found.seeds}
 
 
 def summary(groups: Sequence[Group]) -> list[str]:
@@ -297,7 +304,7 @@ def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for name in names:
             column = curve(group, name)
             if column is not None:
-                initial, last = _ends(column, name)
+                initial, last = first_and_last(column, name)
                 values = {"initial": initial, "final": last, "change": last - initial}
                 metrics[name] = {key: _statistics(value) for key, value in values.items()}
         seconds = [s for run in group.runs for s in _iteration_seconds(run)[1:]]
@@ -355,10 +362,9 @@ def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int 
     return {found[-1][0]: float(np.mean([value for _, value in found])) for found in points.values()}
 
 
-def _ends(found: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return what each run of a curve began with and reached: first and last evaluation, or tenth of the iterations."""
-    count = 1 if _is_evaluation(name) else max(1, found.raw.shape[1] // 10)
-    return found.raw[:, :count].mean(axis=1), found.raw[:, -count:].mean(axis=1)
+def _resolved(values: np.ndarray, name: str) -> np.ndarray:
+    """Return the values of a metric with 0 for those below its RESOLUTION."""
+    return np.where(np.abs(values) < RESOLUTION.get(name, 0.0), 0.0, values)
 
 
 def _is_evaluation(name: str) -> bool:
