@@ -27,6 +27,10 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def get_sweep(arg: str = "") -> Comparison:
-    """Return a run for each objective, with three seeds; they are the same for any `arg`."""
+    """Return a run for each objective, with three seeds; they are the same for any `arg`.
+
+    `grpo` is the first, with which the report compares the others.
+    """
     del arg
-    return Comparison(runs=[{"objective.name": name} for name in catalogue.__all__], seeds=3)
+    names = sorted(catalogue.__all__, key=lambda name: name != "grpo")
+    return Comparison(runs=[{"objective.name": name} for name in names], seeds=3)

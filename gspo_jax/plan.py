@@ -253,12 +253,13 @@ def plan(
                 if with_cycles and found["fits"]:
                     show_cycles(console, found)
     if drawn_from is not None:
-        found = iteration.simulate(iteration.make_run(facts["programs"], setting), drawn_from)
+        run = iteration.make_run(facts["programs"], setting)
+        found = iteration.simulate(run, drawn_from)
         facts["iteration"] = found.facts(drawn_from.text, mesh.size)
         if console is not None:
             show_iteration(console, facts["iteration"])
         if figure is not None:
-            draw(found, drawn_from.text, f"{facts['topology']}, {mesh.size} chips", figure)
+            draw(run, found, drawn_from.text, f"{facts['topology']}, {mesh.size} chips", figure)
     return facts
 
 

@@ -2,22 +2,24 @@
 
 Writes `report.png`, `report-narrow.png` for phones and the self-contained `report.html`, to RUN/report for a single run
 and to --out for several. Runs whose configs differ only in the seed are a group: thin lines, and a thick one for their
-mean; more than six groups have a small panel each. --table=FILE writes a markdown table with a row for each group.
---panels=routing shows routing drift and its effects instead of training progress. Runs still in progress can be
-reported. Only files are read: no model, no device. Metrics are computed by reporting/runs.py, drawn by
-reporting/panels.py and reporting/pictures.py, and written by reporting/pages.py.
+mean; more than six groups are compared by dot plots. Groups are also compared seed by seed with a baseline, the group
+of the first run or of --baseline=RUN. --table=FILE writes markdown tables with a row for each group. --panels=routing
+shows routing drift and its effects instead of training progress. Runs still in progress can be reported. Only files are
+read: no model, no device. Metrics are computed by reporting/runs.py and reporting/paired.py, drawn by
+reporting/panels.py, reporting/dots.py and reporting/pictures.py, and written by reporting/pages.py.
 """
 
 import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from gspo_jax.reporting import pages
+from gspo_jax.reporting import pages, paired
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.panels import PANELS, choose
 from gspo_jax.reporting.pictures import PAGE, PHONE, draw
@@ -36,14 +38,17 @@ def report(
     out: str | os.PathLike[str] | None = None,
     table: str | os.PathLike[str] | None = None,
     panels: str = "training",
+    baseline: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Write the report of some run folders and return {png, narrow, html, groups: facts(...)}.
+    """Write the report of some run folders and return {png, narrow, html, baseline, groups: facts(...)}.
 
     `out` is the target folder, by default RUN/report for a single run. `table` is a markdown file to write besides;
-    `panels` is the name of a page in PANELS.
+    `panels` is the name of a page in PANELS. `baseline` is the folder of a run, by default the first; the facts of each
+    group have their differences from its group, by metric.
 
     Raises:
-      UserError: several runs are given without `out`, a link leads out of RUN, or the report cannot be written.
+      UserError: several runs are given without `out`, none of them is the baseline, a link leads out of RUN, or the
+        report cannot be written.
     """
     unique = list({Path(folder).resolve(): folder for folder in folders}.values())
     if out is None and len(unique) > 1:
@@ -51,8 +56,12 @@ def report(
     if out is None:
         check_links(Path(unique[0]))
     groups = group_runs([load_run(folder) for folder in unique])
-    found = facts(groups)
-    below = pages.sections(groups, found, panels=panels)
+    base = paired.find(groups, unique[0] if baseline is None else baseline)
+    found = [
+        one | {"differences": {name: asdict(value) for name, value in own.items()}}
+        for one, own in zip(facts(groups), paired.differences(groups, base), strict=True)
+    ]
+    below = pages.sections(groups, found, base=base, panels=panels)
     target = Path(unique[0]) / "report" if out is None else Path(out)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -60,7 +69,7 @@ def report(
             (target / name).unlink(missing_ok=True)  # a link is replaced, not followed
         shown, left_out = choose(groups, panels)
         for name, layout in LAYOUTS.items():
-            draw(groups, shown, target / name, note=left_out, layout=layout)
+            draw(groups, shown, target / name, base=base, note=left_out, layout=layout)
         pictures = [(target / name).read_bytes() for name in LAYOUTS]
         described = f"{', '.join(panel.title for panel, _ in shown)}. {left_out}".strip()
         text = pages.html_page(groups, below, *pictures, described=described)
@@ -68,11 +77,14 @@ def report(
     except OSError as error:
         raise UserError(f"the report cannot be written to {target}: {error.strerror}; choose another --out") from None
     if table is not None:
-        flags = [*([] if panels == "training" else [f"--panels={panels}"]), f"--out={target}", f"--table={table}"]
-        command = pages.report_command(groups, flags=flags)
-        _write(Path(table), pages.family_table(found, panels=panels, command=command))
+        chosen = [] if panels == "training" else [f"--panels={panels}"]
+        against = [] if baseline is None else [f"--baseline={baseline}"]
+        command = pages.report_command(groups, flags=[*against, *chosen, f"--out={target}", f"--table={table}"])
+        differing = pages.difference_table(groups, base)
+        _write(Path(table), pages.family_table(found, panels=panels, differences=differing, command=command))
     files = {"png": "report.png", "narrow": "report-narrow.png", "html": "report.html"}
-    return {kind: str(target / name) for kind, name in files.items()} | {"groups": found}
+    made = {kind: str(target / name) for kind, name in files.items()}
+    return made | {"baseline": base.label, "verdicts": pages.verdicts(groups, base), "groups": found}
 
 
 def _write(file: Path, text: str) -> None:
@@ -85,6 +97,7 @@ def parser() -> Parser:
     parser = Parser("python -m gspo_jax.report", str(__doc__).partition("\n\n")[2])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (the --workdir of train)")
     parser.add_argument("--panels", choices=tuple(PANELS), default="training", help="page to show: %(choices)s")
+    parser.add_argument("--baseline", metavar="RUN", help="one of these, by default the first: compare with its group")
     parser.add_argument("--out", metavar="DIR", help="folder for the report; RUN/report by default for a single run")
     parser.add_argument("--table", metavar="FILE", help="also write a markdown table with a row per group of runs")
     parser.add_argument("--json", metavar="FILE", help="also write the same facts as JSON")
@@ -95,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
         given = parser().parse_args(arguments)
-        made = report(given.runs, out=given.out, table=given.table, panels=given.panels)
+        made = report(given.runs, out=given.out, table=given.table, panels=given.panels, baseline=given.baseline)
         if given.json is not None:
             _write(Path(given.json), json.dumps(made, indent=2) + "\n")
     except (UserError, OSError) as error:
@@ -106,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = made["groups"]
     rows = pages.family_rows(found, given.panels) if len(found) > pages.MAX_LISTED else pages.number_rows(found)
     console.print(make_table(rows))
+    print(*made["verdicts"], sep="\n", end="\n\n" if made["verdicts"] else "")
     print("\n".join([made["png"], made["narrow"], made["html"], *([given.table] if given.table else [])]))
     return 0
 

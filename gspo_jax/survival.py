@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.reporting.drawing import GREY, Head, Parser, label_ends, picture, text_width
+from gspo_jax.reporting.dots import draw_rows
+from gspo_jax.reporting.drawing import GREY, Head, Parser, label_ends, picture
+from gspo_jax.reporting.paired import Estimate, difference, find, in_markdown
 from gspo_jax.reporting.runs import Group, group_runs, load_run
-from gspo_jax.reporting.survival import Course, Difference, course, difference, surviving
+from gspo_jax.reporting.survival import Course, course, surviving
 from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ class Arm:
 
     group: Group
     courses: list[Course]
-    differences: dict[str, Difference]
-    """By measure; empty for the baseline."""
+    differences: dict[str, Estimate]
+    """From the baseline, by measure; none of the baseline itself, or without a seed in common."""
+    is_baseline: bool
 
     @property
     def collapsed(self) -> int:
@@ -54,16 +57,19 @@ def compare(groups: Sequence[Group], baseline: str) -> list[Arm]:
     Raises:
       UserError: no run is the baseline, or one has no rewards yet.
     """
-    place = Path(baseline).resolve()
-    base = next((group for group in groups if any(run.folder.resolve() == place for run in group.runs)), None)
-    if base is None:
-        raise UserError(f"--baseline={baseline} is none of the runs; name one of those that are compared")
+    base = find(groups, baseline)
     courses = [[course(one) for one in group.each()] for group in groups]
     against = courses[groups.index(base)]
-    return [
-        Arm(group, own, {} if group is base else {name: difference(own, against, name) for name in MEASURES})
-        for group, own in zip(groups, courses, strict=True)
-    ]
+    arms = []
+    for group, own in zip(groups, courses, strict=True):
+        found = {name: difference(_by_seed(own, name), _by_seed(against, name)) for name in MEASURES}
+        known = {name: one for name, one in found.items() if one is not None and group is not base}
+        arms.append(Arm(group, own, known, group is base))
+    return arms
+
+
+def _by_seed(courses: Sequence[Course], measure: str) -> dict[int | None, float]:
+    return {one.seed: getattr(one, measure) for one in courses}
 
 
 def table(arms: Sequence[Arm]) -> str:
@@ -79,7 +85,7 @@ def table(arms: Sequence[Arm]) -> str:
         for name in MEASURES:
             values = [getattr(one, name) for one in arm.courses]
             cells.append(f"{np.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]")
-            cells.append(_difference(arm.differences.get(name)))
+            cells.append("baseline" if arm.is_baseline else in_markdown(arm.differences.get(name)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -93,7 +99,7 @@ def facts(arms: Sequence[Arm]) -> list[dict[str, Any]]:
             "runs": [
                 {"folder": str(run.folder)} | asdict(one) for run, one in zip(arm.group.runs, arm.courses, strict=True)
             ],
-            "differences": {name: asdict(one) for name, one in arm.differences.items()},
+            "differences": {name: asdict(one) | {"seeds": one.seeds} for name, one in arm.differences.items()},
         }
         for arm in arms
     ]
@@ -137,33 +143,11 @@ def _survival(axes: "Axes", arms: Sequence[Arm]) -> None:
 
 def _forest(axes: "Axes", arms: Sequence[Arm], name: str) -> None:
     """Draw one row per arm: each seed's difference, their mean, and its interval."""
-    base = next(arm for arm in arms if not arm.differences)
-    before = {one.seed: getattr(one, name) for one in base.courses}
-    shown = [arm for arm in arms if arm.differences]
-    axes.set(title=MEASURES[name], xlabel=f"difference from {base.group.label}")
+    (base,) = (arm.group for arm in arms if arm.is_baseline)
+    axes.set(title=MEASURES[name], xlabel=f"difference from {base.label}")
     axes.axvline(0, color=GREY, linewidth=1)
-    for row, arm in enumerate(shown):
-        found, look = arm.differences[name], arm.group.look
-        each = [getattr(one, name) - before[one.seed] for one in arm.courses if one.seed in before]
-        axes.plot(each, [row + 0.22] * len(each), "o", color=look.color, alpha=0.5, markersize=3.5)
-        face = "white" if look.hollow else look.color
-        error = [[found.mean - found.low], [found.high - found.mean]]
-        style: dict[str, Any] = {"color": look.color, "marker": look.marker, "markerfacecolor": face, "capsize": 3}
-        axes.errorbar([found.mean], [row], xerr=error, **style)
-    axes.set_yticks(range(len(shown)), [arm.group.label for arm in shown])
-    for text, arm in zip(axes.get_yticklabels(), shown, strict=True):
-        size = min(10.0, 10.0 * (LABELS - 0.15) / text_width(arm.group.label, 10, "bold"))
-        text.set(color=arm.group.look.color, weight="bold", fontsize=size)
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-
-
-def _difference(found: Difference | None) -> str:
-    if found is None:
-        return "baseline"
-    if not found.seeds:
-        return "no seed in common"
-    text = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    return f"**{text}**" if found.is_clear else text
+    rows = [(arm.group, arm.differences.get(name)) for arm in arms if not arm.is_baseline]
+    draw_rows(axes, rows, names=LABELS - 0.15)
 
 
 def parser() -> Parser:

@@ -70,9 +70,12 @@ def write_report(pages: Sequence[Page], folder: Path) -> int:
 
 
 def report_flags(page: Page, runs: Sequence[Run]) -> list[str]:
-    """Return the flags of `gspo_jax.report` for runs of a page."""
+    """Return the flags of `gspo_jax.report` for runs of a page; the baseline is what the sweep lists first."""
     panels = [] if page.panels == "training" else [f"--panels={page.panels}"]
-    return [*(str(run.folder) for run in runs), *panels, f"--out={page.folder}", f"--table={page.folder / TABLE}"]
+    first = [run for run in runs if run.settings == page.runs[0].settings]
+    baseline = [f"--baseline={run.folder}" for run in first[:1]]
+    out = [f"--out={page.folder}", f"--table={page.folder / TABLE}"]
+    return [*(str(run.folder) for run in runs), *baseline, *panels, *out]
 
 
 def summary(runs: Sequence[Run], folder: Path) -> str:

@@ -318,13 +318,33 @@ def test_a_small_iteration_step_by_step(run):
     assert facts == iteration.simulate(run, lengths).facts(lengths.text, run.chips), "the draws are seeded"
 
 
+@pytest.mark.parametrize("run", [FOUR[0], FOUR[3]], ids=["packed", "padded, partial"])
+def test_a_picture_is_of_one_iteration(monkeypatch, tmp_path, run):
+    """The totals of its title, its phases and its bars are one, and its note has that of the other figures."""
+    run, figures = shrunk(run), []
+    found = iteration.simulate(run, Lengths("lognormal:512:0.8", run.limit, "the limit"))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    timeline.draw(run, found, "lognormal:512:0.8", "v5p:2x2x2, 8 chips", tmp_path / "drawn.png")
+    (figure,) = figures
+    strip, slots, bars = figure.axes
+    title, note = (text.get_text() for text in figure.texts)
+    shown = iteration.typical(run, found)
+    assert title.endswith(f": {shown.seconds:.0f} s") and f"their mean, {found.seconds:.0f} s." in note
+    assert strip.get_xlim()[1] == slots.get_xlim()[1] == pytest.approx(shown.seconds)
+    assert sum(bar.get_width() for bar in strip.patches) == pytest.approx(shown.seconds)
+    small = sum(s for s in shown.by_phase.values() if s < timeline.SHOWN * shown.seconds)
+    assert sum(bar.get_width() for bar in bars.patches) + small == pytest.approx(shown.seconds)
+    assert f", {small:.1f} s" in bars.get_title(loc="left")
+
+
 def test_it_is_shown_and_drawn(tmp_path):
-    found = iteration.simulate(shrunk(FOUR[3]), Lengths("lognormal:512:0.8", 1984, "the limit"))
+    run = shrunk(FOUR[3])
+    found = iteration.simulate(run, Lengths("lognormal:512:0.8", 1984, "the limit"))
     console = Console(record=True, width=200)
     show_iteration(console, found.facts("lognormal:512:0.8", 8))
     said = console.export_text()
     assert "iteration with lengths lognormal:512:0.8 (projected, not measured)" in said and "other shards" in said
-    timeline.draw(found, "lognormal:512:0.8", "v5p:2x2x2, 8 chips", tmp_path / "drawn.png")
+    timeline.draw(run, found, "lognormal:512:0.8", "v5p:2x2x2, 8 chips", tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 

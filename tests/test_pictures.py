@@ -35,21 +35,13 @@ def _draw(monkeypatch, tmp_path, given, layout=pictures.PAGE):
     groups, figures = runs.group_runs(given), []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
     shown, note = panels.choose(groups, "training")
-    pictures.draw(groups, shown, tmp_path / "x.png", note=note, layout=layout)
+    pictures.draw(groups, shown, tmp_path / "x.png", base=groups[0], note=note, layout=layout)
     (figure,) = figures
     return figure
 
 
 def _titled(figure) -> dict:
     return {axes.get_title(loc="left"): axes for axes in figure.axes}
-
-
-def _grid(figure, title: str) -> list:
-    """Return the small panels below a title."""
-    titles = {text.get_text(): text.get_position()[1] for text in figure.texts if text.get_weight() == "bold"}
-    top = titles[title]
-    bottom = max((y for y in titles.values() if y < top - 1e-6), default=0.0)
-    return [axes for axes in figure.axes if bottom < axes.get_position().y1 < top]
 
 
 def _thick(axes) -> list:
@@ -65,6 +57,57 @@ def test_a_benchmark_of_a_run_has_a_panel(monkeypatch, tmp_path):
     assert line.get_ydata().tolist() == [0.1, 0.3]
 
 
+def test_each_reward_function_has_a_panel_unless_it_is_all_there_is(monkeypatch, tmp_path):
+    weights = {"rewards.math_verify": 1.0, "step_rewards.countdown_steps": 0.2}
+    several, alone = _run("gspo", **weights), _run("gspo", **{"rewards.math_verify": 1.0})
+    for row in several.rows[1:]:
+        row |= {"reward/math_verify": row["reward/mean"] - 0.1, "reward/countdown_steps": 0.5, "reward/zero_std": 0.3}
+    for row in alone.rows[1:]:
+        row["reward/math_verify"] = row["reward/mean"]
+    titles = list(_titled(_draw(monkeypatch, tmp_path, [several])))
+    assert titles[1:4] == ["Reward", "Reward: math_verify", "Reward: countdown_steps"]
+    assert [title for title in _titled(_draw(monkeypatch, tmp_path, [alone])) if "Reward" in title] == ["Reward"]
+    found = runs.facts(runs.group_runs([several]))[0]["metrics"]
+    assert found["reward/math_verify"]["final"]["mean"] == pytest.approx(2.9)
+
+
+def test_the_numbers_at_the_ends_of_lines_are_those_of_the_table(monkeypatch, tmp_path):
+    """Of 48 iterations the last 4 are the last tenth; the ends of the lines, smoothed over 5, are other numbers."""
+    run = _run("gspo")
+    run.rows[1:] = [
+        run.rows[1] | {"step": i, "iteration": i, "reward/mean": i % 5 / 4, "eval/accuracy": i / 100}
+        for i in range(1, 49)
+    ]
+    axes = _titled(_draw(monkeypatch, tmp_path, [run]))
+    ends = runs.facts(runs.group_runs([run]))[0]["metrics"]
+    assert ends["reward/mean"]["final"]["mean"] == pytest.approx((0 + 1 + 2 + 3) / 16)
+    assert [text.get_text() for text in axes["Reward"].texts] == ["0.375"]
+    assert axes["Held-out accuracy"].texts[-1].get_text().splitlines()[0] == "48.0%"
+
+
+@pytest.mark.parametrize(
+    ("metric", "rounding", "real", "title"),
+    [
+        ("mismatch/kl", 1e-13, 1e-10, "Sampler to trainer KL"),
+        ("routing/router_kl", -1e-7, 1e-6, "Router KL, old to new"),
+        ("ratio/token_log_std", 1e-6, 1e-5, "Ratio spread, tokens"),
+    ],
+)
+def test_what_is_rounding_is_no_result(metric, rounding, real, title):
+    def left_out(value: float) -> tuple[str, dict]:
+        run = _run("gspo")
+        for row in run.rows[1:]:
+            row[metric] = value
+        groups = runs.group_runs([run])
+        return panels.choose(groups, "routing")[1], runs.facts(groups)[0]["metrics"][metric]["final"]
+
+    note, final = left_out(rounding)
+    assert f"{title} (0 to rounding)" in note and final["mean"] == 0
+    note, final = left_out(real)
+    assert title not in note and final["mean"] == pytest.approx(real)
+    assert runs.describe("mismatch/kl").write(0.0) == "0" and runs.describe("reward/mean").write(-1e-9) == "0.000"
+
+
 def test_a_line_has_the_look_of_its_objective(monkeypatch, tmp_path):
     figure = _draw(monkeypatch, tmp_path, [_run("rspo"), _run("grpo"), _run("grpo", **{"routing.replay": "r2"})])
     rspo, grpo, r2 = _thick(_titled(figure)["Clip fraction"])
@@ -76,23 +119,29 @@ def test_a_line_has_the_look_of_its_objective(monkeypatch, tmp_path):
     assert names["rspo"] == OBJECTIVES["rspo"].color
 
 
-def test_six_groups_share_a_panel_and_seven_do_not(monkeypatch, tmp_path):
-    six = _draw(monkeypatch, tmp_path, [_run(name) for name in catalogue.__all__[:6]])
-    assert len(_thick(_titled(six)["Reward"])) == 6
+def test_six_groups_share_a_panel_and_seven_are_rows_of_dots(monkeypatch, tmp_path):
     names = catalogue.__all__[:7]
-    seven = _draw(monkeypatch, tmp_path, [_run(name, gain=0.1 + i / 100) for i, name in enumerate(names)])
-    small = _grid(seven, "Held-out accuracy")
-    assert [axes.texts[0].get_text() for axes in small] == names
-    assert len({(axes.get_xlim(), axes.get_ylim(), axes.get_yscale()) for axes in small}) == 1  # the same axes
-    for name, axes in zip(names, small, strict=True):
-        (line,) = _thick(axes)
-        assert line.get_color() == OBJECTIVES[name].color and axes.texts[0].get_color() == OBJECTIVES[name].color
-        (behind,) = [c for c in axes.collections if len(c.get_paths()) == 6]
-        assert behind.get_zorder() < line.get_zorder()
-        ends = sorted(path.vertices[-1][1] for path in behind.get_paths())
-        others = [0.2 + 4 * (0.1 + i / 100) for i, other in enumerate(names) if other != name]
-        assert ends == pytest.approx(others) and line.get_ydata()[-1] not in others
-    assert not any(len(_thick(axes)) > 1 for axes in seven.axes)
+    given = [_run(name, seed, gain=0.1 + i / 100) for i, name in enumerate(names) for seed in (0, 1)]
+    six = _titled(_draw(monkeypatch, tmp_path, given[:12]))
+    assert len(_thick(six["Reward"])) == 6 and "Δ Held-out accuracy" in six
+    figure = _draw(monkeypatch, tmp_path, given)
+    assert figure.get_figheight() < 8 and len(figure.axes) == 7  # rewards do not differ
+    axes = _titled(figure)
+    assert list(axes)[:2] == ["Held-out accuracy", "Δ Held-out accuracy"]
+    ranked = names[::-1]  # the most accurate first, as in the table
+    for place, found in enumerate(axes.values()):
+        labels = [text.get_text() for text in found.get_yticklabels()]
+        assert labels == (ranked if place % 4 == 0 else [""] * 7)  # named at the left of the picture
+    for title, reached in (("Held-out accuracy", 0.6), ("Δ Held-out accuracy", 0.0)):
+        dots = [line for line in axes[title].lines if line.get_marker() not in ("o", "|", "None")]
+        assert axes[title].get_ylim() == (6.5, -0.5)
+        for line in dots:
+            (at,), (place,) = line.get_data()
+            name = ranked[round(place)]
+            assert at == pytest.approx(reached + 4 * names.index(name) / 100)
+            assert line.get_color() == OBJECTIVES[name].color and line.get_marker() == OBJECTIVES[name].marker
+    written = " ".join(text.get_text() for text in figure.texts)
+    assert "Left out: Flip rate by mini-batch, Flip rate by layer (too many groups)." in written
 
 
 def test_every_run_of_a_group_is_drawn(monkeypatch, tmp_path):
@@ -109,12 +158,12 @@ def test_every_run_of_a_group_is_drawn(monkeypatch, tmp_path):
 def test_what_runs_had_before_training_is_no_mean(monkeypatch, tmp_path):
     apart = _draw(monkeypatch, tmp_path, [_run("gspo", start=0.1), _run("grpo", start=0.5)])
     axes = _titled(apart)["Held-out accuracy"]
-    assert [text.get_text() for text in axes.texts if "before" in text.get_text()] == ["before training 10–50%"]
+    assert [text.get_text() for text in axes.texts if "before" in text.get_text()] == ["before training 10.0–50.0%"]
     assert not [line for line in axes.lines if np.allclose(line.get_ydata(), 0.3)]
     (band,) = axes.patches
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.1, 0.5))
     axes = _titled(_draw(monkeypatch, tmp_path, [_run("gspo"), _run("grpo")]))["Held-out accuracy"]
-    assert [text.get_text() for text in axes.texts if "before" in text.get_text()] == ["before training 20%"]
+    assert [text.get_text() for text in axes.texts if "before" in text.get_text()] == ["before training 20.0%"]
     assert not axes.patches and [line for line in axes.lines if list(line.get_ydata()) == [0.2, 0.2]]
 
 
@@ -158,7 +207,7 @@ def test_many_minibatches_are_five_lines(monkeypatch, tmp_path):
         at = {"step": 9 + i, "iteration": 4 + i // 16, "minibatch": i % 16, "routing/flip_rate": 0.001 * (i % 16)}
         run.rows.append(template | at)
     axes = _titled(_draw(monkeypatch, tmp_path, [run]))["Flip rate by mini-batch"]
-    assert [line.get_label() for line in _thick(axes)] == ["1", "5", "9", "12", "16"]
+    assert [line.get_label() for line in _thick(axes)] == ["0", "4", "8", "11", "15"]
     assert axes.get_xlabel() == "optimizer updates"
     two = _titled(_draw(monkeypatch, tmp_path, [_run("gspo", seed) for seed in (0, 1)]))
     assert two["Flip rate by mini-batch"].get_xlabel() == "optimizer updates (mean of 2 runs)"
@@ -178,11 +227,12 @@ def test_texts_can_be_read_on_a_phone(monkeypatch, tmp_path, count):
     written = [text for text in figure.findobj(Text) if text not in ticks and text.get_text() and text.get_visible()]
     for box in (text.get_window_extent() for text in written):
         assert box.x0 >= page.x0 and box.x1 <= page.x1
-    assert {round(axes.get_position().x0, 2) for axes in figure.axes if count in (3, 6)} <= {0.19}  # one column
+    panels_of_lines = [axes for title, axes in _titled(figure).items() if count in (3, 6) and "Δ" not in title]
+    assert {round(axes.get_position().x0, 2) for axes in panels_of_lines} <= {0.19}  # one column
 
 
 def test_texts_are_broken_where_they_end():
-    text = "one small panel per group, the others in grey behind it"
+    text = "differences between runs of one seed, each below their mean"
     lines = drawing.wrap(text, 2.0, 11)
     assert " ".join(lines) == text and len(lines) > 1
     assert all(drawing.text_width(line, 11) <= 2.0 for line in lines)

@@ -45,7 +45,7 @@ def _fake(folder: Path, *, seed: int = 0, name: str = "gspo", iterations: int = 
             "completions": [f"<b>{i}</b>\u2028" for i in range(4)],
             "answers": ["y"] * 4,
         }
-        samples.write(step, rewards=[0.0, 0.25, float("nan"), 1.0], **texts)
+        samples.write(step, rewards=[0.0, 0.25, float("nan"), 1.0], special=["<eos>"], **texts)
     return folder
 
 
@@ -204,11 +204,13 @@ def test_all_objectives_can_be_told_apart(tmp_path):
     table = tmp_path / "docs" / "results.md"
     made = report.report(folders, out=tmp_path / "docs", table=table)
     assert Path(made["png"]).stat().st_size > 10_000
-    first, rule, *rows = [line for line in table.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    first, rule, *rows = _tables(table)[0]
     assert first.startswith("| runs | held-out accuracy |") and set(rule) == set("|-: ")
     best = sorted(catalogue.__all__, key=catalogue.__all__.index, reverse=True)  # accuracy rises with the rank
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == best
     assert rows[0].split(" | ")[1:5] == ["0.326 [0.316, 0.336]", "–", "–", "–"]  # 0.3 + 0.016 + 0, 0.01, 0.02
+    assert made["baseline"] == catalogue.__all__[0] and made["verdicts"] == []  # sixteen sentences are none
+    assert "Of 16 intervals about 0.8 would leave out 0 even if" in table.read_text(encoding="utf-8")
 
 
 def test_the_table_worked_by_hand(tmp_path, capsys):
@@ -221,7 +223,7 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
     assert report.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(table)
     text = table.read_text(encoding="utf-8")
-    header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in _tables(table)[0]]
     # Final accuracy is 0.60 and 0.61, for gspo 0.50 and 0.61. In the last of four iterations: 0.15 of tokens clipped,
     # (0 + 0.1)/2 of responses, (0 + 0.01)/2 flipped, entropy (1/7 + 1/8)/2. Seconds per iteration: 11, 12, 13.
     tail = ["15.00%", "5.00%", "0.50%", "0.134", "12.00"]
@@ -236,7 +238,94 @@ def test_the_table_worked_by_hand(tmp_path, capsys):
 def test_a_table_says_where_runs_are_of_different_length(tmp_path):
     folders = [_fake(tmp_path / "a", iterations=2), _fake(tmp_path / "b", seed=1), _fake(tmp_path / "c", name="grpo")]
     found = runs.facts(runs.group_runs([runs.load_run(folder) for folder in folders]))
-    assert "1 to 2 runs per row, 4 to 8 updates per run." in pages.family_table(found, panels="training", command=["x"])
+    made = pages.family_table(found, panels="training", differences="", command=["x"])
+    assert "1 to 2 runs per row, 4 to 8 updates per run." in made
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave the pictures of reports empty, for tests of what is written."""
+    monkeypatch.setattr(report, "draw", lambda groups, shown, path, **_: Path(path).write_bytes(b""))
+
+
+@pytest.fixture
+def pairs(tmp_path, undrawn):
+    """Write runs whose accuracy is, for gspo above grpo, 1, 2 and 3 points higher; and a third with a single seed."""
+    folders = []
+    for name, gains in (("gspo", (0.01, 0.02, 0.03)), ("grpo", (0.0, 0.0, 0.0)), ("rspo", (-0.04,))):
+        for seed, gain in enumerate(gains):
+            folders.append(_fake(tmp_path / f"{name}-{seed}", seed=seed, name=name))
+            lines = [json.loads(line) for line in (folders[-1] / "metrics.jsonl").read_text().splitlines()]
+            lines[-1]["eval/accuracy"] += gain
+            (folders[-1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folders
+
+
+def test_differences_from_a_baseline_seed_by_seed(tmp_path, capsys, pairs):
+    """0.01, 0.02 and 0.03: mean 0.02, deviation 0.01, over √3, times t of two degrees, 4.303: 0.0248 to either side."""
+    table, facts = tmp_path / "table.md", tmp_path / "facts.json"
+    arguments = [*map(str, pairs), f"--baseline={pairs[4]}", f"--out={tmp_path / 'out'}", f"--table={table}"]
+    assert report.main([*arguments, f"--json={facts}"]) == 0
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _tables(table)[1]]
+    assert head == ["runs", "seeds", "held-out accuracy", "reward"]
+    gspo = ["gspo", "3", "+0.020 [-0.005, +0.045]", "+0.000 [+0.000, +0.000]"]
+    assert rows == [gspo, ["rspo", "1", "-0.040, one seed", "+0.000, one seed"]]
+    said = capsys.readouterr().out
+    answer = "Held-out accuracy of gspo less that of grpo: +0.020 [-0.005, +0.045] over 3 seeds"
+    assert f"{answer}: the interval contains 0, so these runs do not tell which is better." in said
+    assert "rspo less that of grpo: -0.040, one seed; it takes several to tell a difference from chance." in said
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert answer in page and "<h2>Differences from grpo, seed by seed</h2>" in page and "Student" in page
+    made = json.loads(facts.read_text())
+    assert made["baseline"] == "grpo" and made["groups"][1]["differences"] == {}
+    found = made["groups"][0]["differences"]["eval/accuracy"]
+    assert found["each"] == pytest.approx([0.01, 0.02, 0.03])
+    assert found["low"] == pytest.approx(0.02 - 0.02484, abs=1e-5)
+    assert " ".join(arguments) in table.read_text(encoding="utf-8").replace("\\\n   ", "").replace("  ", " ")
+
+
+def test_a_difference_that_is_clear_is_bold_and_pairs_that_differ_at_the_start_are_named(tmp_path, pairs):
+    lines = [json.loads(line) for line in (pairs[2] / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["eval/accuracy"] -= 0.008  # 0.01, 0.02 and 0.022: 0.0173 and 0.0160 to either side
+    (pairs[2] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = tmp_path / "table.md"
+    made = report.report(pairs[:6], out=tmp_path / "out", table=table, baseline=pairs[3])
+    assert "| gspo | 3 | **+0.017 [+0.001, +0.033]** |" in table.read_text() and "began from" not in table.read_text()
+    assert made["verdicts"] == [
+        "Held-out accuracy of gspo less that of grpo: +0.017 [+0.001, +0.033] over 3 seeds: gspo is more accurate."
+    ]
+    assert "<b>+0.017 [+0.001, +0.033]</b>" in Path(made["html"]).read_text(encoding="utf-8")
+    lines[0]["eval/accuracy"] = 0.5
+    (pairs[2] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.report(pairs[:6], out=tmp_path / "out", table=table)
+    assert "Not all runs of one seed began from the same policy" in table.read_text()
+
+
+def test_samples_show_special_tokens_and_short_rewards(tmp_path, undrawn):
+    run = _fake(tmp_path / "run")
+    texts = {"prompts": ["<|user|>1 < 2?<|end|>"], "answers": ["<y>"]}
+    completions = ["so " * 1000 + "<|end|>"]
+    SamplesWriter(run).write(
+        2, completions=completions, rewards=[np.float32(0.3)], special=["<|user|>", "<|end|>", "<|"], **texts
+    )
+    page = Path(report.report([run])["html"]).read_text(encoding="utf-8")
+    assert "<pre><b class=token>&lt;|user|&gt;</b>1 &lt; 2?<b class=token>&lt;|end|&gt;</b></pre>" in page
+    assert "so  … " in page and "so <b class=token>&lt;|end|&gt;</b></pre>" in page  # the end of a long text is shown
+    assert "<td class=n>0.3</td>" in page and "0.30000001" not in page and "<pre>&lt;y&gt;</pre>" in page
+
+
+def test_no_title_is_there_twice(tmp_path, undrawn):
+    for count in (1, 2):
+        folders = [_fake(tmp_path / f"{name}-0", name=name) for name in ("gspo", "grpo")[:count]]
+        page = Path(report.report(folders, out=tmp_path / "out")["html"]).read_text(encoding="utf-8")
+        titles = re.findall(r"<h[12]>(.*?)</h[12]>", page)
+        assert len(set(titles)) == len(titles) and titles[0] == f"{count} run{'s' * (count > 1)} of 8 updates"
+
+
+def _tables(file: Path) -> list[list[str]]:
+    """Return the lines of each table of a markdown file."""
+    parts = file.read_text(encoding="utf-8").split("\n\n")
+    return [part.splitlines() for part in parts if part.startswith("|")]
 
 
 VARIANTS = {"gspo": "none", "grpo": "none", "grpo, r2": "r2", "grpo, r3": "r3", "rspo": "none", "gmpo": "none"}
@@ -309,10 +398,12 @@ def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures)
     (figure,) = figures
     axes = {found.get_title(loc="left"): found for found in figure.axes}
     of_several = [panel.title for panel in panels.PANELS["routing"] if not panel.only_alone]
-    assert list(axes) == of_several and len(axes) == 11
+    assert list(axes) == of_several and len(axes) == 11  # all differences are 0, which no panel shows
     named = {title: {text.get_text() for text in found.texts} for title, found in axes.items()}
-    for title, texts in named.items():
-        wanted = {f"60% {label}" for label in VARIANTS} if title == "Held-out accuracy" else set(VARIANTS)
+    for title in of_several:
+        texts = named[title]
+        accuracies = {f"60.0% {label}" if len(label) <= 10 else "60.0%" for label in VARIANTS}
+        wanted = accuracies if title == "Held-out accuracy" else set(VARIANTS)
         assert wanted <= texts
     figure.draw_without_rendering()  # texts keep the size of their last draw, which was for the file
     page = figure.bbox
@@ -323,11 +414,9 @@ def test_the_routing_page_shows_six_variants_that_can_be_read(tmp_path, figures)
     assert [text.get_text() for text in figure.texts[:6]] == list(VARIANTS)  # the legend
     assert max(text.get_window_extent().x1 for text in figure.texts) < page.x1
     report.report(folders, out=tmp_path / "out")
-    assert [found.get_title(loc="left") for found in figures[1].axes] == [  # panels without data are left out
-        panel.title
-        for panel in panels.PANELS["training"]
-        if panel.metric not in ("response_length/mean", "actor/entropy")
-    ]
+    left_out = ("response_length/mean", "actor/entropy")  # without data
+    titles = [panel.title for panel in panels.PANELS["training"] if panel.metric not in left_out]
+    assert [found.get_title(loc="left") for found in figures[1].axes] == titles
 
 
 def test_an_axis_is_logarithmic_only_where_lines_are_far_apart(tmp_path, figures):
@@ -348,11 +437,11 @@ def test_an_axis_is_logarithmic_only_where_lines_are_far_apart(tmp_path, figures
 
 def test_a_single_group_has_a_map_of_layers_by_mini_batch(tmp_path, figures):
     report.report([_variant(tmp_path, "grpo", seed=seed) for seed in (0, 1)], out=tmp_path / "out", panels="routing")
-    (axes,) = (found for found in figures[0].axes if found.get_title(loc="left") == "Flip rate by layer and update")
+    (axes,) = (found for found in figures[0].axes if found.get_title(loc="left") == "Flip rate by layer and mini-batch")
     (mesh,) = axes.collections
-    # Layers 1 and 2 flip 1% and 2% more with each mini-batch.
+    # Layers 0 and 1 flip 1% and 2% more with each mini-batch.
     np.testing.assert_allclose(mesh.get_array(), [[0, 0.01, 0.02], [0, 0.02, 0.04]], atol=1e-9)
-    assert axes.get_xlim() == (0, 3)
+    assert axes.get_xlim() == (-0.5, 2.5) and axes.get_ylim() == (-0.5, 1.5)  # a cell is around its number
 
 
 def test_a_label_on_a_logarithmic_axis_stands_at_its_line(tmp_path):
@@ -373,8 +462,8 @@ def test_the_routing_table_worked_by_hand(tmp_path, capsys):
     flags = ["--panels=routing", f"--out={tmp_path / 'out'}", f"--table={table}"]
     assert report.main([*map(str, folders), *flags]) == 0
     text = table.read_text(encoding="utf-8")
-    header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    assert header[3:5] == ["collapsed", "flip rate, 1 / 2 / last"]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in _tables(table)[0]]
+    assert header[3:5] == ["collapsed", "flip rate, 0 / 1 / last"]
     # Two runs of three mini-batches: reward (0.25 + 1.25)/2; flips 0.02·m + 0.02·seed, means 1%, 3%, 5%; spreads
     # 0.03·(0 + 1 + 2)/3, 0.002·…; clipped 0.001·…; one of the two had a reward of 2 before. Two
     # mini-batches: flips 1% and 3%, the last one; spreads and clip fractions are half as large.
@@ -415,6 +504,7 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(tmp_path, count):
         (["{}/rnu"], r"folder .* does not exist; did you mean .*run\?"),
         (["{}/run", "--jsn=x"], r"did you mean --json\?"),
         (["{}/run", "--tabel=x"], r"did you mean --table\?"),
+        (["{}/run", "--baseline={}/rnu"], "--baseline=.*/rnu is none of the runs; name one of those"),
         (["{}/run", "--panels=router"], r"'router'.*training.*routing"),
         (["{}/run", "--table={}/run/metrics.jsonl/x"], "metrics.jsonl"),
         (["{}/empty"], "metrics.jsonl has no complete line yet"),

@@ -158,7 +158,7 @@ def test_metrics_and_samples_go_on_after_the_machine_is_lost(bucket):
         samples = SamplesWriter(folder.local)
         for step in (1, 2, 3):
             writer.write(step, {"loss": 0.5})
-            samples.write(step, prompts=["p"], completions=["c"], rewards=[1.0], answers=["a"])
+            samples.write(step, prompts=["p"], completions=["c"], rewards=[1.0], answers=["a"], special=[])
         folder.publish()
     with open_folder("gs://bucket/run") as folder, MetricsWriter(folder.local, after_step=2) as writer:
         SamplesWriter(folder.local, after_step=2)

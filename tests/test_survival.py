@@ -8,8 +8,9 @@ import pytest
 from scipy import stats
 
 from gspo_jax import estimates, survival
+from gspo_jax.reporting.paired import difference, written
 from gspo_jax.reporting.runs import collapse
-from gspo_jax.reporting.survival import Course, difference, surviving
+from gspo_jax.reporting.survival import Course, surviving
 from gspo_jax.reporting.writers import MetricsWriter, write_config
 
 
@@ -50,13 +51,15 @@ def test_survival_counts_runs_that_end_early_as_long_as_they_were_seen():
 
 
 def test_differences_are_between_runs_of_one_seed():
-    base = [course(seed, None, final=value) for seed, value in ((0, 0.5), (1, 0.1), (2, 0.3))]
-    arm = [course(seed, None, final=value) for seed, value in ((2, 0.5), (0, 0.6), (7, 9.0))]
-    found = difference(arm, base, "final")
-    assert found.seeds == 2 and found.mean == pytest.approx(0.15)
+    base, arm = {0: 0.5, 1: 0.1, 2: 0.3, None: 1.0}, {2: 0.5, 0: 0.6, 7: 9.0, None: 5.0}
+    found = difference(arm, base)
+    assert found is not None and found.seeds == 2 and found.mean == pytest.approx(0.15)
+    assert found.each == pytest.approx((0.2, 0.1))
     # 0.2 and 0.1: deviation 0.0707, over √2, times t of one degree, 12.706.
     assert found.high - found.mean == pytest.approx(0.05 * 12.706, rel=1e-3) and not found.is_clear
-    assert difference(arm, [course(3, None)], "final").seeds == 0
+    assert difference(arm, {3: 0.0}) is None
+    alone = difference({0: 0.6}, base)
+    assert alone is not None and not alone.is_clear and written(alone) == "+0.100, one seed"
 
 
 def test_the_interval_of_few_values_is_scipys():

@@ -239,7 +239,17 @@ finally:
     modules = [shlex.split(line)[2] for line in lines if line.startswith(sys.executable)]
     each = ["gspo_jax.coldstart", "gspo_jax.train", "gspo_jax.train"]
     assert modules == [*each, *each, "gspo_jax.report"] and len(lines) == 7 + 4  # and the cold start is copied
-    assert "--out=runs/tiny-sweep/report --table=runs/tiny-sweep/report/results.md" in lines[-1]
+    flags = ["--baseline=runs/tiny-sweep/gspo-0", "--out=runs/tiny-sweep/report"]
+    assert " ".join([*flags, "--table=runs/tiny-sweep/report/results.md"]) in lines[-1]
+
+
+def test_the_baseline_of_a_report_is_listed_first_and_finished(tmp_path):
+    words = [TINY, "--config.model.folder=tests/golden/adder"]
+    (page,) = make_plan(words, comparisons(words, ["objective.name=grpo,gspo"], "2"), tmp_path)
+    names = [run.name for run in page.runs]
+    assert names == ["grpo-0", "gspo-0", "grpo-1", "gspo-1"]
+    assert f"--baseline={tmp_path / 'grpo-1'}" in sweep.report_flags(page, page.runs[1:])  # grpo-0 failed
+    assert not [word for word in sweep.report_flags(page, page.runs[1:2]) if "--baseline" in word]
 
 
 ITERATIONS = 6

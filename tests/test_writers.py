@@ -240,11 +240,11 @@ def test_reader_names_the_nearest_folder(tmp_path):
 def test_samples_and_config(tmp_path):
     writer = SamplesWriter(tmp_path)
     for step in (4, 10):
-        writer.write(step, prompts=["1+1="], completions=["2\x1b≤\u2028\ud800"], rewards=jnp.ones(1), answers=["2"])
+        texts = {"prompts": ["<bos>1+1="], "completions": ["2\x1b≤\u2028\ud800<eos>"], "answers": ["2"]}
+        writer.write(step, rewards=jnp.ones(1), special=["<pad>", "<bos>", "<eos>"], **texts)
     assert (tmp_path / "samples" / "step_000010.jsonl").exists()
-    assert read_samples(tmp_path)[10] == [
-        {"prompt": "1+1=", "completion": "2\x1b≤\u2028\ud800", "reward": 1.0, "answer": "2"}
-    ]
+    sample = {"prompt": "<bos>1+1=", "completion": "2\x1b≤\u2028\ud800<eos>", "reward": 1.0, "answer": "2"}
+    assert read_samples(tmp_path)[10] == [sample | {"special": ["<bos>", "<eos>"]}]  # those that it has
     SamplesWriter(tmp_path, after_step=4)
     assert list(read_samples(tmp_path)) == [4]
 
@@ -262,7 +262,8 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path, name):
     (run / f"{name}.tmp").symlink_to(victim)
     writers.write_config(run, {"seed": 1}, command="train")
     _write(run, range(2, 3), after_step=1)
-    SamplesWriter(run, after_step=1).write(1, prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"])
+    samples = SamplesWriter(run, after_step=1)
+    samples.write(1, prompts=["a"], completions=["b"], rewards=[1.0], answers=["c"], special=[])
     assert victim.read_text() == "precious"
     assert read_config(run) == {"command": "train", "seed": 1} and len(read_samples(run)[1]) == 1
     assert [row["step"] for row in read_metrics(run)] == [1, 2]

@@ -165,6 +165,11 @@ class Tokenizer:
         """Largest id + 1, added tokens included: the minimum number of rows of an embedding."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def special(self) -> list[str]:
+        """Texts of the special tokens, which `decode` leaves out unless told otherwise."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`.
 

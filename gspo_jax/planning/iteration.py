@@ -115,7 +115,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """The mean iteration of a run."""
+    """An iteration of a run, or the mean of several."""
 
     by_phase: dict[str, float]
     """Seconds of each phase."""
@@ -125,8 +125,8 @@ class Iteration:
     """Tokens of the responses that it learns from."""
     counts: dict[str, float]
     """Sampling calls, decode steps, micro-batches of an update, and most positions of prefixes on a batch shard."""
-    last: sampling.Batch
-    """Responses and sampling calls of the last iteration."""
+    sampled: Sequence[sampling.Batch]
+    """Responses and sampling calls of each iteration that it is the mean of."""
 
     @property
     def seconds(self) -> float:
@@ -303,12 +303,23 @@ def batches(run: Run, lengths: Lengths, seed: int) -> Iterator[sampling.Batch]:
 
 
 def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
-    """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer.
-
-    Training, whose time hardly changes from batch to batch, is that of the last batch.
-    """
+    """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer."""
     filling = 0 if run.in_flight is None else FILLING
-    sampled = list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED))
+    return mean_of(run, list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED)))
+
+
+def typical(run: Run, found: Iteration) -> Iteration:
+    """Of the iterations that `found` is the mean of, the one whose sampling takes most nearly as long."""
+    mean = sum(_sampling_seconds(batch) for batch in found.sampled) / len(found.sampled)
+    return mean_of(run, [min(found.sampled, key=lambda batch: abs(_sampling_seconds(batch) - mean))])
+
+
+def _sampling_seconds(batch: sampling.Batch) -> float:
+    return sum(call.seconds for call in batch.calls)
+
+
+def mean_of(run: Run, sampled: Sequence[sampling.Batch]) -> Iteration:
+    """The mean iteration of some batches; training, whose time hardly changes among them, is the last one's."""
     last, calls = sampled[-1], [call for batch in sampled for call in batch.calls]
     prefixes = [
         prefix_rows(
@@ -353,7 +364,7 @@ def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
         "prefix_tokens": max(rows.positions for rows in prefixes) / run.decoder.shards,
     }
     tokens = mean(float(batch.lengths.sum()) for batch in sampled)
-    return Iteration(by_phase=by_phase, waits=waits, tokens=tokens, counts=counts, last=last)
+    return Iteration(by_phase=by_phase, waits=waits, tokens=tokens, counts=counts, sampled=sampled)
 
 
 def training_rows(run: Run, name: str, lengths: Int[np.ndarray, "P G"]) -> list[Rows]:

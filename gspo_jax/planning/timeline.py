@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspo_jax.planning.iteration import PHASES, Iteration
+from gspo_jax.planning.iteration import PHASES, Iteration, Run, typical
 from gspo_jax.reporting.drawing import GREY, PALETTE, picture
 
 if TYPE_CHECKING:
@@ -19,10 +19,16 @@ COLORS: dict[str, str] = dict(
 """Colour of each phase."""
 WAITING = "#d9d9d9"
 """Colour of what is no work."""
+SHOWN = 0.005
+"""Least share of an iteration of what has a bar of its own."""
 
 
-def draw(iteration: Iteration, lengths: str, where: str, path: str | os.PathLike[str]) -> None:
-    """Draw an iteration to a PNG file; `lengths` and `where` say of which responses, on which slice."""
+def draw(run: Run, mean: Iteration, lengths: str, where: str, path: str | os.PathLike[str]) -> None:
+    """Draw a run's most typical iteration to a PNG file; `lengths` and `where` say of which responses, on which slice.
+
+    All that is drawn is of this one iteration; the note has the `mean` that it stands for.
+    """
+    iteration = typical(run, mean)
     with picture(path, width=WIDTH, height=HEIGHT) as figure:
         strip, slots = figure.add_axes((0.07, 0.735, 0.90, 0.085)), figure.add_axes((0.07, 0.435, 0.90, 0.245))
         waits = figure.add_axes((0.07, 0.08, 0.90, 0.255))
@@ -35,13 +41,17 @@ def draw(iteration: Iteration, lengths: str, where: str, path: str | os.PathLike
         _waits(waits, iteration)
         title = f"One iteration on {where}: {iteration.seconds:.0f} s"
         figure.text(0.015, 0.975, title, weight="bold", fontsize=17, va="top")
-        note = f"Response lengths {lengths}. Projected from programs compiled ahead of time, not measured."
+        note = (
+            f"Of {len(mean.sampled)} simulated, the one nearest to their mean, {mean.seconds:.0f} s. "
+            f"Response lengths {lengths}. Projected from programs compiled ahead of time, not measured."
+        )
         figure.text(0.015, 0.915, note, color=GREY, fontsize=11, va="top")
 
 
 def _spans(iteration: Iteration) -> list[tuple[str, float, float]]:
-    """Phases of the last iteration with their begin and end; prefill and decode once for each sampling call."""
-    calls, seconds, at = iteration.last.calls, iteration.by_phase, 0.0
+    """Phases of one iteration with their begin and end; prefill and decode once for each sampling call."""
+    (batch,) = iteration.sampled
+    calls, seconds, at = batch.calls, iteration.by_phase, 0.0
     parts = [("reshard", seconds["reshard"])]
     for call in calls:
         parts += [("prefill", seconds["prefill"] / iteration.counts["sampling_calls"]), ("decode", call.seconds)]
@@ -69,8 +79,9 @@ def _phases(axes: "Axes", spans: list[tuple[str, float, float]]) -> None:
 
 
 def _slots(axes: "Axes", iteration: Iteration, begins: list[float]) -> None:
+    (batch,) = iteration.sampled
     most = 0.0
-    for number, (call, begin) in enumerate(zip(iteration.last.calls, begins, strict=True)):
+    for number, (call, begin) in enumerate(zip(batch.calls, begins, strict=True)):
         times = begin + np.append(call.times, call.seconds)
         width, in_use = (np.append(y, 0.0) for y in (call.width, call.in_use))
         labels = ("idle", "in use") if number == 0 else ("", "")
@@ -84,9 +95,9 @@ def _slots(axes: "Axes", iteration: Iteration, begins: list[float]) -> None:
 
 
 def _waits(axes: "Axes", iteration: Iteration) -> None:
-    shown = [phase for phase in PHASES if iteration.by_phase[phase] >= 0.005 * iteration.seconds]
+    shown = [phase for phase in PHASES if iteration.by_phase[phase] >= SHOWN * iteration.seconds]
     for y, phase in enumerate(shown):
-        lost = {why: s for why, s in iteration.waits.get(phase, {}).items() if s > 0.005 * iteration.seconds}
+        lost = {why: s for why, s in iteration.waits.get(phase, {}).items() if s > SHOWN * iteration.seconds}
         left = iteration.by_phase[phase] - sum(lost.values())
         axes.barh(y, left, height=0.62, color=COLORS[phase])
         for seconds in lost.values():
@@ -99,4 +110,6 @@ def _waits(axes: "Axes", iteration: Iteration) -> None:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("seconds")
-    axes.set_title("Work, and in grey what is none")
+    rest = {phase: s for phase, s in iteration.by_phase.items() if phase not in shown and s}
+    left_out = f"; not shown: {', '.join(rest)}, {sum(rest.values()):.1f} s" if rest else ""
+    axes.set_title(f"Work, and in grey what is none{left_out}")

@@ -74,6 +74,11 @@ def mix(color: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round((1 - share) * a + share * b):02X}" for a, b in pairs)
 
 
+def percent(value: float, _: float) -> str:
+    """Format a tick of an axis of shares."""
+    return f"{100 * value:.3g}%"
+
+
 @functools.cache
 def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Return the width of a text in inches, without drawing it; raises UserError like `picture`."""

@@ -5,20 +5,25 @@ The numbers come from `runs.facts`, and the picture from report.py.
 
 import base64
 import html
+import re
 import shlex
 import string
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from gspo_jax.reporting import paired
 from gspo_jax.reporting.progress import duration
-from gspo_jax.reporting.runs import COLLAPSE_WINDOW, SUMMARY, Group, Run, differences
+from gspo_jax.reporting.runs import COLLAPSE_WINDOW, RESOLUTION, Group, Run, describe, differences, results
 from gspo_jax.reporting.writers import read_samples
 
 MAX_LISTED = 3
 """Up to this many groups are listed with all their numbers, runs and samples."""
+SHOWN = 1500
+"""Characters that are shown of a sampled text."""
 _Facts = Mapping[str, Any]
 """Numbers of one group, from `runs.facts`."""
 PAGE = string.Template("""<!doctype html>
@@ -30,7 +35,8 @@ p, caption { color: #6b6b6b; text-align: left; } img { width: 100%; }
 table { border-collapse: collapse; width: 100%; } .wide { overflow-x: auto; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #e8e8e8; vertical-align: top; }
 th { font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-small { color: #6b6b6b; } code, pre { font: 13px/1.45 ui-monospace, monospace; }
+b.token { color: #0072B2; background: #eaf3f9; font-weight: normal; border-radius: 3px; }
+code, pre { font: 13px/1.45 ui-monospace, monospace; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 7rem; } pre.long { min-width: 16rem; }
 summary { color: #6b6b6b; } td:first-child { min-width: 6.5rem; }
 @media (max-width: 700px) {
@@ -44,17 +50,18 @@ $parts
 """)
 
 
-def sections(groups: Sequence[Group], found: Sequence[_Facts], *, panels: str) -> list[tuple[str, str]]:
-    """Return the titles and contents of the page below the picture: numbers, runs, differing settings, samples, config.
+def sections(groups: Sequence[Group], found: Sequence[_Facts], *, base: Group, panels: str) -> list[tuple[str, str]]:
+    """Return the titles and contents of the page below the picture.
 
+    These are the differences from the group `base`, the numbers, runs, settings that differ, samples and the config.
     More than MAX_LISTED groups are compared in the table of the page `panels`, with the details folded.
 
     Raises:
       UserError: a file of samples is damaged.
     """
     numbers = _html_table(number_rows(found)) + (
-        "<p>Held-out accuracy: first and last evaluation. Other metrics: mean over the first and over the last tenth "
-        "of the iterations. In brackets: minimum and maximum over seeds.</p>"
+        "<p>Accuracies: first and last evaluation. Other metrics: mean over the first and over the last tenth of the "
+        f"iterations. In brackets: minimum and maximum over seeds. {ROUNDING}</p>"
     )
     firsts = [group.runs[0] for group in groups]  # all runs of a group share their settings
     samples = [(f"Samples: {group.label}", shown) for group in groups if (shown := _samples(group.runs[0]))]
@@ -64,6 +71,11 @@ def sections(groups: Sequence[Group], found: Sequence[_Facts], *, panels: str) -
         numbers = f"{first}<p>{HOW_TO_READ[panels]}</p>" + _folded("before and after, metric by metric", numbers)
         samples = [(title, _folded("best, median and worst", shown)) for title, shown in samples]
     parts = [("Numbers", numbers), ("Runs", ran)]
+    if rows := difference_rows(groups, base):
+        answers = "".join(f"<p><b>{html.escape(text)}</b></p>" for text in verdicts(groups, base))
+        table = re.sub(r"\*\*(.*?)\*\*", r"<b>\1</b>", _html_table(rows))
+        below = f"<p>{html.escape(paired.how_to_read(groups, base))}</p>"
+        parts.insert(0, (f"Differences from {base.label}, seed by seed", answers + table + below))
     labels = [group.label for group in groups]
     differing = [{"setting": name, **dict(zip(labels, x, strict=True))} for name, x in differences(firsts).items()]
     if differing:
@@ -86,22 +98,63 @@ def html_page(
     source = f'<source media="(max-width: 700px)" srcset="{phone}">'
     picture = f'<picture>{source}<img alt="{html.escape(described)}" src="{wide}"></picture>'
     body = "\n".join([picture, *(f"<h2>{html.escape(title)}</h2>{part}" for title, part in below)])
-    title = html.escape(" · ".join(group.label if len(groups) > MAX_LISTED else group.caption for group in groups))
+    runs = [run for group in groups for run in group.runs]
+    updates = _format_count({run.rows[-1]["step"] for run in runs}, "update")
+    title = f"{_format_count({len(runs)}, 'run')} of {updates}"  # the picture names them
     return PAGE.substitute(title=title, written=f"drawn {time.strftime('%Y-%m-%d %H:%M')}", parts=body)
 
 
 def number_rows(found: Sequence[_Facts]) -> list[dict[str, str]]:
     """Return one row per metric and group, with its initial and final value and the change."""
     rows = []
-    for name, (title, unit, how) in SUMMARY.items():
+    for name in dict.fromkeys(name for group in found for name in group["metrics"]):
+        metric = describe(name)
         for group in found:
             if name in group["metrics"]:
                 several = len(group["runs"]) > 1
                 who = {"runs": group["label"]} if len(found) > 1 else {}
                 ends = group["metrics"][name]
-                cells = {key: _format_mean_and_range(ends[key], how, several, key == "change") for key in ends}
-                rows.append({"metric": f"{title}, {unit}", **who, **cells})
+                cells = {
+                    key: _mean_and_range(ends[key], partial(metric.write, signed=key == "change"), several)
+                    for key in ends
+                }
+                rows.append({"metric": f"{metric.title}, {metric.unit}", **who, **cells})
     return rows
+
+
+def difference_rows(groups: Sequence[Group], base: Group) -> list[dict[str, str]]:
+    """Return one row per group other than `base` with its differences, in markdown; none without a seed in common."""
+    rows, names = [], results(groups)
+    found = paired.differences(groups, base)
+    names = [name for name in names if any(name in own for own in found)]
+    for group, own in zip(groups, found, strict=True):
+        if own:
+            seeds = max(one.seeds for one in own.values())
+            cells = {
+                metric.title.lower(): paired.in_markdown(own.get(name), metric.how)
+                for name, metric in zip(names, map(describe, names), strict=True)
+            }
+            rows.append({"runs": group.label, "seeds": str(seeds), **cells})
+    return rows
+
+
+def difference_table(groups: Sequence[Group], base: Group) -> str:
+    """Return `difference_rows` as markdown, with a heading and how to read it; empty without any."""
+    rows = difference_rows(groups, base)
+    if not rows:
+        return ""
+    title = f"Differences from {base.label}, seed by seed:"
+    return "\n\n".join([title, _markdown_table(rows), paired.how_to_read(groups, base)])
+
+
+def verdicts(groups: Sequence[Group], base: Group) -> list[str]:
+    """Return the sentences that say whether each of a few groups is more accurate than `base`; none for many."""
+    if len(groups) > MAX_LISTED:
+        return []
+    found = zip(groups, paired.differences(groups, base), strict=True)
+    return [
+        paired.verdict(group.label, base.label, own["eval/accuracy"]) for group, own in found if "eval/accuracy" in own
+    ]
 
 
 def family_rows(found: Sequence[_Facts], panels: str) -> list[dict[str, str]]:
@@ -112,22 +165,26 @@ def family_rows(found: Sequence[_Facts], panels: str) -> list[dict[str, str]]:
     ]
 
 
-def family_table(found: Sequence[_Facts], *, panels: str, command: Sequence[str]) -> str:
+def family_table(found: Sequence[_Facts], *, panels: str, differences: str, command: Sequence[str]) -> str:
     """Return `family_rows` as markdown, with notes on how to read it and the command that reproduces it.
 
-    `command` is the report's command line, one part per output line.
+    `differences` is the table of `difference_table`, and `command` the report's command line, one part per output line.
     """
-    rows = family_rows(found, panels)
-    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    table = _markdown_table(family_rows(found, panels))
     runs = [run for group in found for run in group["runs"]]
     updates, seeds = {run["updates"] for run in runs}, {len(group["runs"]) for group in found}
     how = f"{_format_count(seeds, 'run')} per row, {_format_count(updates, 'update')} per run. {HOW_TO_READ[panels]}"
     made = " \\\n    ".join(command)
-    parts = [table, how, f"```bash\n{made}\n```"]
+    parts = [table, how, *([differences] if differences else []), f"```bash\n{made}\n```"]
     if runs[0]["command"]:
         parts.append(f"The first of these runs was made with\n\n```bash\n{runs[0]['command']}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return rows as a markdown table; all columns but the first are right-aligned."""
+    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _final_cell(name: str, how: str, *, spread: bool = False) -> Callable[[_Facts], str]:
@@ -136,13 +193,14 @@ def _final_cell(name: str, how: str, *, spread: bool = False) -> Callable[[_Fact
     def cell(group: _Facts) -> str:
         if name not in group["metrics"]:
             return "–"
-        return _format_mean_and_range(group["metrics"][name]["final"], how, spread and len(group["runs"]) > 1, False)
+        write = describe(name)._replace(how=how).write
+        return _mean_and_range(group["metrics"][name]["final"], write, spread and len(group["runs"]) > 1)
 
     return cell
 
 
 def _minibatch_cell(name: str, how: str) -> Callable[[_Facts], str]:
-    """Return a formatter for a metric's final values in the first, second and last mini-batch."""
+    """Return a formatter for a metric's final values in mini-batches 0, 1 and the last."""
 
     def cell(group: _Facts) -> str:
         values = group["minibatches"][name]
@@ -161,6 +219,7 @@ def _collapsed_cell(group: _Facts) -> str:
     return f"{sum(run['collapsed'] for run in group['runs'])} of {len(group['runs'])}"
 
 
+ROUNDING = f"KLs of log-probabilities below {RESOLUTION['mismatch/kl']:.0e} are float32 rounding and count as 0."
 COLUMNS = {
     "training": {
         "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
@@ -174,7 +233,7 @@ COLUMNS = {
         "held-out accuracy": _final_cell("eval/accuracy", ".3f", spread=True),
         "reward": _final_cell("reward/mean", ".3f"),
         "collapsed": _collapsed_cell,
-        "flip rate, 1 / 2 / last": _minibatch_cell("routing/flip_rate", ".2%"),
+        "flip rate, 0 / 1 / last": _minibatch_cell("routing/flip_rate", ".2%"),
         "ratio spread, token": _final_cell("ratio/token_log_std", ".4f"),
         "ratio spread, sequence": _final_cell("ratio/sequence_log_std", ".5f"),
         "clipped, token": _final_cell("clip_fraction/token", ".3%"),
@@ -192,10 +251,10 @@ HOW_TO_READ = {
     "routing": (
         "Accuracy: last evaluation, mean over the runs and in brackets their minimum and maximum. Collapsed: runs "
         f"whose mean reward of {COLLAPSE_WINDOW} iterations fell below half of its highest so far. All else: mean over "
-        "the last tenth of the iterations. Flip rate: in the first, second and last mini-batch of an iteration, that "
-        "is after none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log "
-        "π_old over tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities "
-        "to the sampler's, with the same weights."
+        "the last tenth of the iterations. Flip rate: in mini-batches 0, 1 and the last of an iteration, that is after "
+        "none, one, and all but one of its updates. Ratio spread: standard deviation of log π_new − log π_old over "
+        "tokens, and over responses of its per-token mean. Mismatch: KL of the trainer's log-probabilities to the "
+        f"sampler's, with the same weights. {ROUNDING}"
     ),
 }
 """Notes under the table, by page."""
@@ -218,10 +277,9 @@ def _format_count(numbers: set[int], noun: str) -> str:
     return f"{low} {noun}{'s' * (high != 1)}" if low == high else f"{low} to {high} {noun}s"
 
 
-def _format_mean_and_range(value: Mapping[str, float], how: str, several: bool, signed: bool) -> str:
-    how = f"{'+' if signed else ''},{how}"
-    text = f"{value['mean']:{how}}"
-    return f"{text} [{value['min']:{how}}, {value['max']:{how}}]" if several else text
+def _mean_and_range(value: Mapping[str, float], write: Callable[[float], str], several: bool) -> str:
+    text = write(value["mean"])
+    return f"{text} [{write(value['min'])}, {write(value['max'])}]" if several else text
 
 
 def _run_rows(found: Sequence[_Facts]) -> list[dict[str, Any]]:
@@ -243,32 +301,52 @@ def _run_rows(found: Sequence[_Facts]) -> list[dict[str, Any]]:
 def _samples(run: Run) -> str:
     """Return a table of the best, a median and the worst completion of the first and the last sampled step."""
     samples = {step: rows for step, rows in read_samples(run.folder).items() if rows}
-    shown = []
+    shown, special = [], set()
     for step in sorted({min(samples), max(samples)}) if samples else []:
         ordered = sorted(samples[step], key=lambda row: -(row["reward"] if row["reward"] is not None else -np.inf))
         for row in (ordered[i] for i in sorted({0, len(ordered) // 2, len(ordered) - 1})):
-            texts = {name: str(row[name])[:1500] for name in ("prompt", "completion", "answer")}
-            shown.append({"update": step, **texts, "reward": row["reward"]})
-    return _html_table(shown, preformatted=("prompt", "completion", "answer")) if shown else ""
+            texts = {name: _shortened(row[name]) for name in ("prompt", "completion", "answer")}
+            reward = None if row["reward"] is None else f"{row['reward']:.4g}"
+            shown.append({"update": step, **texts, "reward": reward})
+            special |= set(row.get("special", ()))
+    return _html_table(shown, preformatted=("prompt", "completion", "answer"), special=special) if shown else ""
 
 
-def _html_table(rows: Sequence[Mapping[str, Any]], preformatted: Sequence[str] = ("command",)) -> str:
+def _shortened(text: str) -> str:
+    """Return a text with its middle left out if it is long: its end has the answer, and the token that ended it."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+
+
+def _html_table(
+    rows: Sequence[Mapping[str, Any]], preformatted: Sequence[str] = ("command",), special: Collection[str] = ()
+) -> str:
+    """Return a table; columns that are `preformatted` keep their line breaks, and mark `special` tokens."""
     numeric = {
         name
         for name in rows[0]
-        if name in ("initial", "final", "change", "time", "tokens/s") or _is_number(rows[0][name])
+        if name in ("initial", "final", "change", "time", "tokens/s", "reward") or _is_number(rows[0][name])
     }
     head = "".join(f"<th{' class=n' if name in numeric else ''}>{html.escape(name)}</th>" for name in rows[0])
     body = []
     for row in rows:
         cells = []
         for name in rows[0]:
-            text = html.escape("–" if row[name] is None else str(row[name]))
+            text = "–" if row[name] is None else str(row[name])
+            text = _marked(text, special) if name in preformatted else html.escape(text)
             kind = " class=long" if name in ("command", "completion") else ""
             text = f"<pre{kind}>{text}</pre>" if name in preformatted else text
             cells.append(f"<td{' class=n' if name in numeric else ''}>{text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
     return f"<div class=wide><table><tr>{head}</tr>{''.join(body)}</table></div>"
+
+
+def _marked(text: str, special: Collection[str]) -> str:
+    """Return a text as HTML, with the special tokens in it marked."""
+    longest_first = sorted(special, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if special else [text]
+    return "".join(
+        f"<b class=token>{html.escape(part)}</b>" if part in special else html.escape(part) for part in parts
+    )
 
 
 def _folded(summary: str, content: str) -> str:

@@ -1,7 +1,7 @@
 """The panels of each report page, and the functions that draw them from the lines of groups of runs.
 
-Up to MAX_LINES groups share a panel; more are drawn as small panels, one per group. Layout and headline of the picture
-are up to report.py.
+Up to MAX_LINES groups share a panel; more are compared by dot plots (dots.py). Layout and headline of the picture are
+up to pictures.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_jax.reporting.drawing import FAINT, GREY, label_ends, mix, text_width
-from gspo_jax.reporting.runs import Curve, Group, curve, list_curve, tail_mean, tail_mean_by_minibatch
+from gspo_jax.reporting.drawing import FAINT, GREY, label_ends, mix, percent
+from gspo_jax.reporting.runs import (
+    RESOLUTION,
+    Curve,
+    Group,
+    benchmarks,
+    curve,
+    describe,
+    first_and_last,
+    list_curve,
+    reward_functions,
+    tail_mean,
+    tail_mean_by_minibatch,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +34,6 @@ MAX_VALUE_LABELS = 3
 """Up to this many groups have their final values at the ends of their lines; more have their names there."""
 UPDATES = "optimizer updates"
 """Label of an x axis that shows time."""
-SMALL = 9.5
-"""Size of the texts of small panels, in points."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,8 @@ class Line:
     """[N]; mean over the runs."""
     rows: np.ndarray
     """[R, N]; the line of each run, or of each part that `names` tells; NaN where it has no value."""
+    final: float
+    """The number at its end, as in tables: the last evaluation, or the mean over the last tenth of the iterations."""
     error: np.ndarray | None = None
     """[N]; standard error of a single run."""
     names: Sequence[str] = ()
@@ -59,7 +71,9 @@ def evaluations(group: Group, metric: str) -> Line | None:
         return None
     error = curve(group, f"{metric}_stderr") if len(found.raw) == 1 else None
     known = error is not None and np.array_equal(error.steps, found.steps)
-    return Line(found.steps, found.raw.mean(axis=0), found.raw, error.raw[0] if error is not None and known else None)
+    mean = found.raw.mean(axis=0)
+    band = error.raw[0] if error is not None and known else None
+    return Line(found.steps, mean, found.raw, final=float(mean[-1]), error=band)
 
 
 def over_time(group: Group, metric: str) -> Line | None:
@@ -67,7 +81,8 @@ def over_time(group: Group, metric: str) -> Line | None:
     found = curve(group, metric)
     if found is None:
         return None
-    return Line(found.steps, found.smooth.mean(axis=0), found.raw if len(found.raw) == 1 else found.smooth)
+    rows = found.raw if len(found.raw) == 1 else found.smooth
+    return Line(found.steps, found.smooth.mean(axis=0), rows, final=float(first_and_last(found, metric)[1].mean()))
 
 
 def by_minibatch(group: Group, metric: str) -> Line | None:
@@ -75,18 +90,19 @@ def by_minibatch(group: Group, metric: str) -> Line | None:
     found = [values for run in group.each() if (values := tail_mean_by_minibatch(run, metric))]
     shared = sorted(set.intersection(*map(set, found))) if found else []
     rows = [[values[number] for number in shared] for values in found]
-    return _profile(1 + np.array(shared), rows) if len(shared) > 1 else None
+    return _profile(np.array(shared), rows) if len(shared) > 1 else None
 
 
 def by_layer(group: Group, metric: str) -> Line | None:
     """Return the last tenth of a metric that is logged by layer."""
     found = [layers for run in group.each() if (layers := list_curve(run, metric)) is not None]
     rows = [[tail_mean(layer) for layer in values.T] for _, values in found]
-    return _profile(1 + np.arange(len(rows[0])), rows) if rows else None
+    return _profile(np.arange(len(rows[0])), rows) if rows else None
 
 
 def _profile(x: np.ndarray, rows: Sequence[Sequence[float]]) -> Line:
-    return Line(x, np.mean(rows, axis=0), np.array(rows))
+    mean = np.mean(rows, axis=0)
+    return Line(x, mean, np.array(rows), final=float(mean[-1]))
 
 
 def minibatches_over_time(group: Group, metric: str) -> Line | None:
@@ -95,7 +111,7 @@ def minibatches_over_time(group: Group, metric: str) -> Line | None:
     if len(numbers) > MAX_LINES:
         numbers = [numbers[round(i * (len(numbers) - 1) / 4)] for i in range(5)]
     columns = [curve(group, metric, minibatch=number) for number in numbers]
-    found = {str(i + 1): column for i, column in zip(numbers, columns, strict=True) if column is not None}
+    found = {str(i): column for i, column in zip(numbers, columns, strict=True) if column is not None}
     return _parts(found) if len(found) > 1 else None
 
 
@@ -105,7 +121,8 @@ def layers_over_time(group: Group, metric: str) -> Line | None:
     if found is None:
         return None
     steps, values = found
-    return Line(steps, values.mean(axis=1), values.T, names=[str(1 + i) for i in range(values.shape[1])])
+    mean = values.mean(axis=1)
+    return Line(steps, mean, values.T, final=float(mean[-1]), names=[str(i) for i in range(values.shape[1])])
 
 
 def layers_by_minibatch(group: Group, metric: str) -> Line | None:
@@ -116,7 +133,7 @@ def layers_by_minibatch(group: Group, metric: str) -> Line | None:
     by_layer = [tail_mean_by_minibatch(group, f"{metric}/{layer}") for layer in range(found[1].shape[1])]
     numbers = sorted(by_layer[0])
     rows = np.array([[values[number] for number in numbers] for values in by_layer])
-    return Line(1 + np.array(numbers), rows.mean(axis=0), rows) if len(numbers) > 1 else None
+    return _profile(np.array(numbers), rows.tolist()) if len(numbers) > 1 else None
 
 
 def _parts(found: Mapping[str, Curve]) -> Line:
@@ -125,7 +142,8 @@ def _parts(found: Mapping[str, Curve]) -> Line:
     rows = np.full((len(found), len(steps)), np.nan)
     for row, column in zip(rows, found.values(), strict=True):
         row[np.isin(steps, column.steps)] = column.smooth.mean(axis=0)
-    return Line(steps, np.nanmean(rows, axis=0), rows, names=list(found))
+    mean = np.nanmean(rows, axis=0)
+    return Line(steps, mean, rows, final=float(mean[-1]), names=list(found))
 
 
 Lines = Sequence[tuple[Group, Line]]
@@ -137,39 +155,12 @@ def draw_lines(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
     ends = []
     for place, (group, line) in enumerate(lines):
         _draw_line(axes, group, line, panel, first=place / len(lines), alone=alone)
-        value = _format_value(float(line.y[-1]), share=panel.is_share)
-        label = panel.label(group, line, alone) if panel.label else group.label if names else value
+        label = panel.label(group, line, alone) if panel.label else group.label if names else panel.write(line.final)
         ends.append((float(line.y[-1]), label, group.look.color))
     _finish(axes, panel, [line for _, line in lines], last)
     if panel.from_start:
-        _mark_start(axes, [line for _, line in lines], text=True)
+        _mark_start(axes, [line for _, line in lines])
     label_ends(axes, ends, size=10.5)
-
-
-def draw_small(axes: "Axes", lines: Lines, place: int, panel: "Panel", last: int) -> None:
-    """Draw one group's line like `draw_lines`, those of all others in grey behind it, on axes that fit them all."""
-    from matplotlib.collections import LineCollection
-    from matplotlib.ticker import MaxNLocator
-
-    group, line = lines[place]
-    others = [np.stack([behind.x, behind.y], axis=1) for other, (_, behind) in enumerate(lines) if other != place]
-    axes.add_collection(LineCollection(others, colors=FAINT, linewidths=0.9, zorder=1.5), autolim=False)
-    _draw_line(axes, group, line, panel, first=0, alone=True)
-    _finish(axes, panel, [line for _, line in lines], last)
-    if panel.from_start:
-        _mark_start(axes, [line])
-    axes.set(title="", xlabel="", ylabel="")
-    axes.tick_params(labelsize=SMALL, length=2)
-    axes.xaxis.set_major_locator(MaxNLocator(3, integer=True, steps=[1, 2, 5, 10]))
-    if axes.get_yscale() == "linear":
-        axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-    value = _format_value(float(line.y[-1]), share=panel.is_share)
-    wide = axes.bbox.width / axes.figure.dpi
-    size = min(SMALL, SMALL * wide / text_width(group.label, SMALL, "bold"))
-    style: dict[str, Any] = {"transform": axes.transAxes, "color": group.look.color, "va": "bottom"}
-    axes.text(0, 1.03, group.label, weight="bold", fontsize=size, **style)
-    if text_width(f"{group.label}  {value}", SMALL, "bold") < wide:
-        axes.text(1, 1.03, value, ha="right", fontsize=SMALL, **style)
 
 
 def _draw_line(axes: "Axes", group: Group, line: Line, panel: "Panel", *, first: float, alone: bool) -> None:
@@ -205,15 +196,18 @@ def draw_map(axes: "Axes", lines: Lines, panel: "Panel", last: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ((group, line),) = lines
-    edges = np.concatenate([[2 * line.x[0] - line.x[1] if len(line.x) > 1 else 0], line.x])
-    borders = np.arange(len(line.rows) + 1) + 0.5
+    if panel.x == UPDATES:  # a column ends at its update
+        edges = np.concatenate([[2 * line.x[0] - line.x[1] if len(line.x) > 1 else 0], line.x])
+    else:
+        edges = np.arange(len(line.x) + 1) - 0.5
+    borders = np.arange(len(line.rows) + 1) - 0.5
     mesh = axes.pcolormesh(edges, borders, line.rows, cmap=_shades(group), vmin=0, vmax=line.rows.max())
-    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.03, fraction=0.04, aspect=30, format=_percent)
+    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.03, fraction=0.04, aspect=30, format=percent)
     bar.outline.set_visible(False)  # type: ignore[operator]
     bar.ax.tick_params(labelsize=9.5, length=0)
     axes.grid(False)
     axes.set(title=panel.title, ylabel="layer", xlabel=_x_label(group, panel))
-    axes.set_xlim(0, last if panel.x == UPDATES else line.x[-1])
+    axes.set_xlim(*((0, last) if panel.x == UPDATES else (edges[0], edges[-1])))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
@@ -235,25 +229,28 @@ def _shades(group: Group) -> Any:
 def _accuracy_label(group: Group, line: Line, alone: bool) -> str:
     """Return the label of a group's final accuracy; for a single group also its gain and the range over its seeds."""
     first, last = line.rows[:, 0], line.rows[:, -1]
-    final = _format_value(float(line.y[-1]), share=True)
+    final = _write_accuracy(line.final)
     if not alone:
-        return f"{final} {group.label}" if len(group.label) <= 12 else final
+        return f"{final} {group.label}" if len(group.label) <= 10 else final
     lines = [final]
     if len(line.x) > 1:
-        gain = 100 * float((last - first).mean())
-        lines.append(f"{gain:+.0f} points" if abs(gain) >= 1 else f"{gain:+.1g} points")
+        lines.append(f"{100 * float((last - first).mean()):+.1f} points")
     if len(last) > 1:
         lines.append(f"seeds {_format_range(last)}")
     return "\n".join(lines)
 
 
 def _format_range(shares: np.ndarray) -> str:
-    """Format the range of some shares: "18–26%", or "18%" if it has no width."""
-    low, high = (_format_value(float(share), share=True) for share in (shares.min(), shares.max()))
+    """Format the range of some accuracies: "18.0–26.1%", or "18.0%" if it has no width."""
+    low, high = (_write_accuracy(float(share)) for share in (shares.min(), shares.max()))
     return f"{low.removesuffix('%')}–{high}" if low != high else high
 
 
-def _mark_start(axes: "Axes", lines: Sequence[Line], *, text: bool = False) -> None:
+def _write_accuracy(share: float) -> str:
+    return describe("eval/accuracy").label(share)
+
+
+def _mark_start(axes: "Axes", lines: Sequence[Line]) -> None:
     """Mark what the runs had before their first update: a line if it was the same for all, or the range of it."""
     starts = np.concatenate([line.rows[:, 0] for line in lines if line.x[0] == 0] or [[]])
     if not starts.size:
@@ -263,11 +260,10 @@ def _mark_start(axes: "Axes", lines: Sequence[Line], *, text: bool = False) -> N
         axes.axhline(low, color=GREY, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
     else:
         axes.axhspan(low, high, color=FAINT, alpha=0.6, linewidth=0, zorder=0.5)
-    if text:
-        below = low > 0.15 * axes.get_ylim()[1]
-        place = {"xy": (1, low if below else high), "xycoords": axes.get_yaxis_transform(), "ha": "right"}
-        place |= {"textcoords": "offset points", "xytext": (-4, -4 if below else 4), "va": "top" if below else "bottom"}
-        axes.annotate(f"before training {_format_range(starts)}", color=GREY, fontsize=10, **place)
+    below = low > 0.15 * axes.get_ylim()[1]
+    place = {"xy": (1, low if below else high), "xycoords": axes.get_yaxis_transform(), "ha": "right"}
+    place |= {"textcoords": "offset points", "xytext": (-4, -4 if below else 4), "va": "top" if below else "bottom"}
+    axes.annotate(f"before training {_format_range(starts)}", color=GREY, fontsize=10, **place)
 
 
 @dataclass(frozen=True)
@@ -303,6 +299,15 @@ class Panel:
         """True if the values are shares, 0 to 1."""
         return self.unit.startswith("share")
 
+    @property
+    def is_scalar(self) -> bool:
+        """True if it shows one number at a time, which a dot plot can show too."""
+        return self.read in (over_time, evaluations)
+
+    def write(self, value: float) -> str:
+        """Format a value with the digits of a table."""
+        return describe(self.metric.removesuffix("_per_layer")).label(value)
+
     def lines(self, groups: Sequence[Group]) -> Lines:
         """Return the groups that have a line, with it."""
         return [(group, line) for group in groups if (line := self.read(group, self.metric)) is not None]
@@ -310,27 +315,34 @@ class Panel:
 
 def choose(groups: Sequence[Group], page: str) -> tuple[list[tuple[Panel, Lines]], str]:
     """Return the panels of a page that have something to show, with their lines; and a sentence naming the others."""
-    shown, zero, missing = [], [], []
-    for panel in (*PANELS[page], *_benchmark_panels(groups)):
+    shown, missing = [], {"always 0": [], "0 to rounding": [], "no values": [], "too many groups": []}
+    for panel in _panels(groups, page):
         if panel.only_alone and len(groups) > 1:
+            continue
+        if len(groups) > MAX_LINES and not panel.is_scalar:
+            missing["too many groups"].append(panel.title)
             continue
         panel = panel.alone if panel.alone is not None and len(groups) == 1 else panel
         lines = panel.lines(groups)
         if not lines:
-            missing.append(panel.title)
+            missing["no values"].append(panel.title)
         elif all(line.is_zero for _, line in lines):
-            zero.append(panel.title)
+            missing["0 to rounding" if panel.metric in RESOLUTION else "always 0"].append(panel.title)
         else:
             shown.append((panel, lines))
-    why = [f"{', '.join(names)} ({reason})" for names, reason in ((zero, "always 0"), (missing, "no values")) if names]
+    why = [f"{', '.join(names)} ({reason})" for reason, names in missing.items() if names]
     return shown, f"Left out: {'; '.join(why)}." if why else ""
 
 
-def _benchmark_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Return a panel for each benchmark that a run has taken."""
-    named = sorted({name for group in groups for run in group.runs for row in run.rows for name in row})
-    labels = [name.partition("/")[2] for name in named if name.startswith("benchmark/") and f"{name}_low" in named]
-    return [replace(_ACCURACY, metric=f"benchmark/{label}", title=f"Benchmark: {label}", width=1) for label in labels]
+def _panels(groups: Sequence[Group], page: str) -> list["Panel"]:
+    """Return the panels of a page: also one for each reward function, after the reward, and for each benchmark."""
+    found = []
+    for panel in PANELS[page]:
+        found.append(panel)
+        if panel is _REWARD:
+            found += [replace(_REWARD, metric=name, title=describe(name).title) for name in reward_functions(groups)]
+    taken = benchmarks(groups)
+    return [*found, *(replace(_ACCURACY, metric=name, title=describe(name).title, width=1) for name in taken)]
 
 
 _FLIPS_OVER_TIME = Panel(
@@ -375,7 +387,7 @@ PANELS = {
         _FLIPS_BY_LAYER,
         replace(
             _LAYERS_OVER_TIME,
-            title="Flip rate by layer and update",
+            title="Flip rate by layer and mini-batch",
             read=layers_by_minibatch,
             x="mini-batch (last tenth of the run)",
             only_alone=True,
@@ -415,13 +427,13 @@ def _finish(axes: "Axes", panel: Panel, lines: Sequence[Line], last: int) -> Non
         axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     else:
-        count = max(int(line.x[-1]) for line in lines)
-        axes.set_xlim(1 - 0.05 * (count - 1), count + 0.05 * (count - 1))
-        axes.xaxis.set_major_locator(MaxNLocator(min(6, count), integer=True))
+        end = max(int(line.x[-1]) for line in lines)
+        axes.set_xlim(-0.05 * end, 1.05 * end)
+        axes.xaxis.set_major_locator(MaxNLocator(min(6, end + 1), integer=True))
     if not log:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     if panel.is_share:
-        axes.yaxis.set_major_formatter(_percent)
+        axes.yaxis.set_major_formatter(percent)
     elif max(abs(low), abs(high)) < 5e-3:  # otherwise ticks get many digits, or a common factor overlaps the title
         axes.yaxis.set_major_formatter(_compact)
 
@@ -449,21 +461,9 @@ def last_step(groups: Sequence[Group]) -> int:
     return max(1, *(run.rows[-1]["step"] for group in groups for run in group.runs))
 
 
-def _percent(value: float, _: float) -> str:
-    return f"{100 * value:.3g}%"
-
-
 def _compact(value: float, _: float) -> str:
     """Format a tick without zero padding: 0.02, 5e-4, 2.5e-12."""
     if not value or abs(value) >= 0.01:
         return f"{value:.3g}"
     digits, power = f"{value:.1e}".split("e")
     return f"{digits.removesuffix('.0')}e{int(power)}"
-
-
-def _format_value(value: float, *, share: bool = False) -> str:
-    if share:
-        return f"{value:.0%}" if value >= 0.1 else f"{100 * value:.2g}%"
-    if 0 < abs(value) < 1e-3:
-        return _compact(float(f"{value:.0e}"), 0)
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

@@ -1,6 +1,6 @@
-"""The picture of a report: a legend, then panels in rows, or for many groups a grid of small panels each.
+"""The picture of a report: a legend, then panels and differences in rows, or for many groups dot plots alone.
 
-What the panels show is up to panels.py.
+What the panels show is up to panels.py, and what the dot plots show to dots.py.
 """
 
 import os
@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gspo_jax.reporting.dots import NAME as ROW_NAME
+from gspo_jax.reporting.dots import Dots, apart, compare, draw_dots
 from gspo_jax.reporting.drawing import GREY, picture, text_width, wrap
 from gspo_jax.reporting.looks import Look
-from gspo_jax.reporting.panels import MAX_LINES, MAX_VALUE_LABELS, Lines, Panel, draw_small, last_step
+from gspo_jax.reporting.panels import MAX_LINES, MAX_VALUE_LABELS, Lines, Panel, last_step
 from gspo_jax.reporting.runs import Group
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ class Layout:
     """Panels side by side."""
     column: float
     """Width of a column."""
-    small: int
-    """Small panels side by side."""
+    dots: int
+    """Dot plots of many groups side by side."""
 
     @property
     def width(self) -> float:
@@ -35,12 +37,14 @@ class Layout:
         return self.columns * self.column
 
 
-PAGE, PHONE = Layout(columns=3, column=3.87, small=6), Layout(columns=1, column=4.4, small=3)
+PAGE, PHONE = Layout(columns=3, column=3.87, dots=4), Layout(columns=1, column=4.4, dots=2)
 """The layout for a page, and the one whose texts can be read on a phone, where a picture is 390 pixels wide."""
 MARGIN, ROW = 0.2, 3.2
 """Space at the edges, and height of a row of panels."""
-SMALL_HEAD, SMALL_ROW, SMALL_FOOT, SMALL_LEFT, GAP = 0.75, 1.3, 0.3, 0.68, 0.26
-"""Height of the title above small panels, of a row of them, of the ticks below; space on their left, and between."""
+DOTS_HEAD, DOTS_ROW, DOTS_FOOT, GAP = 0.5, 0.23, 0.6, 0.3
+"""Height of the title above dot plots of many groups, of a row of dots, of the ticks below; space between plots."""
+MAX_NAME = 1.4
+"""Most width of the names of rows of dots."""
 SAMPLE = 0.42
 """Length of the sample of a group's line in the legend."""
 NAME, NOTE = 15.0, 11.0
@@ -52,47 +56,85 @@ def draw(
     shown: Sequence[tuple[Panel, Lines]],
     path: str | os.PathLike[str],
     *,
+    base: Group,
     note: str = "",
     layout: Layout = PAGE,
 ) -> None:
-    """Draw panels, as `panels.choose` returns them, into a PNG; `note` is written below how to read them."""
-    small = len(groups) > MAX_LINES
-    legend = [] if small else list(_flow(groups, layout))
+    """Draw panels, as `panels.choose` returns them, and differences from the group `base` into a PNG.
+
+    `note` is written below how to read them.
+    """
+    many = len(groups) > MAX_LINES
+    dots = compare(groups, base, [panel.metric for panel, _ in shown]) if many else apart(groups, base)
+    legend = [] if many else list(_flow(groups, layout))
     rows = legend[-1][2] + 1 if legend else 0
-    how = _how_to_read(groups, shown) if shown else ""
+    how = _how_to_read(groups, shown, dots) if shown else ""
     notes = [line for text in (how, note) for line in wrap(text, layout.width - 2 * MARGIN, NOTE)]
     head = 0.12 + 0.36 * rows + 0.23 * len(notes) + 0.1
-    places, body = (_grids if small else _rows)(shown, layout)
+    if many:
+        body = -(-len(dots) // layout.dots) * _dots_height(groups)
+    else:
+        places, body = _rows([panel.width for panel, _ in shown] + [1] * len(dots), layout)
     with picture(path, width=layout.width, height=head + body + 0.1) as figure:
         for group, left, row in legend:
             _legend_entry(figure, _name(group, groups), group.look, left, 0.12 + 0.36 * row, sample=len(groups) > 1)
         for line, text in enumerate(notes):
             _text(figure, MARGIN, 0.16 + 0.36 * rows + 0.23 * line, text, color=GREY, fontsize=NOTE)
-        for (panel, lines), (left, top, width) in zip(shown, places, strict=True):
-            if small:
-                _draw_grid(figure, panel, lines, head + top, last_step(groups), layout)
-                continue
-            room = 1.5 if panel.label else 0.98 if len(groups) > MAX_VALUE_LABELS else 0.7
+        if many:
+            _draw_many(figure, dots, head, layout)
+            return
+        for (panel, lines), (left, top, width) in zip(shown, places, strict=False):
+            room = 1.5 if panel.label else 0.98 if len(groups) > MAX_VALUE_LABELS else 0.8
             axes = _axes(figure, left + 0.84, head + top + 0.32, width - 0.84 - room, ROW - 1.0)
             panel.draw(axes, lines, panel, last_step(groups))
+        names = _names_width(groups)
+        for one, (left, top, width) in zip(dots, places[len(shown) :], strict=True):
+            axes = _axes(figure, left + names + 0.3, head + top + 0.32, width - names - 0.6, ROW - 1.0)
+            draw_dots(axes, one, names=names)
 
 
-def _how_to_read(groups: Sequence[Group], shown: Sequence[tuple[Panel, Lines]]) -> str:
-    """Say what the lines and bands of panels are."""
-    seeds = {len(group.runs) for group in groups}
-    how = ["one small panel per group, the others in grey behind it"] if len(groups) > MAX_LINES else []
-    if len(groups) > MAX_LINES and any(panel.from_start for panel, _ in shown):
-        how.append("dashed or grey across: before training")
-    if max(seeds) > 1:
+def _draw_many(figure: "Figure", dots: Sequence[Dots], head: float, layout: Layout) -> None:
+    """Draw the dot plots of many groups side by side, named at the left."""
+    groups = [group for group, _ in dots[0].rows] if dots else []
+    names = _names_width(groups)
+    wide = (layout.width - names - 2 * MARGIN + GAP) / layout.dots
+    for place, one in enumerate(dots):
+        row, column = divmod(place, layout.dots)
+        left, top = MARGIN + names + 0.1 + wide * column, head + row * _dots_height(groups) + DOTS_HEAD
+        axes = _axes(figure, left, top, wide - GAP - 0.1, DOTS_ROW * len(groups))
+        draw_dots(axes, one, names=0.0 if column else names)
+
+
+def _dots_height(groups: Sequence[Group]) -> float:
+    """Return the height of a dot plot of many groups, with title and ticks."""
+    return DOTS_HEAD + DOTS_ROW * len(groups) + DOTS_FOOT
+
+
+def _names_width(groups: Sequence[Group]) -> float:
+    """Return the width of the names of rows of dots."""
+    return min(MAX_NAME, max([text_width(group.label, ROW_NAME, "bold") for group in groups], default=0.0))
+
+
+def _how_to_read(groups: Sequence[Group], shown: Sequence[tuple[Panel, Lines]], dots: Sequence[Dots]) -> str:
+    """Say what lines, bands, numbers and dots are."""
+    seeds, many = {len(group.runs) for group in groups}, len(groups) > MAX_LINES
+    how, lines = [], [] if many else [line for _, found in shown for _, line in found]
+    if max(seeds) > 1 and not many:
         counted = "–".join(str(count) for count in sorted({min(seeds), max(seeds)}))
         how.append(f"thin: each run, thick: mean of {counted} runs, smoothed except for accuracy")
-    single = [line for _, lines in shown for group, line in lines if len(group.runs) == 1]
-    if any(line.is_smoothed for line in single):
+    if any(line.is_smoothed for line in lines):
         how.append("thin: each iteration, thick: smoothed")
-    if any(line.error is not None for line in single):
+    if any(line.error is not None for line in lines):
         how.append("band: standard error of the evaluation")
+    if many:
+        how.append("large: mean of a group's runs, small: each seed")
+    if many or len(groups) <= MAX_VALUE_LABELS:
+        what = "reached" if many else "numbers at the ends of lines, as in the table"
+        how.append(f"{what}: the last evaluation, or the mean over the last tenth of the iterations")
+    if dots and any(one.is_paired for one in dots):
+        how.append("Δ: differences between runs of one seed, their mean with its 95% interval, and each seed below it")
     if any(len({run.rows[-1]["step"] for run in group.runs}) > 1 for group in groups):
-        how.append("lines of a group end where its shortest run does")
+        how.append("a group ends where its shortest run does")
     return "  ·  ".join(how)
 
 
@@ -124,40 +166,19 @@ def _legend_entry(figure: "Figure", name: str, look: Look, left: float, top: flo
     _text(figure, left, top, name, color=look.color, weight="bold", fontsize=NAME)
 
 
-def _rows(shown: Sequence[tuple[Panel, Lines]], layout: Layout) -> tuple[list[tuple[float, float, float]], float]:
-    """Return each panel's distance from the left and from the headline, its width, and the height of all."""
+def _rows(widths: Sequence[int], layout: Layout) -> tuple[list[tuple[float, float, float]], float]:
+    """Return the places of panels of these widths in columns, and the height of all.
+
+    A place is a distance from the left and from the headline, and a width.
+    """
     places, cell = [], 0
-    for panel, _ in shown:
-        width = min(panel.width, layout.columns)
+    for wanted in widths:
+        width = min(wanted, layout.columns)
         if cell % layout.columns + width > layout.columns:
             cell += -cell % layout.columns
         places.append((cell % layout.columns * layout.column, cell // layout.columns * ROW, width * layout.column))
         cell += width
     return places, -(-cell // layout.columns) * ROW
-
-
-def _grids(shown: Sequence[tuple[Panel, Lines]], layout: Layout) -> tuple[list[tuple[float, float, float]], float]:
-    """Return the places of grids of small panels, like `_rows`."""
-    places, top = [], 0.0
-    for _, lines in shown:
-        places.append((0.0, top, layout.width))
-        top += SMALL_HEAD + -(-len(lines) // layout.small) * SMALL_ROW + SMALL_FOOT
-    return places, top
-
-
-def _draw_grid(figure: "Figure", panel: Panel, lines: Lines, top: float, last: int, layout: Layout) -> None:
-    """Draw a small panel per line, with the same axes; ticks are labelled at the left and at the bottom."""
-    _text(figure, MARGIN, top + 0.05, panel.title, weight="bold", fontsize=13)
-    axes_are = f"y: {panel.unit}, x: {panel.x}"
-    size = 10 * min(1.0, (layout.width - 2 * MARGIN) / text_width(axes_are, 10))
-    _text(figure, MARGIN, top + 0.29, axes_are, color=GREY, fontsize=size)
-    wide = (layout.width - SMALL_LEFT - MARGIN / 2 + GAP) / layout.small
-    for place in range(len(lines)):
-        row, column = divmod(place, layout.small)
-        left = SMALL_LEFT + wide * column
-        axes = _axes(figure, left, top + SMALL_HEAD + SMALL_ROW * row, wide - GAP, SMALL_ROW - 0.34)
-        draw_small(axes, lines, place, panel, last)
-        axes.tick_params(labelleft=column == 0, labelbottom=place + layout.small >= len(lines))
 
 
 def _axes(figure: "Figure", left: float, top: float, width: float, height: float) -> "Axes":

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -23,20 +23,59 @@ IGNORED_FIELDS = ("seed", "workdir", "command")
 """Config fields, by the last part of their name, in which runs of one group may differ."""
 LABELLED_BY_VALUE = ("name", "replay", "correction")
 """Settings, by the last part of their name, whose value alone identifies them in a label."""
+
+
+class Metric(NamedTuple):
+    """What reports call a metric, and how they write its values."""
+
+    title: str
+    unit: str
+    """Units that begin with "share" are those of shares, 0 to 1."""
+    how: str
+    """Number format."""
+
+    @property
+    def is_share(self) -> bool:
+        """True if the values are shares, 0 to 1."""
+        return self.unit.startswith("share")
+
+    def write(self, value: float, *, signed: bool = False) -> str:
+        """Format a value for a table."""
+        if not value and self.how.endswith("e"):
+            return "0"
+        text = f"{value:{'+' if signed else ''},{self.how}}"
+        return text.replace("-", "+" if signed else "", 1) if text.strip("-0.") == "" else text  # no negative zero
+
+    def label(self, value: float) -> str:
+        """Format a value for a picture, where shares are in per cent: the digits of a table."""
+        digits = int(self.how[1:-1])
+        return f"{value:.{digits - 2}%}" if self.is_share else self.write(value)
+
+
 SUMMARY = {
-    "eval/accuracy": ("Held-out accuracy", "share of problems", ".3f"),
-    "reward/mean": ("Reward", "per response", ".3f"),
-    "response_length/mean": ("Response length", "tokens", ".1f"),
-    "actor/entropy": ("Entropy", "nats per token", ".3f"),
-    "clip_fraction/token": ("Clip fraction", "share of tokens", ".4f"),
-    "clip_fraction/sequence": ("Clip fraction", "share per response", ".4f"),
-    "routing/flip_rate": ("Routing flip rate", "share of experts", ".4f"),
-    "routing/router_kl": ("Router KL", "nats", ".1e"),
-    "ratio/token_log_std": ("Ratio spread, tokens", "nats", ".4f"),
-    "ratio/sequence_log_std": ("Ratio spread, responses", "nats per token", ".4f"),
-    "mismatch/kl": ("Sampler to trainer KL", "nats per token", ".1e"),
+    "eval/accuracy": Metric("Held-out accuracy", "share of problems", ".3f"),
+    "reward/mean": Metric("Reward", "per response", ".3f"),
+    "response_length/mean": Metric("Response length", "tokens", ".1f"),
+    "actor/entropy": Metric("Entropy", "nats per token", ".3f"),
+    "clip_fraction/token": Metric("Clip fraction", "share of tokens", ".4f"),
+    "clip_fraction/sequence": Metric("Clip fraction", "share per response", ".4f"),
+    "routing/flip_rate": Metric("Routing flip rate", "share of experts", ".4f"),
+    "routing/router_kl": Metric("Router KL", "nats", ".1e"),
+    "ratio/token_log_std": Metric("Ratio spread, tokens", "nats", ".4f"),
+    "ratio/sequence_log_std": Metric("Ratio spread, responses", "nats per token", ".4f"),
+    "mismatch/kl": Metric("Sampler to trainer KL", "nats per token", ".1e"),
 }
-"""Metrics that `facts` reports for a group: metric -> (title, unit, number format)."""
+"""Metrics that reports of all runs have; `results` adds those of their rewards and benchmarks."""
+_LOGPROB = 16 * float(np.finfo(np.float32).eps)
+"""Nats: the rounding of a float32 log-prob of up to 16 nats, twice over."""
+RESOLUTION = {
+    "actor/entropy": _LOGPROB,
+    "ratio/token_log_std": _LOGPROB,
+    "ratio/sequence_log_std": _LOGPROB,
+    "mismatch/kl": _LOGPROB**2 / 2,  # of log-ratios x that are rounding: expm1(x) − x is about x²/2
+    "routing/router_kl": 2 * float(np.finfo(np.float32).eps),  # a sum of probabilities times log-ratios
+}
+"""Values below which a metric is float32 rounding; they count as 0. Metrics that are not listed count or measure."""
 COLLAPSE_WINDOW = 5
 """Iterations in the moving average of the reward by which a collapse is told."""
 BY_MINIBATCH = ("routing/flip_rate",)
@@ -53,6 +92,11 @@ class Run:
     config: dict[str, Any] | None
     """Config by dotted field name; None without a config.json."""
     command: str
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its config; None without a config."""
+        return None if self.config is None else self.config.get("seed")
 
 
 @dataclass(frozen=True)
@@ -82,6 +126,8 @@ class Curve:
     """[R, N]; values as logged."""
     smooth: np.ndarray
     """[R, N]; centred moving average of each run."""
+    seeds: list[int | None]
+    """Seeds of the R runs; None where a run has no config."""
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:
@@ -135,17 +181,21 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def curve(group: Group, name: str, *, minibatch: int | None = None) -> Curve | None:
-    """Return a metric of a group, one point per iteration: the mean over its mini-batches, or the value in one."""
-    per_run = [found for run in group.runs if (found := _per_iteration(run.rows, name, minibatch))]
-    shared = sorted(set.intersection(*map(set, per_run))) if per_run else []
+    """Return a metric of a group, one point per iteration: the mean over its mini-batches, or the value in one.
+
+    Values below RESOLUTION are 0.
+    """
+    per_run = [(run, found) for run in group.runs if (found := _per_iteration(run.rows, name, minibatch))]
+    shared = sorted(set.intersection(*(set(points) for _, points in per_run))) if per_run else []
     if not shared:
         return None
-    raw = np.array([[points[step] for step in shared] for points in per_run], dtype=np.float64)
-    window = 1 if name.startswith("eval/") else max(1, len(shared) // 12) | 1
+    raw = np.array([[points[step] for step in shared] for _, points in per_run], dtype=np.float64)
+    raw = _resolved(raw, name)
+    window = 1 if _is_evaluation(name) else max(1, len(shared) // 12) | 1
     kernel = np.ones(window)
     weight = np.convolve(np.ones(len(shared)), kernel, mode="same")
     smooth = np.stack([np.convolve(row, kernel, mode="same") / weight for row in raw]) if len(shared) >= window else raw
-    return Curve(np.array(shared), raw, smooth)
+    return Curve(np.array(shared), raw, smooth, [run.seed for run, _ in per_run])
 
 
 def list_curve(group: Group, name: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -185,25 +235,77 @@ def collapse(rewards: Float[np.ndarray, " N"]) -> int | None:
     return int(below[0]) + 1 if len(below) else None
 
 
+def first_and_last(found: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return what each run of a curve began with and reached: first and last evaluation, or tenth of the iterations."""
+    count = 1 if _is_evaluation(name) else max(1, found.raw.shape[1] // 10)
+    first, last = found.raw[:, :count].mean(axis=1), found.raw[:, -count:].mean(axis=1)
+    return _resolved(first, name), _resolved(last, name)
+
+
+def final(group: Group, name: str) -> dict[int | None, float]:
+    """Return what each run of a group reached, by seed: its last evaluation, or the mean of its last iterations."""
+    found = curve(group, name)
+    if found is None:
+        return {}
+    last = first_and_last(found, name)[1]
+    return {seed: float(np.mean(last[[other == seed for other in found.seeds]])) for seed in found.seeds}
+
+
+def summary(groups: Sequence[Group]) -> list[str]:
+    """Return the metrics that `facts` reports of some runs: results, and what SUMMARY has besides."""
+    return list(dict.fromkeys([*results(groups), *SUMMARY]))
+
+
+def results(groups: Sequence[Group]) -> list[str]:
+    """Return the metrics that say how good runs are: accuracies and rewards."""
+    return ["eval/accuracy", *benchmarks(groups), "reward/mean", *reward_functions(groups)]
+
+
+def describe(name: str) -> Metric:
+    """Return what reports call a metric: one of SUMMARY, or of a benchmark or a reward function."""
+    kind, _, own = name.partition("/")
+    if kind == "benchmark":
+        return SUMMARY["eval/accuracy"]._replace(title=f"Benchmark: {own}")
+    if kind == "reward" and own != "mean":
+        return SUMMARY["reward/mean"]._replace(title=f"Reward: {own}")
+    return SUMMARY[name]
+
+
+def benchmarks(groups: Sequence[Group]) -> list[str]:
+    """Return the metrics of the benchmarks that runs have taken."""
+    named = _names(groups)
+    return sorted(name for name in named if name.startswith("benchmark/") and f"{name}_low" in named)
+
+
+def reward_functions(groups: Sequence[Group]) -> list[str]:
+    """Return the metric of each reward function, unless there is just one and it says what `reward/mean` does."""
+    runs = [run for group in groups for run in group.runs]
+    functions = dict.fromkeys(
+        f"reward/{field.partition('.')[2]}"
+        for run in runs
+        for field in run.config or {}
+        if field.startswith(("rewards.", "step_rewards."))
+    )
+    found = [name for name in functions if name in _names(groups)]
+    same = len(found) == 1 and all(row.get(found[0]) == row.get("reward/mean") for run in runs for row in run.rows)
+    return [] if same else found
+
+
 def facts(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return each group's SUMMARY metrics: initial value, final value and change (mean, min and max over runs).
+    """Return each group's metrics (see `summary`): initial value, final value, change (mean, min and max over runs).
 
     Initial and final are the first and the last evaluation, or for other metrics the means over the first and the last
     tenth of the iterations. `minibatches` lists the final values of BY_MINIBATCH metrics by mini-batch.
     `seconds_per_iteration` is the median over all iterations except each run's first, which includes compilation.
     """
-    found = []
+    names, found = summary(groups), []
     for group in groups:
         metrics = {}
-        for name in SUMMARY:
-            ends = [
-                _initial_and_final(points, name)
-                for run in group.runs
-                if (points := _per_iteration(run.rows, name, None))
-            ]
-            if ends:
-                initial, final = np.array(ends).T
-                values = {"initial": initial, "final": final, "change": final - initial}
+        for name in names:
+            column = curve(group, name)
+            if column is not None:
+                initial, last = first_and_last(column, name)
+                values = {"initial": initial, "final": last, "change": last - initial}
                 metrics[name] = {key: _statistics(value) for key, value in values.items()}
         seconds = [s for run in group.runs for s in _iteration_seconds(run)[1:]]
         found.append(
@@ -228,7 +330,7 @@ def _run_facts(run: Run) -> dict[str, Any]:
     speeds = list(_per_iteration(run.rows, "throughput/tokens_per_s", None).values())
     return {
         "folder": str(run.folder),
-        "seed": None if run.config is None else run.config.get("seed"),
+        "seed": run.seed,
         "updates": run.rows[-1]["step"],
         "collapsed": collapse(np.array(rewards)) is not None,
         "skipped_updates": sum(row.get("update/skipped") or 0 for row in run.rows),
@@ -260,10 +362,19 @@ def _per_iteration(rows: Sequence[Mapping[str, Any]], name: str, minibatch: int 
     return {found[-1][0]: float(np.mean([value for _, value in found])) for found in points.values()}
 
 
-def _initial_and_final(points: Mapping[int, float], name: str) -> tuple[float, float]:
-    values = [points[step] for step in sorted(points)]
-    count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
-    return float(np.mean(values[:count])), float(np.mean(values[-count:]))
+def _resolved(values: np.ndarray, name: str) -> np.ndarray:
+    """Return the values of a metric with 0 for those below its RESOLUTION."""
+    return np.where(np.abs(values) < RESOLUTION.get(name, 0.0), 0.0, values)
+
+
+def _is_evaluation(name: str) -> bool:
+    """Return whether a metric is one of held-out problems, each of whose values stands by itself."""
+    return name.startswith(("eval/", "benchmark/"))
+
+
+def _names(groups: Sequence[Group]) -> set[str]:
+    """Return all metrics of some runs."""
+    return {name for group in groups for run in group.runs for row in run.rows for name in row}
 
 
 def _statistics(values: np.ndarray) -> dict[str, float]:

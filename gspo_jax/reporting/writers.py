@@ -207,11 +207,22 @@ class SamplesWriter:
         completions: Sequence[str],
         rewards: Sequence[Any],
         answers: Sequence[str],
+        special: Sequence[str],
     ) -> Path:
-        """Write the completions of one step, replacing its file; each sequence has one entry per completion."""
+        """Write the completions of one step, replacing its file; each sequence has one entry per completion.
+
+        But for `special`: the texts of the tokenizer's special tokens. Each line lists those in its prompt and its
+        completion, so that readers can show them as tokens.
+        """
         lines = [
             _dumps(
-                {"prompt": prompt, "completion": completion, "reward": _to_python("reward", reward), "answer": answer}
+                {
+                    "prompt": prompt,
+                    "completion": completion,
+                    "reward": _to_python("reward", reward),
+                    "answer": answer,
+                    "special": [token for token in special if token in prompt or token in completion],
+                }
             )
             for prompt, completion, reward, answer in zip(prompts, completions, rewards, answers, strict=True)
         ]
@@ -253,7 +264,9 @@ def _is_sample(row: Any) -> bool:
     """Return whether a row is as SamplesWriter writes it."""
     if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("prompt", "completion", "answer")):
         return False
-    return "reward" in row and isinstance(row["reward"], (int, float, type(None)))
+    special = row.get("special", [])  # files of version 0.1 have none
+    listed = isinstance(special, list) and all(isinstance(token, str) and token for token in special)
+    return listed and "reward" in row and isinstance(row["reward"], (int, float, type(None)))
 
 
 def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import benchmark
 from gspo_jax.data.contents import changes
-from gspo_jax.data.tokenizer import Tokenizer, decode_responses
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.objectives import Objective
 from gspo_jax.objectives.guards import clip_range_warning
@@ -111,7 +111,8 @@ class RunLog:
         """Write and print about `count` completions, spread over the batch."""
         shown = np.arange(0, len(scored.total), max(1, len(scored.total) // count))
         tokens, mask = hosts.allgather((scored.rollout.tokens, scored.rollout.mask))
-        completions = decode_responses(tokenizer, tokens[shown], mask[shown])
+        kept = [row[keep].tolist() for row, keep in zip(tokens[shown], mask[shown], strict=True)]
+        completions = [tokenizer.decode(ids, skip_special=False) for ids in kept]
         if self._samples is not None:
             self._samples.write(
                 step,
@@ -119,10 +120,11 @@ class RunLog:
                 completions=completions,
                 rewards=scored.total[shown].tolist(),
                 answers=[record["answer"] for record in scored.records[shown]],
+                special=tokenizer.special,
             )
         for i, completion in zip(shown, completions, strict=True):
             shortened = textwrap.shorten(completion, SHOWN_CHARACTERS, placeholder=" …")
-            self.progress.say(f"  reward {scored.total[i]:g}  {scored.texts[i]!r} -> {shortened!r}")
+            self.progress.say(f"  reward {scored.total[i]:.4g}  {scored.texts[i]!r} -> {shortened!r}")
 
     def summary(self, title: str) -> dict[str, dict[str, float]]:
         """Print and return the first and the last evaluation."""

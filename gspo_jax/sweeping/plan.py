@@ -61,6 +61,11 @@ class Run:
         """The command that trains it, or resumes it."""
         return [sys.executable, "-m", "gspo_jax.train", *self.words, f"--workdir={self.folder}"]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its config without the seed: what it has in common with the runs of other seeds."""
+        return {name: value for name, value in self.config.to_dict().items() if name != "seed"}
+
     def is_done(self) -> bool:
         """Whether all its iterations are saved."""
         saved = read_saved(self.folder)

@@ -1,0 +1,126 @@
+"""How far groups of runs are from a baseline, seed by seed: runs of one seed share what the seed decides.
+
+In a sweep that is the cold start, the problems and their order, so that the spread over seeds, which is most of the
+spread of a result, cancels in the difference.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gspo_jax import estimates
+from gspo_jax.reporting.runs import Group, Run, final, results
+from gspo_jax.types import UserError
+
+MANY = 5
+"""Above this number of comparisons a reader is told that some leave out 0 by chance."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds, such as of differences from a baseline, with its interval (probability COVERAGE)."""
+
+    mean: float
+    low: float
+    high: float
+    each: tuple[float, ...]
+    """The value of each seed."""
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds there are."""
+        return len(self.each)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.seeds > 1 and not self.low <= 0 <= self.high
+
+
+def difference(values: Mapping[int | None, float], baseline: Mapping[int | None, float]) -> Estimate | None:
+    """Return the difference of values by seed from those of a baseline; None without a seed that both have."""
+    each = np.array([value - baseline[seed] for seed, value in values.items() if seed is not None and seed in baseline])
+    if not len(each):
+        return None
+    low, high = estimates.student_interval(each) if len(each) > 1 else (math.nan, math.nan)
+    return Estimate(float(each.mean()), low, high, tuple(each.tolist()))
+
+
+def find(groups: Sequence[Group], run: str | os.PathLike[str]) -> Group:
+    """Return the group of a run's folder, `--baseline`.
+
+    Raises:
+      UserError: no run is the baseline.
+    """
+    place = Path(run).resolve()
+    for group in groups:
+        if any(own.folder.resolve() == place for own in group.runs):
+            return group
+    raise UserError(f"--baseline={run} is none of the runs; name one of those that are compared")
+
+
+def differences(groups: Sequence[Group], base: Group) -> list[dict[str, Estimate]]:
+    """Return the differences of each group from `base`, by metric; without those that have no seed in common."""
+    reached = {name: final(base, name) for name in results(groups)}
+    found = []
+    for group in groups:
+        own = {name: None if group is base else difference(final(group, name), reached[name]) for name in reached}
+        found.append({name: one for name, one in own.items() if one is not None})
+    return found
+
+
+def how_to_read(groups: Sequence[Group], base: Group) -> str:
+    """Say how differences are found, and what in these runs weakens them."""
+    text = (
+        "Mean over seeds of the difference between the runs of one seed, and its 95% interval by Student's t over the "
+        "seeds: bold if it leaves out 0, so that the sign of the difference is no chance of the seeds."
+    )
+    others = len(groups) - 1
+    if others > MANY:
+        text += f" Of {others} intervals about {0.05 * others:.1g} would leave out 0 even if nothing made a difference."
+    if starts_differ(groups, base):
+        text += " Not all runs of one seed began from the same policy: their accuracies before training differ."
+    if len({run.rows[-1]["step"] for group in groups for run in group.runs}) > 1:
+        text += " Runs have different numbers of updates, and each is compared at its own end."
+    return text
+
+
+def starts_differ(groups: Sequence[Group], base: Group) -> bool:
+    """Whether runs of one seed began from different policies: what they solved before their first update differs."""
+    before = {run.seed: _before(run) for run in base.runs}
+    runs = [run for group in groups for run in group.runs if run.seed in before]
+    pairs = [(_before(run), before[run.seed]) for run in runs]
+    return any(own != other for own, other in pairs if own is not None and other is not None)
+
+
+def _before(run: Run) -> float | None:
+    """Return the accuracy of a run before its first update; None if it was not evaluated."""
+    return next((row.get("eval/accuracy") for row in run.rows if row["step"] == 0), None)
+
+
+def written(found: Estimate | None, how: str = ".3f") -> str:
+    """Format a difference with its interval."""
+    if found is None:
+        return "no seed in common"
+    text = f"{found.mean:+{how}}"
+    return f"{text} [{found.low:+{how}}, {found.high:+{how}}]" if found.seeds > 1 else f"{text}, one seed"
+
+
+def in_markdown(found: Estimate | None, how: str = ".3f") -> str:
+    """Format a difference for a markdown table: bold if the interval leaves out 0."""
+    text = written(found, how)
+    return f"**{text}**" if found is not None and found.is_clear else text
+
+
+def verdict(label: str, base: str, found: Estimate) -> str:
+    """Return the sentence that answers whether a group is more accurate than the baseline."""
+    what = f"Held-out accuracy of {label} less that of {base}: {written(found)}"
+    if found.seeds == 1:
+        return f"{what}; it takes several to tell a difference from chance."
+    if found.is_clear:
+        return f"{what} over {found.seeds} seeds: {label} is {'more' if found.mean > 0 else 'less'} accurate."
+    return f"{what} over {found.seeds} seeds: the interval contains 0, so these runs do not tell which is better."
