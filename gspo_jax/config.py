@@ -111,8 +111,11 @@ def base() -> ConfigDict:
     # End the sampling call after this many tokens, over all devices, split evenly over batch shards. None: no limit.
     config.sampling.partial.tokens = placeholder(int)
     # Sampling rounds per iteration, at most. Above 1: DAPO's dynamic sampling, in which further rounds replace groups
-    # whose rewards are all equal.
+    # that there is nothing to learn from, because all their advantages are 0.
     config.sampling.rounds = 1
+    # One of `rewards` or `step_rewards` by which dynamic sampling replaces groups, too: those whose scores are equal. A
+    # reward for the format alone would keep groups of wrong answers. Empty: by the advantages alone.
+    config.sampling.filter = ""
 
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # what replies to a turn, such as "countdown_feedback"; empty: one turn, no replies

@@ -23,6 +23,7 @@ from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.reporting.weights_and_biases import connect
 from gspo_jax.reporting.writers import MetricsWriter, Mirror, SamplesWriter, clear_stopped, read_metrics, write_config
+from gspo_jax.rewards.shaping import differ
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.rounds import Rounds
@@ -217,7 +218,7 @@ def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bo
     if shaping.penalty:
         columns["reward/overlong"] = shaping.overlong(scored)
     G = shaping.group_size
-    columns["reward/zero_std"] = np.repeat(~scored.contrast(G), G).astype(np.float32)
+    columns["reward/zero_std"] = np.repeat(~differ(scored.total, group_size=G), G).astype(np.float32)
     return columns | {
         "length": scored.lengths,
         "truncated": scored.truncated,
