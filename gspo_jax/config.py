@@ -57,7 +57,7 @@ def base() -> ConfigDict:
     config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
     config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
     config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
-    config.coldstart.train_router = True  # False: routers get no gradient and, without weight decay, stay as they are
+    config.coldstart.train_router = True  # False: routers get no gradient and, left out of the decay, stay as they are
     config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
@@ -235,6 +235,8 @@ def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> Config
     config.b1 = 0.9
     config.b2 = 0.95
     config.weight_decay = 0.0
+    # Parameters that are not decayed: "norm", "bias" and "router", perhaps also "embed" and "head"; (): all are decayed.
+    config.no_decay = ("norm", "bias", "router")
     config.max_grad_norm = 1.0  # global norm at which gradients are clipped
     return config
 
