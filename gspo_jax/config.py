@@ -226,6 +226,8 @@ def on_gsm8k(published: str = "") -> ConfigDict:
     config.data.task = "gsm8k"
     config.rewards = ConfigDict({"math_verify": 1.0, "math_verify_flexible": 0.0, "answer_format": 0.1})
     config.eval.correct = "math_verify"
+    # In bfloat16, the sampler's log-probs differ from the trainer's by more than GSPO's bounds.
+    config.training.old_logprobs = "recompute"
     return config
 
 

@@ -266,6 +266,15 @@ def test_the_folder_of_another_run_is_refused_before_any_work(tmp_path):
         check_place("")
 
 
+@pytest.mark.parametrize(
+    "recipe", ["gsm8k", "one_host", "one_host:full", "qwen3_30b_a3b:16k", "qwen3_235b_a22b", "qwen3_dense"]
+)
+def test_recipes_in_bfloat16_recompute_the_old_log_probs(recipe):
+    name, colon, argument = recipe.partition(":")
+    config = cli.load_config(str(ROOT / f"configs/{name}.py{colon}{argument}"))
+    assert config.model.dtype == "bfloat16" and config.training.old_logprobs == "recompute"
+
+
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b.py", "qwen3_30b_a3b.py:16k", "qwen3_dense.py:8B"])
 def test_one_flag_pads_the_rows_of_a_recipe(recipe):
     config = cli.load_config(f"configs/{recipe}")

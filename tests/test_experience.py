@@ -285,6 +285,25 @@ def test_ratios_of_one_after_an_update_are_warned_of_once():
     assert stream.getvalue().count("warning: the importance ratio is exactly 1 for every token") == 1
 
 
+@pytest.mark.parametrize(
+    ("gated", "stale", "recomputed", "says"),
+    [
+        (0.02, 0, False, ""),
+        (0.25, 0, False, "old_logprobs=recompute"),
+        (0.25, 9, False, ""),  # partial rollouts: older policies sampled some of it
+        (0.25, 9, True, "please report it"),
+    ],
+)
+def test_what_rounding_gates_is_warned_of_once(gated, stale, recomputed, says):
+    stream = io.StringIO()
+    with Progress(1, label="run", stream=stream) as progress:
+        run = RunLog(progress)
+        for more in (0.0, 0.01):
+            first = {"clip_fraction/sequence": np.float32(gated + more * bool(says))}
+            run.guard_rounding(objectives.gspo(), first, stale=stale, recomputed=recomputed)
+    assert stream.getvalue().count("warning: ") == bool(says) and says in stream.getvalue()
+
+
 def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
     rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan], np.float32)
     np.testing.assert_array_equal(fill_failures(rewards, group_size=3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])

@@ -18,7 +18,7 @@ from gspo_jax import benchmark
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.objectives import Objective
-from gspo_jax.objectives.guards import clip_range_warning
+from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.reporting.weights_and_biases import connect
@@ -146,6 +146,17 @@ class RunLog:
                 "sampling.group_size is 1: advantages compare a response with its group, so all are exactly 0 and "
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
             )
+
+    def guard_rounding(self, objective: Objective, first: Metrics, *, stale: int, recomputed: bool) -> None:
+        """Warn if rounding gates responses in the first mini-batch of an iteration.
+
+        `stale` tokens of older policies, of partial rollouts, are off-policy and rightly gated, unless old log-probs are
+        `recomputed`.
+        """
+        if recomputed or not stale:
+            text = rounding_warning(objective, float(first["clip_fraction/sequence"]), recomputed=recomputed)
+            if text is not None:
+                self.warn(text, about="rounding")
 
     def guard_ratios(self, metrics: list[Metrics]) -> None:
         """Warn if an update has moved the policy but the importance ratios are still exactly 1."""

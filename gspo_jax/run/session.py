@@ -286,6 +286,12 @@ class Run:
             older=self.buffer is not None,
         )
         self.log.updates(step, line, columns, metrics, group_size=self.group_size)
+        self.log.guard_rounding(
+            self.objective,
+            metrics[0],
+            stale=int(scored.stale_tokens.sum()),
+            recomputed=config.training.old_logprobs == "recompute",
+        )
         self.log.advance(scored, metrics, tokens_per_s=line["throughput/tokens_per_s"])
         if last or done % config.log.samples_every == 0:
             self.log.keep_samples(step, scored, self.tokenizer, count=config.log.samples)
