@@ -58,7 +58,7 @@ def base() -> ConfigDict:
     config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
     config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
     config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
-    config.coldstart.train_router = True  # False: routers get no gradient and, without weight decay, stay as they are
+    config.coldstart.train_router = True  # False: routers get no gradient and, left out of the decay, stay as they are
     config.coldstart.log_every = 100  # steps between progress reports
     config.coldstart.optimizer = adamw(learning_rate=3e-3, schedule="cosine", warmup_updates=20)
 
@@ -118,8 +118,11 @@ def base() -> ConfigDict:
     # End the sampling call after this many tokens, over all devices, split evenly over batch shards. None: no limit.
     config.sampling.partial.tokens = placeholder(int)
     # Sampling rounds per iteration, at most. Above 1: DAPO's dynamic sampling, in which further rounds replace groups
-    # whose rewards are all equal.
+    # that there is nothing to learn from, because all their advantages are 0.
     config.sampling.rounds = 1
+    # One of `rewards` or `step_rewards` by which dynamic sampling replaces groups, too: those whose scores are equal. A
+    # reward for the format alone would keep groups of wrong answers. Empty: by the advantages alone.
+    config.sampling.filter = ""
 
     config.environment = ConfigDict()  # episodes of several turns
     config.environment.name = ""  # what replies to a turn, such as "countdown_feedback"; empty: one turn, no replies
@@ -230,6 +233,8 @@ def on_gsm8k(published: str = "") -> ConfigDict:
     config.data.task = "gsm8k"
     config.rewards = ConfigDict({"math_verify": 1.0, "math_verify_flexible": 0.0, "answer_format": 0.1})
     config.eval.correct = "math_verify"
+    # In bfloat16, the sampler's log-probs differ from the trainer's by more than GSPO's bounds.
+    config.training.old_logprobs = "recompute"
     return config
 
 
@@ -239,6 +244,8 @@ def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> Config
     config.b1 = 0.9
     config.b2 = 0.95
     config.weight_decay = 0.0
+    # Parameters that are not decayed: "norm", "bias" and "router", perhaps also "embed" and "head"; (): all are decayed.
+    config.no_decay = ("norm", "bias", "router")
     config.max_grad_norm = 1.0  # global norm at which gradients are clipped
     return config
 

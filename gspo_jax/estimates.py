@@ -5,6 +5,7 @@ problems anew. A sample that could not be judged is left out of its problem, and
 benchmark.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -13,8 +14,10 @@ from jaxtyping import Bool, Float, Int
 
 RESAMPLES = 2000
 """Draws of problems for an interval."""
+ENUMERATED = 2000
+"""Most subsets of k samples of a problem that are all looked at for its majority."""
 SUBSETS = 200
-"""Draws of k samples of a problem for its majority."""
+"""Draws of k samples, where there are more."""
 COVERAGE = 0.95
 """Probability with which an interval contains the truth."""
 
@@ -34,8 +37,9 @@ def pass_at(k: int, right: Int[np.ndarray, " P"], samples: Int[np.ndarray, " P"]
 def majority_at(k: int, answers: Sequence[str | None], right: Bool[np.ndarray, " n"], *, seed: int) -> float:
     """Probability that the most frequent answer among k samples of a problem is right; NaN if there are fewer than k.
 
-    Samples are drawn without replacement, SUBSETS times unless k is all of them. Among answers that are as frequent,
-    one is drawn; a sample without an answer, None, has no vote. An answer is right if any of its samples is.
+    The mean over all subsets of k samples, which is exact, or over SUBSETS random ones of more than ENUMERATED. Among
+    answers that are as frequent, one is drawn: with a right one among two, the probability is a half. A sample without
+    an answer, None, has no vote. An answer is right if any of its samples is.
     """
     if len(answers) < k:
         return math.nan
@@ -45,9 +49,11 @@ def majority_at(k: int, answers: Sequence[str | None], right: Bool[np.ndarray, "
     votes = np.asarray([len(known) if answer is None else known[answer] for answer in answers], int)
     is_right = np.zeros(len(known), bool)
     is_right[votes[right & (votes < len(known))]] = True
-    random = np.random.default_rng(seed)
-    every = [votes] if k == len(votes) else [random.permutation(votes)[:k] for _ in range(SUBSETS)]
-    counts = np.stack([np.bincount(drawn, minlength=len(known) + 1)[:-1] for drawn in every])
+    if math.comb(len(votes), k) <= ENUMERATED:
+        drawn = votes[np.array(list(itertools.combinations(range(len(votes)), k)))]
+    else:
+        drawn = np.random.default_rng(seed).permuted(np.tile(votes, (SUBSETS, 1)), axis=1)[:, :k]
+    counts = (drawn[:, :, None] == np.arange(len(known))).sum(axis=1)
     most = counts.max(axis=1, keepdims=True)
     first = (counts == most) & (most > 0)
     return float(((first * is_right).sum(axis=1) / np.maximum(first.sum(axis=1), 1)).mean())

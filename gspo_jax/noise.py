@@ -25,6 +25,7 @@ from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.engine import Engine
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.rewards.shaping import fill_failures
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios
 from gspo_jax.setup import data, keys, policy, sampling
@@ -206,8 +207,8 @@ def _experience(
         packing = made.packer(lengths, prompt_lengths)
     critic = None if state.critic is None else state.critic.params
     old = made.score(weights, critic, reference, rollout, packing)
-    learn = np.isfinite(total)
-    columns: Any = hosts.shard_rows(mesh, (np.where(learn, total, 0.0).astype(np.float32), learn))
+    filled = fill_failures(total, group_size=config.sampling.group_size)
+    columns: Any = hosts.shard_rows(mesh, (filled, np.isfinite(total)))
     rewards = Rewards(*columns)
     experience = made.experience(made.objective, rollout, old, rewards)
     return dataclasses.replace(experience, packing=packing)

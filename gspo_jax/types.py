@@ -35,8 +35,19 @@ class Diverged(RuntimeError):
 def choices(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown `name`: the closest of the `known` names, if any, then all."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"there are {', '.join(names)}"
+    near = nearest(name, names)
+    return (f"did you mean {near!r}? " if near else "") + f"there are {', '.join(names)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The closest of the `known` names, if one is close; case, blanks and punctuation do not count: "Dr. GRPO"."""
+
+    def letters(text: str) -> str:
+        return "".join(filter(str.isalnum, text)).lower()
+
+    names = {letters(each): each for each in known}
+    found = difflib.get_close_matches(letters(name), names, n=1)
+    return names[found[0]] if found else None
 
 
 @struct.dataclass

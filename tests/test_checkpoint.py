@@ -43,6 +43,7 @@ OPTIMIZER, _ = make_optimizer(
     b1=0.9,
     b2=0.95,
     weight_decay=0.0,
+    no_decay=(),
     max_grad_norm=1.0,
 )
 RUN = {"iteration": 3, "prompts": '{"next": 7}', "key": [1, 2], "config": {"seed": 0, "data": {}}}

@@ -138,6 +138,13 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"coldstart.batch": 12}, "coldstart.batch 12 is not divisible by data×fsdp×expert = 8; use 8 or 16"),
         ({"training.old_logprobs": "samplr"}, "'samplr'; use 'sampler' or 'recompute'"),
         ({"objective.name": "gsop"}, "no objective 'gsop'; did you mean 'gspo'"),
+        ({"objective.name": "GSPO"}, "no objective 'GSPO'; did you mean 'gspo'"),
+        ({"optimizer.no_decay": ("bias", "norms")}, "optimizer: no_decay has 'norms'; use some of norm, bias, router"),
+        (
+            {"sampling.filter": "exact-answer", "sampling.rounds": 4},
+            "sampling.filter is 'exact-answer', which is not among .*; did you mean 'exact_answer'.*leave it empty",
+        ),
+        ({"sampling.filter": "exact_answer"}, "'exact_answer', but sampling.rounds is 1, so that no group is replaced"),
         ({"objective.gspo.low": 2.0}, "low=2.0 lies outside"),
         ({"optimizer.schedule": "linear"}, "'linear'; use constant or cosine"),
         ({"model.dtype": "float16"}, "'float16'; use 'float32' or 'bfloat16'"),
@@ -267,6 +274,15 @@ def test_the_folder_of_another_run_is_refused_before_any_work(tmp_path):
     check_folder(config, files)
     with pytest.raises(UserError, match="the name of the run folder is empty; give one, such as --workdir=runs/first"):
         check_place("")
+
+
+@pytest.mark.parametrize(
+    "recipe", ["gsm8k", "one_host", "one_host:full", "qwen3_30b_a3b:16k", "qwen3_235b_a22b", "qwen3_dense"]
+)
+def test_recipes_in_bfloat16_recompute_the_old_log_probs(recipe):
+    name, colon, argument = recipe.partition(":")
+    config = cli.load_config(str(ROOT / f"configs/{name}.py{colon}{argument}"))
+    assert config.model.dtype == "bfloat16" and config.training.old_logprobs == "recompute"
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b.py", "qwen3_30b_a3b.py:16k", "qwen3_dense.py:8B"])

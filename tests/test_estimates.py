@@ -43,20 +43,38 @@ def test_the_majority_of_all_samples(answers, right, expected):
     assert majority(answers, right, len(right)) == pytest.approx(expected)
 
 
-def test_the_majority_of_some_is_the_mean_over_subsets():
-    answers, right = "aaabbc", [1, 1, 1, 0, 0, 0]
-    subsets = [[answers[i] for i in chosen] for chosen in itertools.permutations(range(6), 3)]
+@pytest.mark.parametrize(
+    ("answers", "right"),
+    [
+        ("aaabbc", [1, 1, 1, 0, 0, 0]),
+        ("abcdef", [0, 0, 1, 0, 0, 0]),
+        ("aabbccdd", [1, 1, 1, 1, 0, 0, 0, 0]),  # two forms of the right answer
+        (["a", "a", None, "b", None, "b", "b"], [1, 1, 0, 0, 0, 0, 0]),
+        ("aaaaaaab", [0, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_the_majority_of_some_is_the_mean_over_subsets(answers, right):
+    """Exactly, with any seed, as long as there are few subsets; of one sample it is the share of right ones."""
+    is_right = {answer for answer, verdict in zip(answers, right, strict=True) if verdict}
 
     def share(drawn):
-        most = max(map(drawn.count, drawn))
-        first = {a for a in drawn if drawn.count(a) == most}
-        return ("a" in first) / len(first)
+        votes = [answer for answer in drawn if answer is not None]
+        first = {answer for answer in votes if votes.count(answer) == max(map(votes.count, votes))}
+        return Fraction(len(first & is_right), max(len(first), 1))
 
-    expected = np.mean([share(drawn) for drawn in subsets])
-    found = np.mean([majority(answers, right, 3, seed) for seed in range(20)])
-    assert found == pytest.approx(expected, abs=0.02)
-    assert majority(answers, right, 1) == pytest.approx(0.5, abs=0.1)
-    assert math.isnan(majority(answers, right, 7))
+    for k in range(1, len(right) + 1):
+        subsets = [share(drawn) for drawn in itertools.combinations(answers, k)]
+        for seed in (0, 1):
+            assert majority(answers, right, k, seed) == pytest.approx(float(sum(subsets) / len(subsets)), abs=1e-12)
+    assert majority(answers, right, 1) == pytest.approx(np.mean(right), abs=1e-12)
+    assert math.isnan(majority(answers, right, len(right) + 1))
+
+
+def test_the_majority_of_many_subsets_is_estimated():
+    """Half of 32 samples are right, so of 3 at least two are with probability one half."""
+    answers, right = "ab" * 16, [1, 0] * 16
+    found = np.array([majority(answers, right, 3, seed) for seed in range(20)])
+    assert found.std() > 0 and found.mean() == pytest.approx(0.5, abs=0.03)
 
 
 @pytest.mark.parametrize("problems", [30, pytest.param(164, marks=pytest.mark.slow)])

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from gspo_jax import objectives
-from gspo_jax.objectives.advantages import gae, group_steps, group_zscore
+from gspo_jax.objectives.advantages import gae, group_centered, group_steps, group_zscore, leave_one_out
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.rewards.scorer import Scores
+from gspo_jax.rewards.shaping import differ, fill_failures
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.log import RunLog
 from gspo_jax.run.rounds import Rounds
-from gspo_jax.run.scored import Responses, Round
-from gspo_jax.run.shaping import fill_failures
+from gspo_jax.run.scored import Responses, Round, Scored
+from gspo_jax.run.shaping import Filter, Shaping
 from gspo_jax.training.experience import Rewards, make_experience
 from gspo_jax.types import OldPolicy, Rollout, StopRequested
 
@@ -103,7 +104,10 @@ def test_a_correction_weighs_the_trainer_against_the_sampler():
 # --- rounds ---------------------------------------------------------------------------------------
 
 
-def a_round(tag: int, total: list[float], *, after: threading.Event | None = None) -> Round:
+SHAPING = Shaping(group_size=G, limit=T, penalty=0.0, cache=0, drop_truncated=False)
+
+
+def a_round(tag: int, total: list[float], *, after: threading.Event | None = None, **changes) -> Round:
     """Return a round of two groups with the given rewards, which are there once `after` is set."""
     names = np.array([f"{tag}.{row}" for row in range(B)], object)
     total = np.array(total, np.float32)
@@ -119,7 +123,7 @@ def a_round(tag: int, total: list[float], *, after: threading.Event | None = Non
     )
     by_name, without = {"right": total}, np.array([True, True, True, False])
     scores = Scores(total, by_name, 0, seconds=2.0, queued_s=[1.0], without_worker=without)
-    columns = {"total": total, "by_name": by_name, "learn": np.isfinite(total), "without_worker": without}
+    columns = {"total": total, "by_name": by_name, "learn": np.isfinite(total), "without_worker": without} | changes
 
     def work():
         assert after is None or after.wait(20.0)
@@ -129,7 +133,8 @@ def a_round(tag: int, total: list[float], *, after: threading.Event | None = Non
 
 
 def collect(*rounds: Round, limit: int) -> Rounds:
-    collected = Rounds(groups=2, group_size=G, limit=limit)
+    keeps = Filter(objective=objectives.gspo(), shaping=SHAPING, reward="").keeps
+    collected = Rounds(groups=2, group_size=G, limit=limit, keeps=keeps)
     for each in rounds:
         assert not collected.full
         collected.add(each)
@@ -191,11 +196,64 @@ def test_rounds_are_bounded_and_what_fills_the_batch_is_not_learned_from():
     assert rounds.metrics()["dynamic/filled"] == 0.5
 
 
-def test_contrast_is_between_responses_that_could_be_scored():
-    nan = np.nan
-    assert a_round(0, [1, nan, nan, nan]).wait().contrast(G).tolist() == [False, False]
-    assert a_round(0, [0.5, 0.25, -1, -1]).wait().contrast(G).tolist() == [True, False]
-    assert a_round(0, [1, nan, 0, 1]).wait().contrast(4).tolist() == [True]
+nan = np.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "group_size", "expected"),
+    [([1, nan, nan, nan], 2, [False, False]), ([0.5, 0.25, -1, -1], 2, [True, False]), ([1, nan, 0, 1], 4, [True])],
+)
+def test_values_differ_between_responses_that_have_one(values, group_size, expected):
+    assert differ(np.array(values, np.float32), group_size=group_size).tolist() == expected
+
+
+ONE_STEP = np.zeros((B, T), np.float32)
+ONE_STEP[0, 2] = ONE_STEP[1, 1] = 1.0  # in a response of 5 tokens and one of 3
+TWO_STEPS = ONE_STEP + np.eye(1, T, 4, dtype=np.float32) * 0.5 * np.eye(B, 1, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "expected"),
+    [
+        # Rewards of all four, by group: their advantages differ or do not.
+        ({}, {"total": [0, 1, 1, 1]}, [True, False]),
+        # Lengths 5, 3, 1, 4 with a penalty from 4 tokens on: equal rewards differ by it, and different ones may not.
+        ({"penalty": 1.0, "cache": 2}, {"total": [1, 1, 0, 0]}, [True, True]),
+        ({"penalty": 1.0, "cache": 2}, {"total": [1, 0, 1, 1.5]}, [False, False]),
+        # Responses cut off at the limit carry no gradient, whatever their advantages.
+        ({"drop_truncated": True}, {"total": [0, 1, 0, 1], "truncated": [0, 0, 1, 1]}, [True, False]),
+        ({"drop_truncated": True}, {"total": [0, 1, 0, 1], "truncated": [0, 1, 0, 0]}, [True, True]),
+        # One of two without a score: the mean in its place is the other's reward.
+        ({}, {"total": [1, nan, nan, nan]}, [False, False]),
+        ({}, {"total": [nan] * 4}, [False, False]),
+        # Two equal step rewards of the first group have no spread; with a third there is one.
+        ({"name": "gspo_token"}, {"total": [1] * 4, "step_rewards": ONE_STEP, "steps": ONE_STEP > 0}, [False, False]),
+        ({"name": "gspo_token"}, {"total": [1] * 4, "step_rewards": TWO_STEPS, "steps": TWO_STEPS > 0}, [True, False]),
+        # A critic's advantages are not known: the rewards decide.
+        ({"name": "ppo"}, {"total": [0, 1, 1, 1]}, [True, False]),
+        # A reward for the format alone keeps both groups alive, but not if the answer's reward is to judge.
+        ({}, {"total": [0, 0.1, 1, 1.1], "by_name": {"right": [0, 0, 1, 0]}}, [True, True]),
+        ({"reward": "right"}, {"total": [0, 0.1, 1, 1.1], "by_name": {"right": [0, 0, 1, 0]}}, [False, True]),
+        # Scores that differ while the rewards do not, as with weight 0, teach nothing.
+        ({"reward": "right"}, {"total": [1] * 4, "by_name": {"right": [0, 1, 1, 0]}}, [False, False]),
+        # The second group is of a source that the reward does not score.
+        ({"reward": "right"}, {"total": [0, 1, 0, 1], "by_name": {"right": [1, nan, nan, nan]}}, [False, True]),
+    ],
+)
+def test_dynamic_sampling_keeps_groups_whose_advantages_differ(settings, rewards, expected):
+    settings = {"name": "gspo", "reward": ""} | settings
+    name, reward = settings.pop("name"), settings.pop("reward")
+    shaping = dataclasses.replace(SHAPING, **settings)
+    columns = {key: np.array(x) for key, x in rewards.items() if key not in ("total", "by_name", "truncated")}
+    if "by_name" in rewards:
+        columns["by_name"] = {key: np.array(x, np.float32) for key, x in rewards["by_name"].items()}
+    made = a_round(0, rewards["total"], **columns)
+    responses = dataclasses.replace(made.responses, truncated=np.array(rewards.get("truncated", [0] * B), bool))
+    kept = Filter(objective=objectives.make(name), shaping=shaping, reward=reward)
+    assert kept.keeps(Scored.of(responses, made.wait())).tolist() == expected
+
+
+def test_failures_are_counted_and_left_out_of_the_mean():
     rounds = collect(a_round(0, [1, nan, 0, 1]), a_round(10, [0, 1, 0, nan]), limit=3)
     assert rounds.scored(rounds.batch(MESH)).learn.tolist() == [True] * 4 and rounds.failures == 2
     assert rounds.metrics()["dynamic/reward_mean"] == pytest.approx(3 / 6)
@@ -227,8 +285,43 @@ def test_ratios_of_one_after_an_update_are_warned_of_once():
     assert stream.getvalue().count("warning: the importance ratio is exactly 1 for every token") == 1
 
 
+@pytest.mark.parametrize(
+    ("gated", "stale", "recomputed", "says"),
+    [
+        (0.02, 0, False, ""),
+        (0.25, 0, False, "old_logprobs=recompute"),
+        (0.25, 9, False, ""),  # partial rollouts: older policies sampled some of it
+        (0.25, 9, True, "please report it"),
+    ],
+)
+def test_what_rounding_gates_is_warned_of_once(gated, stale, recomputed, says):
+    stream = io.StringIO()
+    with Progress(1, label="run", stream=stream) as progress:
+        run = RunLog(progress)
+        for more in (0.0, 0.01):
+            first = {"clip_fraction/sequence": np.float32(gated + more * bool(says))}
+            run.guard_rounding(objectives.gspo(), first, stale=stale, recomputed=recomputed)
+    assert stream.getvalue().count("warning: ") == bool(says) and says in stream.getvalue()
+
+
 def test_a_response_that_could_not_be_scored_gets_its_groups_mean():
     rewards = np.array([1.0, np.nan, 0.0, np.nan, np.nan, np.nan], np.float32)
-    np.testing.assert_array_equal(fill_failures(rewards, 3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(fill_failures(rewards, group_size=3), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
     with pytest.raises(RuntimeError, match="none of the batch's responses"):
-        fill_failures(np.full(4, np.nan, np.float32), 2)
+        fill_failures(np.full(4, np.nan, np.float32), group_size=2)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.1, -1 / 3, 1e-30, 12345.678])
+def test_equal_rewards_stay_equal_when_one_response_of_the_group_fails(reward, penalty):
+    """Whatever fails, and however long it is: the others have the same reward and length, so no advantage."""
+    for G in (2, 4, 8, 7):
+        shaping = Shaping(group_size=G, limit=T, penalty=penalty, cache=2, drop_truncated=False)
+        only = a_round(0, [0] * B)
+        for failed in (0, G - 1):
+            total, lengths = np.full(G, reward, np.float32), np.full(G, 4)
+            total[failed], lengths[failed] = nan, T
+            responses = dataclasses.replace(only.responses, lengths=lengths)
+            rewards = shaping.rewards(Scored.of(responses, dataclasses.replace(only.wait(), total=total)))
+            for advantage in (group_zscore, group_centered, leave_one_out):
+                assert not np.any(advantage(rewards, group_size=G)), (G, failed)

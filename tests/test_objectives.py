@@ -50,6 +50,22 @@ def test_rewards_are_the_advantages_of_the_objective():
         np.testing.assert_allclose(info.advantages[:, 0], want, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("gspo", "the objective is 'gspo', not an Objective; pass what its factory returns, objectives.gspo()"),
+        ("GSPO-token", "the objective is 'GSPO-token', not an Objective; .*, objectives.gspo_token()"),
+        ("banana", "no objective 'banana'; there are cispo"),
+        (objectives.dr_grpo, "the objective is <function dr_grpo.*, not an Objective; .*, objectives.dr_grpo()"),
+        (objectives, "the objective is <module .*, not an Objective; .*, objectives.gspo()"),
+        (None, "the objective is None, not an Objective; pass what its factory returns, objectives.gspo()"),
+    ],
+)
+def test_what_is_no_objective_is_told(given, says):
+    with pytest.raises(UserError, match=says.replace("(", r"\(").replace(")", r"\)")):
+        objectives.loss(given, NEW, old_logprobs=OLD, mask=MASK, rewards=jnp.ones(4), group_size=4)
+
+
 def test_ppo_takes_advantages_from_a_critic_and_never_rewards_alone():
     batch = {"old_logprobs": OLD, "mask": MASK}
     with pytest.raises(
@@ -148,6 +164,15 @@ NAN = float("nan")
     [
         ("gsop", {}, "no objective 'gsop'; did you mean 'gspo'? there are cispo, dapo, dppo_kl, "),
         ("clipped", {}, "no objective 'clipped'; "),
+        ("GSPO", {}, "no objective 'GSPO'; did you mean 'gspo'? there are"),
+        ("gspo-token", {}, "no objective 'gspo-token'; did you mean 'gspo_token'? "),
+        ("GSPO-Token", {}, "did you mean 'gspo_token'? "),
+        ("Dr. GRPO", {}, "did you mean 'dr_grpo'? "),
+        ("drgrpo", {}, "did you mean 'dr_grpo'? "),
+        ("dapo ", {}, "no objective 'dapo '; did you mean 'dapo'? "),
+        ("DPPO-TV", {}, "did you mean 'dppo_tv'? "),
+        ("MiniRL", {}, "did you mean 'minirl'? "),
+        ("", {}, "no objective ''; there are cispo"),
         ("gspo", {"hihg": 1.0}, "gspo has no hyper-parameter 'hihg'; did you mean 'high'? there are low, high, dual_"),
         ("rloo", {"low": 1.0}, "rloo has no hyper-parameter 'low'; it has none"),
         ("gspo", {"low": -0.1}, "low=-0.1 lies outside [0, 1]; it is an offset from 1, so low=0.2 clips at 0.8"),

@@ -1,10 +1,12 @@
-"""The warning about a clip range of the wrong scale: which settings trigger it, which do not, and its text."""
+"""The warnings: which settings and gates trigger them, which do not, and their text."""
+
+import itertools
 
 import pytest
 
 from gspo_jax import objectives
 from gspo_jax.objectives import catalogue
-from gspo_jax.objectives.guards import clip_range_warning
+from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 
 
 @pytest.mark.parametrize("name", catalogue.__all__)
@@ -34,6 +36,22 @@ def test_a_bound_of_the_wrong_size_is_named(name, fine, odd):
         (f"{key}={odd[key]:g}" in said) if key in odd else (f"{key}=" not in said.split(":")[0])
         for key in objectives.make(name).bounds
     )
+
+
+@pytest.mark.parametrize("name", catalogue.__all__)
+def test_what_rounding_may_gate_is_no_reason_to_warn(name):
+    for gated, recomputed in itertools.product((0.0, 0.02), (True, False)):
+        assert rounding_warning(objectives.make(name), gated, recomputed=recomputed) is None
+
+
+def test_too_much_gated_by_rounding_is_told_with_the_remedy():
+    expected = (
+        "18.8% of the responses are gated in mini-batch 0, where every ratio is 1 but for rounding (2% at most): gspo does "
+        "not tolerate the sampler's log-probs as the old policy's here; use --config.training.old_logprobs=recompute"
+    )
+    assert rounding_warning(objectives.gspo(), 0.1875, recomputed=False) == expected
+    text = rounding_warning(objectives.grpo(), 0.0201, recomputed=True)
+    assert text is not None and text.startswith("2.0% of the tokens are gated") and "float32 or wider bounds" in text
 
 
 def test_the_sentence():

@@ -133,6 +133,39 @@ def test_wrong_settings_are_told(functions, options, message):
         Scorer(functions, **options)
 
 
+GOOD, BAD = ["", "", "", ""], ["raise", "raise", "raise", "raise"]
+
+
+@pytest.mark.parametrize("name", ["moody", "picky"])
+@pytest.mark.parametrize(
+    ("records", "completions", "broken"),
+    [
+        ([["a"] * 4], [BAD], False),  # one record, and nothing else to judge the function by
+        ([["a"] * 4, ["b"] * 4], [BAD, BAD], True),
+        ([["a", "a", "b", "b"]], [BAD], True),
+        ([["a"] * 4, ["b"] * 4, ["c"] * 4], [BAD, GOOD, BAD], False),
+        ([["a"] * 4, ["b", "b", "c", "c"], ["d", "d", "e", "e"]], [GOOD, BAD, BAD], False),  # it has worked before
+        ([["a"] * 4, *[[f"{i}"] * 4 for i in range(9)]], [GOOD, *[BAD] * 9], True),  # … but not for long
+    ],
+)
+def test_a_function_that_raises_on_one_record_is_not_broken(fakes, name, records, completions, broken):
+    """Other records of the batch are of another source, which the function is not asked about."""
+    with Scorer({name: 1.0}, **fakes, scores=mine) as scorer:
+        batches = list(zip(records, completions, strict=True))
+        for i, (prompts, answers) in enumerate(batches):
+            rows = [{"prompt": prompt} for prompt in prompts]
+            given = ([*prompts, "other"], [*answers, ""], [*rows, {"other": 1}])
+            if broken and i + 1 == len(batches):
+                with pytest.raises(RuntimeError, match=r"(?s)raised on all 4 completions; .*no mood for"):
+                    scorer.score(*given)
+            else:
+                assert np.isnan(scorer.score(*given).by_name[name][:4]).all() == (answers is BAD)
+
+
+def mine(name, record):
+    return "other" not in record
+
+
 @pytest.mark.parametrize("name", ["moody", "picky"])
 def test_what_is_no_score_is_nan_and_counted(fakes, name, caplog):
     with Scorer({name: 2.0}, **fakes) as scorer:

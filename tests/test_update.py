@@ -16,8 +16,11 @@ import pytest
 from flax import nnx
 
 from gspo_jax import objectives
+from gspo_jax.config import adamw
 from gspo_jax.models import critic as critic_lib
-from gspo_jax.models import transformer
+from gspo_jax.models import lora, transformer
+from gspo_jax.models.config import by_path
+from gspo_jax.models.lora import TARGETS, Adapters
 from gspo_jax.models.moe import Routing
 from gspo_jax.objectives.regularizers import value_loss
 from gspo_jax.parallel import hosts
@@ -37,7 +40,7 @@ from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update
-from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, Weights
+from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, UserError, Weights
 from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, responses, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
@@ -51,7 +54,8 @@ CRITIC_GRAPH, CRITIC_SHAPES = critic_lib.abstract(CONFIG, own_trunk=True, dtype=
 
 def optimizer(**changes):
     settings = {"learning_rate": 1e-3, "schedule": "constant", "warmup_updates": 0, "total_updates": 10}
-    return make_optimizer(**(settings | {"b1": 0.9, "b2": 0.95, "weight_decay": 0.0, "max_grad_norm": 1.0} | changes))
+    settings |= {"b1": 0.9, "b2": 0.95, "weight_decay": 0.0, "no_decay": (), "max_grad_norm": 1.0}
+    return make_optimizer(**(settings | changes))
 
 
 def recorder():
@@ -257,10 +261,10 @@ def by_the_definition(batch: Experience, name: str, replay: str):
         apart = jnp.where(mask, old.reference_logprobs - logprobs, 0)
         divergence = jnp.exp(apart) - 1 - apart
         sums = {"reference_kl": divergence.sum()}
-        total += (weights * (0.1 * divergence - 0.01 * jnp.where(mask, entropy, 0))).sum()
+        total += (0.1 * divergence - 0.01 * jnp.where(mask, entropy, 0)).sum() / mask.sum()
         if objective.critic:
             losses, clipped = value_loss(value, old.values, batch.returns, mask, clip=objective.critic.value_clip)
-            total += objective.critic.value_weight * (weights * losses).sum()
+            total += objective.critic.value_weight * losses.sum() / mask.sum()
             sums["critic"] = metrics_lib.of_critic(value, batch.returns, losses, clipped, mask)
         return total, (info, {"loss": total, **sums})
 
@@ -469,6 +473,46 @@ def test_learning_rate_warms_up_from_above_zero_and_ends_as_told():
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10)], [1e-3, 5e-4, 0], atol=1e-9)
 
 
+MATRICES = {f"attention.{name}" for name in "qkvo"} | {"mlp.gate", "mlp.up", "mlp.down"}
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "left_out"),
+    [
+        (adamw(learning_rate=1.0, schedule="constant", warmup_updates=0).no_decay, {"norm", "router"}),
+        ((), set()),
+        (("norm", "embed", "head"), {"norm", "embed", "head"}),
+    ],
+)
+def test_weight_decay_shrinks_matrices_and_leaves_out_what_the_field_names(no_decay, left_out):
+    """Of a policy, a critic and adapters, one beside the router; the gradient is zero, so that decay is all there is."""
+    adapters = Adapters(rank=2, expert_rank=2, targets=(*TARGETS,))
+    beside = lora.split(transformer.abstract(CONFIG, adapters=adapters)[1])[0]
+    kinds = {
+        **{f"layers.0.{name}": "" for name in MATRICES},
+        **{f"layers.0.{name}_adapter.{which}": "" for name in MATRICES for which in "ab"},
+        **{f"layers.0.mlp.router{which}": "router" for which in ("", "_adapter.a", "_adapter.b")},
+        **{f"layers.0.{name}": "norm" for name in ("attention_norm", "mlp_norm")},
+        **{f"layers.0.attention.{name}_norm.scale": "norm" for name in "qk"},
+        **{"norm": "norm", "embed": "embed", "head": "head"},
+    }
+    rule, _ = optimizer(learning_rate=1.0, weight_decay=0.5, no_decay=no_decay)
+    seen = set()
+    for shapes in (SHAPES, beside, CRITIC_SHAPES):
+        ones, none = (jax.tree.map(lambda _, fill=fill: jnp.float32(fill), shapes) for fill in (1, 0))
+        changes, _ = rule.update(none, rule.init(ones), ones)
+        for name, change in by_path(changes).items():
+            kind = kinds[name.removeprefix("trunk.")]
+            np.testing.assert_array_equal(change, 0.0 if kind in left_out else -0.5, err_msg=name)
+            seen.add(name.removeprefix("trunk."))
+    assert seen == set(kinds)
+
+
+def test_a_word_that_names_no_parameters_is_told():
+    with pytest.raises(UserError, match=r"no_decay has 'norms'; use some of norm, bias, router, embed, head, or \(\)"):
+        optimizer(no_decay=("norms",))
+
+
 @pytest.mark.slow
 def test_no_buffer_holds_the_whole_logits():
     """With Qwen3's vocabulary, temporaries stay below a third of one float32 [B, T, V] array plus two gradients."""
@@ -552,6 +596,23 @@ def check_packed(name: str, sizes, turns: int, padded: Callable[[str], tuple[Exp
         # Float32 variances lose digits as differences of sums of squares.
         atol = {"mismatch/pearson": 3e-4, "critic/explained_variance": 1e-5}.get(metric, 1e-6)
         np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", objectives.catalogue.__all__)
+def test_every_objective_has_the_same_penalties_means_over_tokens(name, whole):
+    """With their coefficients in the loss, it grows by these times the metrics, which are means over the tokens."""
+    batch, objective = packed(in_turns(whole, of_tokens=False), shards=1, turns=4), objectives.make(name)
+    critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, recorder()[0]) if objective.critic else None
+    settings = {"critic": critic, "minibatches": 2, "microbatches": 1, "group_size": G}
+    coefficients = {"reference/kl": 0.1, "actor/entropy": -0.2, "routing/balance_loss": 0.3, "routing/z_loss": 0.4}
+    chosen = Penalties(), Penalties(kl=0.1, entropy=0.2, balance=0.3, router_z=0.4)
+    made = [make_gradient(GRAPH, SCORING, penalties=penalties, **settings) for penalties in chosen]
+    state = new_state(weights(), optimizer()[0], critic=critic)
+    found = jax.jit(lambda batch: [gradient(objective, state, NONE, batch, 1)[1] for gradient in made])(batch)
+    added = float(found[1]["actor/loss"]) - float(found[0]["actor/loss"])
+    means = {metric: float(found[1][metric]) for metric in coefficients}
+    assert added == pytest.approx(sum(c * means[metric] for metric, c in coefficients.items()), rel=1e-4)
 
 
 @pytest.mark.slow

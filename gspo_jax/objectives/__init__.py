@@ -19,7 +19,7 @@ from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is l
 from gspo_jax.objectives.checks import build, check_tokens
 from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import Batch, log_ratio, row_mean, widen
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, choices, nearest
 
 __all__ = ["ClipSums", "Critic", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
 __all__ += catalogue.__all__
@@ -107,6 +107,7 @@ def loss(
 
     Raises ValueError for mismatched shapes, UserError for arguments that the objective's definition rules out.
     """
+    _check_objective(objective)
     check_tokens(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     if advantages is None:
         advantages = _group_advantages(objective, rewards, group_size)
@@ -156,6 +157,19 @@ def clip_fractions(sums: ClipSums) -> dict[str, Float[Array, ""]]:
 
 
 _REWARDS_OR_ADVANTAGES = "loss takes either rewards with group_size, or advantages, but not both"
+
+
+def _check_objective(given: object) -> None:
+    """Raise UserError for what is no Objective, such as the name of one or a factory that was not called."""
+    if isinstance(given, Objective):
+        return
+    name = given if isinstance(given, str) else getattr(given, "__name__", "")
+    near = nearest(name, catalogue.__all__)
+    if isinstance(given, str) and near is None:
+        raise UserError(f"no objective {given!r}; {choices(given, catalogue.__all__)}")
+    raise UserError(
+        f"the objective is {given!r}, not an Objective; pass what its factory returns, objectives.{near or 'gspo'}()"
+    )
 
 
 def _group_advantages(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:

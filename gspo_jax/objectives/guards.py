@@ -1,4 +1,4 @@
-"""Warnings about legal but probably unintended hyper-parameters, returned as text for the caller to show."""
+"""Warnings about what is legal but probably unintended, returned as text for the caller to show."""
 
 from gspo_jax.objectives.objective import Objective
 
@@ -6,6 +6,32 @@ WIDE_SEQUENCE_CLIP = 0.05
 """Bound that the mean log-ratio over hundreds of tokens almost never reaches."""
 NARROW_TOKEN_CLIP = 0.01
 """Bound that the ratios of many tokens exceed within a few updates."""
+MOST_GATED = 0.02
+"""Share of responses that the rounding of log-probs may gate."""
+
+
+def rounding_warning(objective: Objective, gated: float, *, recomputed: bool) -> str | None:
+    """Return a one-sentence warning if too many responses are gated in mini-batch 0, where only rounding moves ratios.
+
+    `gated` is the first mini-batch's `clip_fraction/sequence`. It takes tokens that the current policy sampled, or, with
+    `recomputed`, old log-probs that are its own.
+    """
+    if gated <= MOST_GATED:
+        return None
+    what = "responses" if objective.level == "sequence" else "tokens"
+    says = (
+        f"{gated:.1%} of the {what} are gated in mini-batch 0, where every ratio is 1 but for rounding "
+        f"({MOST_GATED:.0%} at most)"
+    )
+    if recomputed:
+        return (
+            f"{says}, although the old log-probs are recomputed: two passes of the trainer over the same weights differ; "
+            "use --config.model.dtype=float32 or wider bounds, and please report it"
+        )
+    return (
+        f"{says}: {objective.name} does not tolerate the sampler's log-probs as the old policy's here; use "
+        "--config.training.old_logprobs=recompute"
+    )
 
 
 def clip_range_warning(objective: Objective) -> str | None:

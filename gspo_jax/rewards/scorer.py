@@ -36,6 +36,8 @@ _NOT_ASKED = Outcome[float](None)
 """The outcome of a function that does not score a record's completions."""
 LOOK_S = 0.2
 """Seconds between two looks whether the scoring is interrupted, while workers score."""
+BAD_RECORDS = 8
+"""Records in a row on which a function that has worked before may raise; with more it counts as broken."""
 Function = TypeVar("Function")
 Value = TypeVar("Value")
 
@@ -102,6 +104,7 @@ class Scorer:
                 f"scoring.workers is {workers} and scoring.timeout_s {timeout_s}; both must be above 0, and finite"
             )
         self._weights, self._scores = dict(functions), scores
+        self._watches = {name: Watch("reward", name) for name in functions}
         found = find(functions, own or {}, module=module, isolated_module=isolated_module)
         self._functions, self._isolated, self._programs = found.here, found.isolated, found.programs
         self._timeout_s = timeout_s
@@ -119,7 +122,7 @@ class Scorer:
         """Score B completions; in a run of several processes, all call it, each with its own completions.
 
         Raises:
-          RuntimeError: a function raises on all completions; with its first traceback.
+          RuntimeError: a function is broken (see `Watch`); with its first traceback.
           StopRequested: the scoring was interrupted, in this process or another one.
         """
         return unless_stopped(lambda: self.score_here(prompts, completions, records))
@@ -130,7 +133,7 @@ class Scorer:
         """Score B completions without asking other processes whether they go on; it may run in any thread.
 
         Raises:
-          RuntimeError: a function raises on all completions, with its first traceback; or the scorer is closed.
+          RuntimeError: a function is broken (see `Watch`), with its first traceback; or the scorer is closed.
           StopRequested: the scoring was interrupted in this process.
         """
         if self._closed:
@@ -140,7 +143,7 @@ class Scorer:
         asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
         outcomes = self.outcomes(rows, asked)
         for name, results in outcomes.items():
-            report_failures("reward", name, list(itertools.compress(results, asked[name])))
+            self._watches[name].report(*(list(itertools.compress(each, asked[name])) for each in (rows, results)))
         by_name = {
             name: np.asarray([math.nan if o.value is None else o.value for o in outcomes[name]], np.float32)
             for name in self._weights
@@ -331,16 +334,33 @@ def attempt(call: Callable[[Function, Row], Outcome[Value]], function: Function,
         return Outcome(None, traceback.format_exc(), raised=True)
 
 
-def report_failures(kind: str, name: str, outcomes: Sequence[Outcome[Any]]) -> None:
-    """Log a warning if some calls failed; raise RuntimeError if all raised: the function itself is broken."""
-    errors = [o.error for o in outcomes if o.error is not None]
-    if not errors:
-        return
-    if all(o.raised for o in outcomes):
-        raise RuntimeError(f"{kind} {name!r} raised on all {len(outcomes)} completions; the first error:\n{errors[0]}")
-    logging.warning(
-        "%s %r failed on %d of %d completions; the first error: %s", kind, name, len(errors), len(outcomes), errors[0]
-    )
+class Watch:
+    """Tells, over all batches of a run, a function that is broken from one that fails on single records.
+
+    It is broken if it raises on everything: on two records before it has worked once, or later on more than
+    BAD_RECORDS in a row. A batch may hold a single record that a function is asked about, and that one may be bad.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        """`kind` and `name` are those of the function, in messages."""
+        self._kind, self._name = kind, name
+        self._allowed, self._raised_on = 1, 0
+
+    def report(self, rows: Sequence[Row], outcomes: Sequence[Outcome[Any]]) -> None:
+        """Log a warning if some calls of a batch failed; raise RuntimeError if the function is broken."""
+        what, count = f"{self._kind} {self._name!r}", len(outcomes)
+        errors = [o.error for o in outcomes if o.error is not None]
+        if not all(o.raised for o in outcomes):
+            self._allowed, self._raised_on = BAD_RECORDS, 0
+        elif rows:
+            # The responses to a prompt are adjacent.
+            self._raised_on += 1 + sum(a[0] != b[0] or a[2] != b[2] for a, b in itertools.pairwise(rows))
+            if self._raised_on > self._allowed:
+                raise RuntimeError(f"{what} raised on all {count} completions; the first error:\n{errors[0]}")
+        if errors:
+            logging.warning(
+                "%s failed on %d of %d completions; the first error: %s", what, len(errors), count, errors[0]
+            )
 
 
 def _score(function: Callable[[str, str, dict[str, Any]], float | None], row: Row) -> Outcome[float]:

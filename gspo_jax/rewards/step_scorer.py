@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from gspo_jax import references
 from gspo_jax.rewards.pool import Outcome
-from gspo_jax.rewards.scorer import Row, attempt, check_names, check_weights, report_failures, zip_rows
+from gspo_jax.rewards.scorer import Row, Watch, attempt, check_names, check_weights, zip_rows
 
 Steps = list[tuple[int, float]]
 """(end, reward) of each step; `end` counts the completion's characters up to and including the step."""
@@ -70,6 +70,7 @@ class StepScorer:
         here, own = importlib.import_module(module), own or {}
         check_names("step reward", functions, [*here.__all__, *own])
         self._weights = dict(functions)
+        self._watches = {name: Watch("step reward", name) for name in functions}
         self._functions: dict[str, Callable[[str, str, dict[str, Any]], Steps]] = {
             name: references.function(own.get(name, f"{module}:{name}")) for name in functions
         }
@@ -77,11 +78,15 @@ class StepScorer:
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]
     ) -> StepScores:
-        """Find the steps of B completions; raises RuntimeError with the first traceback if a function raises on all."""
+        """Find the steps of B completions.
+
+        Raises:
+          RuntimeError: a function is broken (see `Watch`); with its first traceback.
+        """
         rows = zip_rows(prompts, completions, records)
         outcomes = {name: [attempt(_find_steps, f, row) for row in rows] for name, f in self._functions.items()}
         for name, results in outcomes.items():
-            report_failures("step reward", name, results)
+            self._watches[name].report(rows, results)
         by_name = {
             name: np.asarray([_mean_reward(o.value) for o in outcomes[name]], np.float32) for name in self._weights
         }

@@ -19,11 +19,12 @@ from gspo_jax.data.contents import changes
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.objectives import Objective
-from gspo_jax.objectives.guards import clip_range_warning
+from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.reporting.weights_and_biases import connect
 from gspo_jax.reporting.writers import MetricsWriter, Mirror, SamplesWriter, clear_stopped, read_metrics, write_config
+from gspo_jax.rewards.shaping import differ
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.run.clock import Clock
 from gspo_jax.run.rounds import Rounds
@@ -157,6 +158,17 @@ class RunLog:
                 "here on with earlier ones"
             )
 
+    def guard_rounding(self, objective: Objective, first: Metrics, *, stale: int, recomputed: bool) -> None:
+        """Warn if rounding gates responses in the first mini-batch of an iteration.
+
+        `stale` tokens of older policies, of partial rollouts, are off-policy and rightly gated, unless old log-probs are
+        `recomputed`.
+        """
+        if recomputed or not stale:
+            text = rounding_warning(objective, float(first["clip_fraction/sequence"]), recomputed=recomputed)
+            if text is not None:
+                self.warn(text, about="rounding")
+
     def guard_ratios(self, metrics: list[Metrics]) -> None:
         """Warn if an update has moved the policy but the importance ratios are still exactly 1."""
         for before, seen in itertools.pairwise(metrics):
@@ -228,7 +240,7 @@ def response_columns(scored: Scored, shaping: Shaping, *, turns: bool, older: bo
     if shaping.penalty:
         columns["reward/overlong"] = shaping.overlong(scored)
     G = shaping.group_size
-    columns["reward/zero_std"] = np.repeat(~scored.contrast(G), G).astype(np.float32)
+    columns["reward/zero_std"] = np.repeat(~differ(scored.total, group_size=G), G).astype(np.float32)
     return columns | {
         "length": scored.lengths,
         "truncated": scored.truncated,

@@ -4,6 +4,7 @@ https://arxiv.org/abs/2503.14476
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -16,15 +17,16 @@ from gspo_jax.run.scored import Responses, Rewarded, Round, Scored
 
 
 class Rounds:
-    """Collects groups round by round, dropping those whose rewards are all equal, until a batch is full.
+    """Collects groups round by round, dropping those with nothing to learn from, until a batch is full.
 
     With a limit of one round nothing is dropped: the batch is the first round.
     """
 
-    def __init__(self, *, groups: int, group_size: int, limit: int):
-        """A batch has `groups` groups; after `limit` rounds, dropped groups fill it up."""
-        self._groups, self._group_size, self._limit = groups, group_size, limit
+    def __init__(self, *, groups: int, group_size: int, limit: int, keeps: Callable[[Scored], Bool[np.ndarray, " P"]]):
+        """A batch has `groups` groups that `keeps` is True for; after `limit` rounds, dropped groups fill it up."""
+        self._groups, self._group_size, self._limit, self._keeps = groups, group_size, limit, keeps
         self._rounds: list[Round] = []
+        self._judged: list[Bool[np.ndarray, " P"]] = []  # of the first rounds
 
     @property
     def sampled(self) -> int:
@@ -38,7 +40,7 @@ class Rounds:
 
     @property
     def full(self) -> bool:
-        """True if sampling is over: enough groups have contrast, or no rounds are left.
+        """True if sampling is over: enough groups are kept, or no rounds are left.
 
         With a limit of several rounds, this waits for the rewards of the round before.
         """
@@ -49,7 +51,7 @@ class Rounds:
         self._rounds.append(sampled)
 
     def batch(self, mesh: Mesh) -> Responses:
-        """The first groups with contrast; if there are too few, dropped ones fill the batch but carry no gradient."""
+        """The first groups kept; if there are too few, dropped ones fill the batch but carry no gradient."""
         if self._limit == 1:
             return self._rounds[0].responses
         rows, _ = self._chosen()
@@ -100,5 +102,7 @@ class Rounds:
         return group_rows(groups, self._group_size), np.repeat(kept[groups], self._group_size)
 
     def _kept(self) -> Bool[np.ndarray, " N"]:
-        """True for each of the N groups so far whose rewards differ."""
-        return np.concatenate([np.zeros(0, bool), *(each.contrast(self._group_size) for each in self._rewarded())])
+        """True for each of the N groups so far that there is something to learn from."""
+        for each in self._rounds[len(self._judged) :]:
+            self._judged.append(self._keeps(Scored.of(each.responses, each.wait())))
+        return np.concatenate([np.zeros(0, bool), *self._judged])

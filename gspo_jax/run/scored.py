@@ -66,13 +66,6 @@ class Rewarded:
     steps: Bool[np.ndarray, "B T"] | None = None
     """True at tokens that end a step; None without step rewards."""
 
-    def contrast(self, group_size: int) -> Bool[np.ndarray, " P"]:
-        """True for groups whose responses have different rewards, ignoring those that could not be scored."""
-        groups = self.total.reshape(-1, group_size)
-        scored = np.isfinite(groups)
-        high = np.where(scored, groups, -np.inf).max(axis=1)
-        return high > np.where(scored, groups, np.inf).min(axis=1)
-
 
 @struct.dataclass(kw_only=True)
 class Scored(Responses, Rewarded):
@@ -108,7 +101,7 @@ class Round:
         """The rewards, once all reward functions have returned; every process calls it at the same point.
 
         Raises:
-          RuntimeError: a function raised on all completions; with its first traceback.
+          RuntimeError: a function is broken; with its first traceback.
           StopRequested: the scoring was interrupted, in this process or another one.
         """
         if self._rewarded is None:

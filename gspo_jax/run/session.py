@@ -31,7 +31,7 @@ from gspo_jax.run.log import RunLog
 from gspo_jax.run.phases import Phases, open_phases
 from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Responses, Round, Scored, start_round
-from gspo_jax.run.shaping import Shaping
+from gspo_jax.run.shaping import Filter, Shaping
 from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, policy, sampling
 from gspo_jax.setup.checks import check
@@ -150,8 +150,9 @@ class Run:
 
     def rounds(self) -> Rounds:
         """An empty collection of one iteration's sampling rounds."""
-        groups, limit = self.config.data.prompts_per_batch, self.config.sampling.rounds
-        return Rounds(groups=groups, group_size=self.group_size, limit=limit)
+        groups, sampling = self.config.data.prompts_per_batch, self.config.sampling
+        kept = Filter(objective=self.objective, shaping=self.shaping, reward=sampling.filter)
+        return Rounds(groups=groups, group_size=self.group_size, limit=sampling.rounds, keeps=kept.keeps)
 
     def weights(self, state: TrainState) -> Weights:
         """The policy's weights in this state."""
@@ -287,6 +288,12 @@ class Run:
             older=self.buffer is not None,
         )
         self.log.updates(step, line, columns, metrics, group_size=self.group_size)
+        self.log.guard_rounding(
+            self.objective,
+            metrics[0],
+            stale=int(scored.stale_tokens.sum()),
+            recomputed=config.training.old_logprobs == "recompute",
+        )
         self.log.advance(scored, metrics, tokens_per_s=line["throughput/tokens_per_s"])
         if last or done % config.log.samples_every == 0:
             self.log.keep_samples(step, scored, self.tokenizer, count=config.log.samples)

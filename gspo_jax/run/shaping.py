@@ -1,12 +1,17 @@
-"""Reward shaping before advantages are computed, and the responses that carry gradient."""
+"""Reward shaping before advantages are computed, the responses that carry gradient, and the groups that do."""
 
 import dataclasses
+from functools import partial
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from gspo_jax.rewards.shaping import overlong
+from gspo_jax.objectives import Objective
+from gspo_jax.objectives.advantages import group_centered
+from gspo_jax.rewards.shaping import differ, fill_failures, overlong
 from gspo_jax.run.scored import Scored
+from gspo_jax.training.experience import Rewards, group_advantages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,25 +37,51 @@ class Shaping:
 
     def rewards(self, scored: Scored) -> Float[np.ndarray, " B"]:
         """Finite rewards from which advantages are computed."""
-        return fill_failures(scored.total, self.group_size) + self.overlong(scored)
+        return fill_failures(scored.total + self.overlong(scored), group_size=self.group_size)
 
     def trainable_rows(self, scored: Scored) -> Bool[np.ndarray, " B"]:
         """True for responses that carry gradient: scored, not padding of a dynamic batch, not filtered out."""
         return scored.learn & ~scored.truncated if self.drop_truncated else scored.learn
 
 
-def fill_failures(rewards: Float[np.ndarray, " B"], group_size: int) -> Float[np.ndarray, " B"]:
-    """Rewards with NaN, of a response that could not be scored, replaced by the mean of its group's scored responses.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filter:
+    """The filter of DAPO's dynamic sampling (arXiv 2503.14476): which groups there is something to learn from."""
 
-    The replaced response gets advantage zero and leaves the group's mean unchanged; the standard deviation shrinks a
-    little.
+    objective: Objective
+    """The objective whose advantages decide."""
+    shaping: Shaping
+    """The rewards that it sees."""
+    reward: str
+    """Reward function whose scores have to differ, too; empty for none."""
 
-    Raises:
-      RuntimeError: no response of the batch could be scored.
-    """
-    valid = np.isfinite(rewards).reshape(-1, group_size)
-    if not valid.any():
-        raise RuntimeError("none of the batch's responses could be scored; check the reward functions")
-    grouped = np.where(valid, rewards.reshape(-1, group_size), 0)
-    means = grouped.sum(axis=1, keepdims=True) / np.maximum(valid.sum(axis=1, keepdims=True), 1)
-    return np.where(valid, grouped, means).reshape(-1).astype(np.float32)
+    def keeps(self, scored: Scored) -> Bool[np.ndarray, " P"]:
+        """True for groups with a trainable response whose advantage is not 0, and with different scores of `reward`.
+
+        A critic's advantages are not known yet, and the centred rewards stand in for them. A group that `reward` gives
+        no score to, because it is not asked about it, is judged by its advantages alone.
+        """
+        G = self.shaping.group_size
+        kept = self._learns(scored).reshape(-1, G).any(axis=1)
+        if not self.reward:
+            return kept
+        scores = scored.by_name[self.reward]
+        return kept & (differ(scores, group_size=G) | np.isnan(scores).reshape(-1, G).all(axis=1))
+
+    def _learns(self, scored: Scored) -> Bool[np.ndarray, " B"]:
+        """True for trainable responses with an advantage, of one of their tokens at least, that is not 0."""
+        trainable = self.shaping.trainable_rows(scored)
+        if not trainable.any():  # and there may be no reward at all
+            return trainable
+        objective = self.objective
+        if objective.critic is not None:
+            objective = dataclasses.replace(objective, advantage=group_centered)
+        rewards = Rewards(self.shaping.rewards(scored), trainable, scored.step_rewards, scored.steps)
+        advantages = np.asarray(_advantages(objective, rewards, group_size=self.shaping.group_size))
+        if advantages.ndim == 1:
+            return trainable & (advantages != 0)
+        tokens = np.arange(advantages.shape[1]) < scored.lengths[:, None]
+        return trainable & (tokens & (advantages != 0)).any(axis=1)
+
+
+_advantages = partial(jax.jit, static_argnames=("objective", "group_size"))(group_advantages)

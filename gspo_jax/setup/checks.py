@@ -23,7 +23,7 @@ from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import data, functions, learning, meshes, policy, sampling
 from gspo_jax.setup.fields import INT32, at, check_fields
 from gspo_jax.training.state import make_optimizer
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, choices
 
 ARGUMENTS = "prompt", "completion", "record"
 """Arguments of rewards, step rewards and environments."""
@@ -97,6 +97,7 @@ def _check_settings(config: ConfigDict) -> None:
     _check_choices(config)
     data.sources(config)
     _check_rewards(config)
+    _check_filter(config)
     _check_benchmarks(config)
     _check_partial_rollouts(config)
     sampling.make_sampling(config)
@@ -164,6 +165,21 @@ def _check_rewards(config: ConfigDict) -> None:
     for kind, names in (("reward", config.rewards), ("step reward", config.step_rewards)):
         for name in names:
             functions.check_calls(config, kind, name, *ARGUMENTS)
+
+
+def _check_filter(config: ConfigDict) -> None:
+    """Check that dynamic sampling, if its filter is chosen, is on and knows the reward."""
+    name, rounds, known = config.sampling.filter, config.sampling.rounds, [*config.rewards, *config.step_rewards]
+    if name and name not in known:
+        raise UserError(
+            f"sampling.filter is {name!r}, which is not among the config's rewards; {choices(name, known)}, or leave it "
+            "empty"
+        )
+    if name and rounds == 1:
+        raise UserError(
+            f"sampling.filter is {name!r}, but sampling.rounds is 1, so that no group is replaced; use more rounds, such "
+            "as 4, or leave it empty"
+        )
 
 
 def _check_benchmarks(config: ConfigDict) -> None:

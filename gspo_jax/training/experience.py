@@ -76,12 +76,19 @@ def _work(
         plain = gae(of_tokens, old.values, mask, gamma=objective.critic.gamma, lam=objective.critic.lam)
         found["returns"] = jnp.where(mask, plain + old.values, 0)
         return found | {"advantages": whitened(plain, mask) if objective.critic.whiten else plain}
+    return found | {"advantages": group_advantages(objective, rewards, group_size=group_size)}
+
+
+def group_advantages(
+    objective: Objective, rewards: Rewards, *, group_size: int
+) -> Float[Array, " B"] | Float[Array, "B T"]:
+    """Advantages that an objective without a critic makes of the rewards of groups; per token with step rewards."""
     assert objective.advantage is not None
     advantages = objective.advantage(rewards.total, group_size=group_size)
-    if rewards.of_tokens is not None:
-        assert rewards.steps is not None
-        advantages = advantages[:, None] + group_steps(rewards.of_tokens, rewards.steps, group_size=group_size)
-    return found | {"advantages": advantages}
+    if rewards.of_tokens is None:
+        return advantages
+    assert rewards.steps is not None
+    return advantages[:, None] + group_steps(rewards.of_tokens, rewards.steps, group_size=group_size)
 
 
 def token_rewards(

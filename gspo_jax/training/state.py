@@ -1,6 +1,7 @@
 """Train state, optimizer, and their shardings."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from jaxtyping import Array, Int
 from gspo_jax.models.critic import Critic, first_params
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError, Weights
+
+NO_DECAY = "norm", "bias", "router", "embed", "head"
+"""Words in the paths of parameters that can be left out of weight decay."""
 
 
 @struct.dataclass
@@ -62,15 +66,26 @@ def make_optimizer(
     b1: float,
     b2: float,
     weight_decay: float,
+    no_decay: Sequence[str],
     max_grad_norm: float,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW with global-norm gradient clipping, and its learning-rate schedule.
 
-    `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up.
+    `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up. Parameters whose path
+    has one of the words `no_decay` in it, some of NO_DECAY, are left out of the decay.
 
     Raises:
-      UserError: the schedule is unknown.
+      UserError: the schedule or a word is unknown.
     """
+    for word in no_decay:
+        if word not in NO_DECAY:
+            raise UserError(f"no_decay has {word!r}; use some of {', '.join(NO_DECAY)}, or () to decay everything")
+
+    def decays(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: not any(word in jax.tree_util.keystr(path) for word in no_decay), params
+        )
+
     if schedule == "constant":
         after = optax.constant_schedule(learning_rate)
     elif schedule == "cosine":
@@ -80,7 +95,7 @@ def make_optimizer(
     # Updates count from 0; the ramp starts above zero so that the first one learns.
     ramp = optax.linear_schedule(learning_rate / (warmup_updates + 1), learning_rate, warmup_updates)
     rate = optax.join_schedules([ramp, after], [warmup_updates])
-    adamw = optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
+    adamw = optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw), rate
 
 

@@ -1,8 +1,9 @@
 """Loss terms beside the objective: KL to a reference, entropy bonus, router losses, the critic's loss.
 
 A term maps a micro-batch, as `Seen`, to its share of the loss and to sums for the metrics. `chosen` selects the terms
-of a run, and `add` adds them to the loss. Per-token quantities are weighted with the objective's token weights, so that
-the gradients of micro-batches add up to that of the mini-batch.
+of a run, and `add` adds them to the loss. A term is a mean over the tokens of the mini-batch, however the objective
+weighs them, so that its coefficient means the same for all objectives and lengths; a micro-batch adds its share, so
+that the gradients of micro-batches add up to that of the mini-batch.
 """
 
 from collections.abc import Callable
@@ -53,14 +54,14 @@ class Seen(NamedTuple):
     """The rows that compute it."""
     scores: ModelScores
     """Forward pass of the policy being trained."""
-    weights: Float[Array, "B T"]
-    """The objective's weight of each token, 0 outside the mask."""
+    share: Float[Array, ""]
+    """1 / tokens in the mask of the whole mini-batch."""
     critic_params: nnx.State | None
     """The critic's parameters; None without a critic."""
 
-    def weighted(self, each: Float[Array, "B T"]) -> Float[Array, ""]:
-        """Σ weight · each, over the tokens in the mask."""
-        return (self.weights * each).sum()
+    def mean(self, each: Float[Array, "B T"]) -> Float[Array, ""]:
+        """The micro-batch's part of the mean over the mini-batch's tokens; `each` is 0 outside the mask."""
+        return (self.share * each).sum()
 
 
 Term = Callable[[Seen], tuple[Array | float, Metrics]]
@@ -90,19 +91,19 @@ def reference_kl(seen: Seen, *, weight: float, estimator: KlEstimator) -> tuple[
     reference = seen.batch.old.reference_logprobs
     assert reference is not None
     divergence = kl(seen.scores.logprobs, reference, seen.batch.mask, estimator=estimator)
-    return weight * seen.weighted(divergence) if weight else 0.0, {"reference_kl": divergence.sum()}
+    return weight * seen.mean(divergence) if weight else 0.0, {"reference_kl": divergence.sum()}
 
 
 def entropy_bonus(seen: Seen, *, weight: float) -> tuple[Array, Metrics]:
     """−c_e · entropy of the token distributions."""
-    return -weight * seen.weighted(jnp.where(seen.batch.mask, seen.scores.entropy, 0)), {}
+    return -weight * seen.mean(jnp.where(seen.batch.mask, seen.scores.entropy, 0)), {}
 
 
 def router_loss(seen: Seen, *, name: Literal["balance", "z"], weight: float) -> tuple[Array, Metrics]:
     """Load-balancing loss or router z-loss of the response tokens, mean over routed layers."""
     each = seen.layout.own(getattr(seen.scores.routes, name).mean(axis=0))
     each = jnp.where(seen.batch.mask, each, 0)
-    return weight * seen.weighted(each), {name: each.sum()}
+    return weight * seen.mean(each), {name: each.sum()}
 
 
 def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: CriticRule) -> tuple[Array, Metrics]:
@@ -113,7 +114,7 @@ def critic_loss(seen: Seen, *, objective: Objective, scoring: Scoring, critic: C
     now = values(critic.graph, seen.critic_params, seen.layout, scoring, policy_hidden=seen.scores.hidden)
     losses, clipped = value_loss(now, old_values, returns, batch.mask, clip=objective.critic.value_clip)
     sums = {"critic": metrics.of_critic(now, returns, losses, clipped, batch.mask)}
-    return objective.critic.value_weight * seen.weighted(losses), sums
+    return objective.critic.value_weight * seen.mean(losses), sums
 
 
 def add(terms: list[Term], seen: Seen, loss: Array, sums: Metrics) -> tuple[Array, dict[str, Any]]:

@@ -93,6 +93,7 @@ def make_gradient(
             scoring=scoring,
             objective=objective,
             replay=replay,
+            share=1.0 / jnp.maximum(batch.mask.sum(), 1),
             terms=terms_lib.chosen(penalties, objective, scoring, critic, reference=reference),
         )
         given = loss, trained, batch, objective.weights(batch.mask)
@@ -255,6 +256,7 @@ def _loss(
     scoring: Scoring,
     objective: Objective,
     replay: Replay,
+    share: Float[Array, ""],
     terms: list[terms_lib.Term],
 ) -> Loss:
     """A micro-batch's share of the loss, and its (sums, maxima) for the metrics."""
@@ -279,7 +281,7 @@ def _loss(
     sums, maxima = metrics_lib.of_policy(
         scores, batch, info, config=policy.model(graph).config, layout=layout, routes=routes, replayed=replayed
     )
-    loss, sums = terms_lib.add(terms, Seen(batch, layout, scores, weights, critic_params), loss, sums)
+    loss, sums = terms_lib.add(terms, Seen(batch, layout, scores, share, critic_params), loss, sums)
     return loss, ({"loss": loss, **sums}, maxima)
 
 
