@@ -20,7 +20,6 @@ MARKS = frozenset(mark for pair in PAIRS for mark in pair)
 
 _CLOSING_OF = dict(PAIRS)
 _OPENINGS = tuple(_CLOSING_OF)
-_FIRST = "".join(sorted({mark[0] for mark in MARKS}))
 _MARK = re.compile("|".join(map(re.escape, sorted(MARKS))))
 _QUOTES = "\"'`"
 _PROMPT_END = 100
@@ -35,12 +34,13 @@ def answer_part(prompt: str, completion: str) -> str | None:
     a mark the whole completion is the answer. A mark in quotes, as in a program that splits a text at "</think>", is
     none.
     """
-    left_open, begin, asked = set[str](), 0, prompt[-_PROMPT_END:].rstrip()
-    if asked.endswith(_OPENINGS):
-        left_open = {closing for opening, closing in PAIRS if asked.endswith(opening)}
-    # Looking for a character is much faster than for a pattern, and most completions have none of these.
-    marks = _MARK.finditer(completion) if any(sign in completion for sign in _FIRST) else ()
-    for found in marks:
+    asked = prompt[-_PROMPT_END:].rstrip()
+    opened = asked.endswith(_OPENINGS)
+    # Looking for characters is much faster than for patterns, and most completions have none with which marks begin.
+    if not opened and "<" not in completion and "[" not in completion and "◁" not in completion:
+        return completion
+    left_open, begin = {closing for opening, closing in PAIRS if asked.endswith(opening)}, 0
+    for found in _MARK.finditer(completion):
         closing = _CLOSING_OF.get(found[0])
         if _is_quoted(completion, found, closes=closing is None):
             continue

@@ -19,15 +19,16 @@ _MAX_ANNOUNCEMENTS = 64
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\[[^][]{0,20}\])?\s{0,9}\{")
 r"""What opens a box: `\boxed{`, `\boxed {`, `\fbox{`, `\framebox[w]{`."""
-_SIGNS = "####", "\\boxed", "\\fbox", "\\framebox", "<answer>", "answer", "Answer", "ANSWER"
+_SIGNS = "####", "box", "nswer", "NSWER"
 """Texts of which every announcement has one."""
 _ANSWER = r"(?:[Aa]nswer|ANSWER)(?:s|S)?"
+_OTHER_WORDS = r"(?:[ \t]+(?!(?:is|are|equals|would|should|will|must)\b)[^\s.:=\\#<]{1,20}+){0,8}+"
 _ANNOUNCEMENT = re.compile(
     # #### | #### Final Answer, a heading
     rf"(?P<mark>(?<!#)#{{4,}}+(?:[ \t*_]*(?i:the\s+)?(?i:final\s+)?{_ANSWER}[ \t*_:]*(?=\n))?)"
     rf"|(?P<box>{BOX.pattern})|(?P<tag><answer>)"
     # answer: | **Answer**: | "answer": | the answer is | answers are | the answer to part (a) would be
-    rf"|\b{_ANSWER}(?:[ \t]+(?:to|of|for|in|choice|option)\b[^.:=\n\\#<]{{0,40}}?)?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?[*_\"]*"
+    rf"|\b{_ANSWER}(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?[*_\"]*"
     r"[ \t]*(?:[:：=]|(?:is|are|equals|(?:would|should|will|must)[ \t]+be)(?![\w'’])"
     r"(?:[ \t]+(?:as[ \t]follows|given[ \t]by|therefore|thus|then|simply|exactly|indeed|equal[ \t]to)\b)*)"
     rf"|^[ \t#*_]*(?i:the[ \t]+)?(?i:final[ \t]+)?{_ANSWER}[ \t*_]*$",  # a heading
@@ -35,9 +36,11 @@ _ANNOUNCEMENT = re.compile(
 )
 _GAP = re.compile(r"[\s*_`:>]*+")
 _LINE = re.compile(r"(?:[^\n<]|<(?![/|]))*+")  # up to the end of the line, </answer> or <|im_end|>
+_MATH = re.compile(r"\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]|\\\(.*?\\\)", re.DOTALL)  # which may span lines
 _SENTENCE_END = re.compile(r"[.!?](?=[\s*\"')]|$)")
-_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|,?\s*and|,?\s*or)[\s$]*(?:[A-Za-z](?:_\w)?\s*=\s*)?")
-_MAX_BETWEEN_BOXES = 40
+_NOTHING_BETWEEN = re.compile(r"\\(?:q?quad|text|mathrm|[()[\],;: ])|[\s${}~]")
+_BETWEEN_BOXES = re.compile(r"[^.!?]*(?:[,;]|and|or)(?:[A-Za-z](?:_?\w{1,3})?=)?")
+_MAX_BETWEEN_BOXES = 60
 _JUDGED = re.compile(  # the answer is correct. | the answer is not 5
     r"not\b|(?:in|un)?(?:correct|right|wrong|valid|verified|confirmed|consistent|reasonable|plausible|sensible|clear)\b"
     r"(?=\s*(?:[.,;:!)*]|$|(?:because|since|as|and|so|if|for|when|by|with)\b))",
@@ -68,13 +71,13 @@ def announced(text: str) -> Announcement | None:
     `####` or words, counts only if no value was announced: `\boxed{12} The answer is easily checked.` is 12, and "The
     answer is Friday." is Friday.
     """
-    start = max(map(text.rfind, _SIGNS))
-    if start < 0:
+    sign = max(map(text.rfind, _SIGNS))
+    if sign < 0:
         return None
     last = None  # most texts end with an announcement, and need no search from their beginning
-    for last in _ANNOUNCEMENT.finditer(text, start):
+    for last in _ANNOUNCEMENT.finditer(text, text.rfind("\n", 0, sign) + 1):
         pass
-    if last is not None and text.rfind("box", 0, start) < 0:
+    if last is not None and not (last["box"] and text.rfind("box", 0, last.start()) >= 0):
         found = _read(text, last)
         if found is not None and found.is_value:
             return Announcement(found.text, bool(last["box"]))
@@ -120,9 +123,11 @@ def _read(text: str, announcement: re.Match[str]) -> _Read | None:
         return _Read(content.strip(), end + len(content) + 1, is_value=True)
     gap = _GAP.match(text, end)
     assert gap is not None  # it may be empty
-    line = _LINE.match(text, gap.end(), gap.end() + MAX_CHARACTERS + 1)
+    begin, most = gap.end(), gap.end() + MAX_CHARACTERS + 1
+    math = _MATH.match(text, begin, most)
+    line = _LINE.match(text, begin if math is None else math.end(), most)
     assert line is not None
-    said = line[0]
+    said = text[begin : line.end()]
     if len(said) > MAX_CHARACTERS:
         said = said[: max(0, said.rfind(" "))]
     if sentence := _SENTENCE_END.search(said):
@@ -142,7 +147,9 @@ def _search(text: str) -> Announcement | None:
         found = _read(text, announcement)
         if following:
             gap = text[found.end : begin] if found is not None and announcement["box"] else ""
-            if found is None or len(gap) > _MAX_BETWEEN_BOXES or not _BETWEEN_BOXES.fullmatch(gap):
+            if found is None or len(gap) > _MAX_BETWEEN_BOXES or not _BETWEEN_BOXES.fullmatch(
+                _NOTHING_BETWEEN.sub("", gap)
+            ):
                 break
         elif found is None:
             continue
@@ -200,8 +207,8 @@ _NUMBER = re.compile(
     r"(?:[A-Za-z](?:_\{?\w{1,9}\}?)?\s*=\s*)?(?:[A-Za-z]?\s*(?:≈|\\approx)\s*|(?i:about|approximately|roughly)\s+)?"
     # -$1,234.50 | +5 | 12 000 | 1'000 | 1.000.000 | 1,00,000 | .5
     rf"(?P<cost>{_CURRENCY})?\s*(?P<sign>[-+]?)\s*(?P<price>{_CURRENCY})?\s*"
-    r"(?P<whole>[0-9]{1,3}(?:(?P<gap>[, '’])[0-9]{3})(?:(?P=gap)[0-9]{3})*(?![0-9])"
-    r"|[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.])|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9])|[0-9]*)(?P<part>\.[0-9]*)?"
+    r"(?P<whole>[1-9][0-9]{0,2}(?:(?P<gap>[, '’])[0-9]{3})(?:(?P=gap)[0-9]{3})*(?![0-9])"
+    r"|[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}(?![0-9.])|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?![0-9])|[0-9]*)(?P<part>\.[0-9]*)?"
     # × 10^3 | e3
     r"(?:\s*[×*·]\s*10\s*\^\s*\{?\s*(?P<power>[-+]?[0-9]{1,2})\s*\}?|[eE](?P<exponent>[-+]?[0-9]{1,2})(?![\w.]))?"
     r"(?P<half>\s+and\s+(?:a|one)[\s-]half\b|\s*½)?"
@@ -220,7 +227,7 @@ _NO_UNIT = re.compile(  # 5x | 5/n | 5 pi | 5 and | 5ab
 )
 """What is no unit behind a number: letters that are variables more often, and two letters right behind its digits."""
 _TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples)
-    r"\s*(?:[;!]|\.(?![0-9])|,(?!\s*(?:[0-9$\\]|or\b|and\b))|\((?=[^()0-9]*\)[\s.]*$|since|because|as\b|rounded)"
+    r"\s*(?:!|\.(?![0-9])|[,;]\s*(?:$|(?!(?:or|and)\b)(?=[A-Za-z]{2}))|\((?=[^()0-9]*\)[\s.]*$|since|because|as\b|rounded)"
     r"|\b(?:because|since|as|which|where|so|when|if|but|not|that)\b)"
 )
 _CHOICE = re.compile(  # C | (C) | C. | c) 12 apples | Option C: 12 apples
@@ -260,8 +267,6 @@ def number(text: str) -> Number | None:
 
     Words such as "million" belong to the number, and so do k, M and bn.
     """
-    if _PLAIN.fullmatch(text):
-        return Number(Decimal(text), percent=False)
     return _number(text) if len(text) <= MAX_CHARACTERS else None
 
 
@@ -277,6 +282,8 @@ def plain(text: str) -> str:
 
 @lru_cache(maxsize=1 << 12)  # the answers of a group, and its reference, are often alike
 def _number(text: str) -> Number | None:
+    if _PLAIN.fullmatch(text):
+        return Number(Decimal(text), percent=False)
     text = plain(text)
     if text[:1] in ("(", "{") and text[-1:] in (")", "}"):
         text = text[1:-1].strip()
@@ -311,6 +318,7 @@ _IN_TEXT = re.compile(  # 5 million | $5k | 2.5bn, in words rather than in a for
 )
 _GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f])++(?=[0-9]{3}(?![0-9]))")
 _ESCAPED_DOLLAR = re.compile(r"\\\$\s*")
+_DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PROSE = re.compile(r"(?<![A-Za-z])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\\[([]|(?<!\\)\$")
 
@@ -323,7 +331,7 @@ def for_parser(text: str) -> str:
 
 def is_formula(text: str) -> bool:
     """Return whether a text is a formula without delimiters, as `2\\sqrt{3}` or "x + 1", and has no other words."""
-    return _PROSE.search(_COMMAND.sub(" ", text)) is None
+    return _PROSE.search(_COMMAND.sub(" ", text)) is None and not _DECIMAL_COMMA.fullmatch(text)
 
 
 def written(number: Number) -> str:
