@@ -20,6 +20,7 @@ from absl import logging
 
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord, Part, Record, Records
+from gspo_jax.data.written import has_narrow, number_text, widen, widen_as
 from gspo_jax.types import UserError
 
 PROMPTS = "question", "prompt", "messages"
@@ -313,7 +314,7 @@ def _answer(row: dict[str, Any], name: str) -> str:
         return _text(value, name).strip()
     if not math.isfinite(value):
         raise Defect(f"{name} is not a finite number")
-    return str(value)
+    return number_text(value)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -357,9 +358,11 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            narrow = {field.name: field.type for field in file.schema_arrow if has_narrow(field.type)}
             for batch in file.iter_batches():
                 for content in batch.to_pylist():
                     number += 1
+                    content |= {name: widen_as(content[name], kind) for name, kind in narrow.items()}
                     yield Row(f"{path}, row {number}", {k: _plain(v) for k, v in content.items() if v is not None})
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -380,7 +383,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="surrogateescape")
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return _plain(widen(value).tolist())
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

@@ -13,6 +13,7 @@ import tokenizers
 from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from gspo_jax import thoughts
 from gspo_jax.data import chat
 from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
 from gspo_jax.types import UserError
@@ -52,6 +53,8 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.pad_id = pad_id
         self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._unsaid = {i for i, token in added.items() if token.special and token.content not in thoughts.MARKS}
         self._settings = settings
         self._variables = dict(variables or {})
         source = settings.get("chat_template")
@@ -135,8 +138,12 @@ class Tokenizer:
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of `ids`; ids beyond the vocabulary, which a padded model may sample, decode to nothing."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        """Return the text of `ids`, by default without special tokens, but for those that open or close a thought.
+
+        Ids beyond the vocabulary, which a padded model may sample, decode to nothing.
+        """
+        said = [int(i) for i in ids if not (skip_special and int(i) in self._unsaid)]
+        return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation under the chat template; without a template, the contents concatenated."""

@@ -28,7 +28,7 @@ _ANNOUNCEMENT = re.compile(
     rf"(?P<mark>(?<!#)#{{4,}}+(?:[ \t*_]*(?i:the\s+)?(?i:final\s+)?{_ANSWER}[ \t*_:]*(?=\n))?)"
     rf"|(?P<box>{BOX.pattern})|(?P<tag><answer>)"
     # answer: | **Answer**: | "answer": | the answer is | answers are | the answer to part (a) would be
-    rf"|\b{_ANSWER}(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?[*_\"]*"
+    rf"|(?<![A-Za-z0-9]){_ANSWER}(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?[*_\"]*"
     r"[ \t]*(?:[:：=]|(?:is|are|equals|(?:would|should|will|must)[ \t]+be)(?![\w'’])"
     r"(?:[ \t]+(?:as[ \t]follows|given[ \t]by|therefore|thus|then|simply|exactly|indeed|equal[ \t]to)\b)*)"
     rf"|^[ \t#*_]*(?i:the[ \t]+)?(?i:final[ \t]+)?{_ANSWER}[ \t*_]*$",  # a heading
@@ -37,9 +37,9 @@ _ANNOUNCEMENT = re.compile(
 _GAP = re.compile(r"[\s*_`:>]*+")
 _LINE = re.compile(r"(?:[^\n<]|<(?![/|]))*+")  # up to the end of the line, </answer> or <|im_end|>
 _MATH = re.compile(r"\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]|\\\(.*?\\\)", re.DOTALL)  # which may span lines
-_SENTENCE_END = re.compile(r"[.!?](?=[\s*\"')]|$)")
+_SENTENCE_END = re.compile(r"(?<!Rs)[.!?](?=[\s*\"')]|$)")
 _NOTHING_BETWEEN = re.compile(r"\\(?:q?quad|text|mathrm|[()[\],;: ])|[\s${}~]")
-_BETWEEN_BOXES = re.compile(r"[^.!?]*(?:[,;]|and|or)(?:[A-Za-z](?:_?\w{1,3})?=)?")
+_BETWEEN_BOXES = re.compile(r"(?:[,;]|[,;]?(?:and|or))(?:[A-Za-z](?:_?\w{1,3})?=)?")
 _MAX_BETWEEN_BOXES = 60
 _JUDGED = re.compile(  # the answer is correct. | the answer is not 5
     r"not\b|(?:in|un)?(?:correct|right|wrong|valid|verified|confirmed|consistent|reasonable|plausible|sensible|clear)\b"
@@ -52,7 +52,8 @@ _VALUE = re.compile(
     r"|[a-z](?![\w'’]|\s+[a-z]{2})|[A-HJ-Z](?![\w'’]))"  # x = 5 | n(n+1) | C
 )
 """How a value begins, rather than words about one."""
-_EMPTY = re.compile(r"[\s.?…_]*")
+_EMPTY = " \n\t.?…_"
+"""What is no answer alone."""
 
 
 class Announcement(NamedTuple):
@@ -118,13 +119,13 @@ def _read(text: str, announcement: re.Match[str]) -> _Read | None:
     end = announcement.end()
     if announcement["box"]:
         content = boxed_content(text, end)
-        if content is None or _EMPTY.fullmatch(content):
+        if content is None or not content.strip(_EMPTY):
             return None
         return _Read(content.strip(), end + len(content) + 1, is_value=True)
     gap = _GAP.match(text, end)
     assert gap is not None  # it may be empty
     begin, most = gap.end(), gap.end() + MAX_CHARACTERS + 1
-    math = _MATH.match(text, begin, most)
+    math = _MATH.match(text, begin, most) if text[begin : begin + 1] in ("$", "\\") else None
     line = _LINE.match(text, begin if math is None else math.end(), most)
     assert line is not None
     said = text[begin : line.end()]
@@ -133,7 +134,7 @@ def _read(text: str, announcement: re.Match[str]) -> _Read | None:
     if sentence := _SENTENCE_END.search(said):
         said = said[: sentence.start()]
     said = said.strip(" \t*_`\"" if "{" in said else " \t*_`\"}")  # {"answer": "12"}
-    if _EMPTY.fullmatch(said) or (not announcement["mark"] and _JUDGED.match(said)):
+    if not said.strip(_EMPTY) or (not announcement["mark"] and _JUDGED.match(said)):
         return None
     return _Read(said, end, bool(announcement["tag"]) or _VALUE.match(said) is not None)
 
@@ -220,7 +221,7 @@ _UNIT = re.compile(  # apples per day | km/h | m^2 | °C | $
     r"(?:[ /·.'’\"-]++|[^\W\d_]++(?:\^\{?-?[1-3]\}?|[²³])?+|[°€£¥₹¢$]++)*+"
 )
 _NO_UNIT = re.compile(  # 5x | 5/n | 5 pi | 5 and | 5ab
-    r"[\s/·-]*(?:(?:[B-EG-IK-MO-UX-Zb-fi-ko-rt-zπ]|pi|or|and|to|plus|minus|times|over|squared|cubed|half|halves|sin|cos"
+    r"[\s/·-]*(?:(?:[b-fijknopqrt-zBDEGHIKMO-UX-Zπ]|pi|or|and|to|plus|minus|times|over|squared|cubed|half|halves|sin|cos"
     r"|tan|log|ln|exp|sqrt|mod)(?![^\W\d_])|a\s*$)"
     r"|(?!cm|[kmn]m|[km]g|[mcdk][lL]|ft|in|lb|oz|[hy]r|mi|yd|[ap]m|Hz|[kMm]W|k[JNV]|m[AVs]|[kKMGT]B|ns|Pa|ha|cc|sq"
     r"|th|st|[nr]d)[^\W\d_]{2}(?![^\W\d_])"
@@ -233,7 +234,8 @@ _TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples)
 _CHOICE = re.compile(  # C | (C) | C. | c) 12 apples | Option C: 12 apples
     r"(?:(?i:option|choice)\s+)?(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-Ja-j])(?=[).:]|\s*$|\s+[-–(]|,?\s+(?:because|since)\b)).*"
 )
-_NAME = re.compile(r"[^\W\d_]{3,}(?:[ ,.'’-]+[^\W\d_]+)*")
+_SPACES = re.compile(r"\s*([^\w\s])\s*")
+_NAME = re.compile(r"[^\W\d_]{2,}(?:[ ,.'’-]+[^\W\d_]+)*")
 
 
 def same(answer: str, reference: str) -> bool | None:
@@ -252,14 +254,24 @@ def same(answer: str, reference: str) -> bool | None:
         share, whole = (got.value, wanted.value) if got.percent else (wanted.value, got.value)
         return got.percent != wanted.percent and share == 100 * whole
     answer, reference = plain(answer), plain(reference)
-    got, wanted = _CHOICE.fullmatch(answer), _CHOICE.fullmatch(reference)
-    if got is not None and wanted is not None:
-        return (got[1] or got[2]).casefold() == (wanted[1] or wanted[2]).casefold()
-    tail = _TAIL.search(answer)
+    chosen, right = _choice(answer), _choice(reference)
+    if chosen and right:
+        return chosen == right
+    tail, reference = _TAIL.search(answer), _SPACES.sub(r"\1", reference)
     for said in (answer, answer[: tail.start()] if tail else answer):
+        said = _SPACES.sub(r"\1", said)
         if said and (said == reference or (_NAME.fullmatch(said) and said.casefold() == reference.casefold())):
             return True
     return None
+
+
+def canonical(answer: str) -> str:
+    """Return a text that is the same for answers that `same` finds to be so."""
+    value = number(answer)
+    if value is not None:
+        return f"{value.value.normalize():f}"
+    answer = plain(answer)
+    return _choice(answer) or answer.casefold()
 
 
 def number(text: str) -> Number | None:
@@ -278,6 +290,12 @@ def plain(text: str) -> str:
             text = pattern.sub(to, text)
     text = _STARS.sub("", text).strip(" *_`\"'")
     return " ".join(text.rstrip(".,;!").split())
+
+
+def _choice(text: str) -> str:
+    """The letter of a choice, "" if a text is none."""
+    found = _CHOICE.fullmatch(text)
+    return "" if found is None else (found[1] or found[2]).upper()
 
 
 @lru_cache(maxsize=1 << 12)  # the answers of a group, and its reference, are often alike
@@ -312,9 +330,10 @@ def _number(text: str) -> Number | None:
     return Number(value * dozens if dozens > 1 else value, found["percent"] is not None)
 
 
-_IN_TEXT = re.compile(  # 5 million | $5k | 2.5bn, in words rather than in a formula
-    rf"(?:{_CURRENCY})?(?<![0-9.,\\])[0-9]++(?:,[0-9]{{3}})*+(?:\.[0-9]++)?+(?:(?:[\s~-]|\\[,;: ])*+(?:\\text\{{\s*)?"
-    rf"{_SCALE_WORDS}(?![^\W_])\}}?|(?:[kKMB]|bn|mn)(?![\w-])(?!\s*[+*/=^<>\\$)}}]))"
+_DIGITS = r"(?<![0-9.,\\])[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+"
+_IN_TEXT = re.compile(  # 5 million | $5k | sold 5k, but not the variable of 2 + 5k
+    rf"(?:{_CURRENCY})?{_DIGITS}(?:[\s~-]|\\[,;: ])*+(?:\\text\{{\s*)?{_SCALE_WORDS}(?![^\W_])\}}?"
+    rf"|(?:{_CURRENCY}|(?<=[A-Za-z]{{2}}\s)){_DIGITS}(?:[kKMB]|bn|mn)(?![\w-])(?!\s*[+*/=^<>\\$)}}])"
 )
 _GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f])++(?=[0-9]{3}(?![0-9]))")
 _ESCAPED_DOLLAR = re.compile(r"\\\$\s*")
