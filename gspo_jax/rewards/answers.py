@@ -21,8 +21,14 @@ BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\[[^][]{0,20}\])?\s{0,9}\{")
 r"""What opens a box: `\boxed{`, `\boxed {`, `\fbox{`, `\framebox[w]{`."""
 _SIGNS = "####", "box", "nswer", "NSWER"
 """Texts of which every announcement has one."""
+_BEFORE_SIGN = 6
+"""Characters before a sign in which an announcement begins, as a rule."""
 _ANSWER = r"(?:[Aa]nswer|ANSWER)(?:s|S)?"
 _OTHER_WORDS = r"(?:[ \t]+(?!(?:is|are|equals|would|should|will|must)\b)[^\s.:=\\#<]{1,20}+){0,8}+"
+_ADVERBS = (
+    r"as follows|given by|equal to|therefore|thus|then|simply|exactly|indeed|just|only|also|still|clearly|obviously"
+    r"|of course|in fact|certainly|definitely|surely|probably|(?:most )?likely"
+)
 _ANNOUNCEMENT = re.compile(
     # #### | #### Final Answer, a heading
     rf"(?P<mark>(?<!#)#{{4,}}+(?:[ \t*_]*(?i:the\s+)?(?i:final\s+)?{_ANSWER}[ \t*_:]*(?=\n))?)"
@@ -30,11 +36,12 @@ _ANNOUNCEMENT = re.compile(
     # answer: | **Answer**: | "answer": | the answer is | answers are | the answer to part (a) would be
     rf"|(?<![A-Za-z0-9]){_ANSWER}(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?[*_\"]*"
     r"[ \t]*(?:[:：=]|(?:is|are|equals|(?:would|should|will|must)[ \t]+be)(?![\w'’])"
-    r"(?:[ \t]+(?:as[ \t]follows|given[ \t]by|therefore|thus|then|simply|exactly|indeed|equal[ \t]to)\b)*)"
+    rf"(?:,?[ \t]+(?:{_ADVERBS})\b,?)*)"
     rf"|^[ \t#*_]*(?i:the[ \t]+)?(?i:final[ \t]+)?{_ANSWER}[ \t*_]*$",  # a heading
     re.MULTILINE,
 )
-_GAP = re.compile(r"[\s*_`:>]*+")
+_SHORT = re.compile(r"[ \t]*+(-?[0-9]++(?:\.[0-9]++)?+)\.?[ \t]*+(?=\n|\Z)")  # most answers, at once
+_GAP = re.compile(r"(?:[\s*_`:>]|(?<=\n)[-•][ ])*+")
 _LINE = re.compile(r"(?:[^\n<]|<(?![/|]))*+")  # up to the end of the line, </answer> or <|im_end|>
 _MATH = re.compile(r"\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]|\\\(.*?\\\)", re.DOTALL)  # which may span lines
 _SENTENCE_END = re.compile(r"(?<!Rs)[.!?](?=[\s*\"')]|$)")
@@ -47,7 +54,7 @@ _JUDGED = re.compile(  # the answer is correct. | the answer is not 5
     re.IGNORECASE,
 )
 _VALUE = re.compile(
-    r"[\s\"'(\[{]*(?:[-+−–±≈~]?\s*(?:US|Rs\.?)?[€£¥₹$]?\s*[-+−–]?\.?\d"  # 12 | -$5 | .5
+    r"[\s\"'‘“(\[{]*(?:[-+−–±≈~]?\s*(?:US|Rs\.?)?[€£¥₹$]?\s*[-+−–]?\.?\d"  # 12 | -$5 | .5
     r"|[\\$∞√π∅]|(?:sqrt|pi|sin|cos|tan|log|ln|exp)\b"  # \frac | $x$ | sqrt(2)
     r"|[a-z](?![\w'’]|\s+[a-z]{2})|[A-HJ-Z](?![\w'’]))"  # x = 5 | n(n+1) | C
 )
@@ -76,7 +83,7 @@ def announced(text: str) -> Announcement | None:
     if sign < 0:
         return None
     last = None  # most texts end with an announcement, and need no search from their beginning
-    for last in _ANNOUNCEMENT.finditer(text, text.rfind("\n", 0, sign) + 1):
+    for last in _ANNOUNCEMENT.finditer(text, max(text.rfind("\n", 0, sign) + 1, sign - _BEFORE_SIGN)):
         pass
     if last is not None and not (last["box"] and text.rfind("box", 0, last.start()) >= 0):
         found = _read(text, last)
@@ -97,6 +104,9 @@ def boxed_content(text: str, start: int) -> str | None:
 
     Braces inside are balanced; the content has at most MAX_CHARACTERS characters.
     """
+    end = text.find("}", start, start + MAX_CHARACTERS + 1)
+    if end < 0 or text.find("{", start, end) < 0:  # as most boxes
+        return None if end < 0 else text[start:end]
     depth = 1
     for i in range(start, min(len(text), start + MAX_CHARACTERS + 1)):
         depth += (text[i] == "{") - (text[i] == "}")
@@ -122,6 +132,8 @@ def _read(text: str, announcement: re.Match[str]) -> _Read | None:
         if content is None or not content.strip(_EMPTY):
             return None
         return _Read(content.strip(), end + len(content) + 1, is_value=True)
+    if short := _SHORT.match(text, end):
+        return _Read(short[1], end, is_value=True)
     gap = _GAP.match(text, end)
     assert gap is not None  # it may be empty
     begin, most = gap.end(), gap.end() + MAX_CHARACTERS + 1
@@ -173,12 +185,16 @@ class Number(NamedTuple):
     value: Decimal
     """What stands before a percent sign, if there is one."""
     percent: bool
+    name: str = ""
+    """The variable that it is the value of, as in x = 5."""
 
 
 _PLAIN = re.compile(r"-?[0-9]{1,30}(?:\.[0-9]{1,30})?")
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-")  # minus signs and the dash that stands for one
     | dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u2009\u200a\u202f\u3000\n\t~", " ")
+    | dict.fromkeys("\u2018\u2019", "'")
+    | dict.fromkeys("\u201c\u201d", '"')
     | {"\uff05": "%", "\uff1a": ":", "\uff0c": ",", "\u200b": "", "\ufeff": ""}
 )
 _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -197,7 +213,7 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\([$%#&_])", r"\1"),
     )
 )
-_STARS = re.compile(r"\*\*(?=[\s.,;)]|$)")
+_STARS = re.compile(r"\*\*(?=[\s.,:;)]|$)")
 _CURRENCY = r"(?:US|CA|AU|NZ|HK|[ACRS])?\$|[€£¥₹₩₽]|Rs\b\.?|(?:USD|EUR|GBP|INR)\b"
 _POWERS = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
 _POWERS |= {"k": 3, "m": 6, "mn": 6, "mil": 6, "b": 9, "bn": 9, "t": 12, "tn": 12}
@@ -205,7 +221,7 @@ _POWERS |= {"tenth": -1, "hundredth": -2, "thousandth": -3, "millionth": -6}
 _SCALE_WORDS = r"(?i:hundred|thousand|lakh|million|crore|billion|trillion|tenth|(?:hundred|thousand|million)th|dozen)s?"
 _NUMBER = re.compile(
     # x = | about
-    r"(?:[A-Za-z](?:_\{?\w{1,9}\}?)?\s*=\s*)?(?:[A-Za-z]?\s*(?:≈|\\approx)\s*|(?i:about|approximately|roughly)\s+)?"
+    r"(?:(?P<name>[A-Za-z](?:_\{?\w{1,9}\}?)?)\s*=\s*)?(?:[A-Za-z]?\s*(?:≈|\\approx)\s*|(?i:about|approximately|roughly)\s+)?"
     # -$1,234.50 | +5 | 12 000 | 1'000 | 1.000.000 | 1,00,000 | .5
     rf"(?P<cost>{_CURRENCY})?\s*(?P<sign>[-+]?)\s*(?P<price>{_CURRENCY})?\s*"
     r"(?P<whole>[1-9][0-9]{0,2}(?:(?P<gap>[, '’])[0-9]{3})(?:(?P=gap)[0-9]{3})*(?![0-9])"
@@ -217,6 +233,7 @@ _NUMBER = re.compile(
     r"(?:\s*(?P<percent>%|(?i:per\s?cent(?:age)?(?:\spoints?)?|pct)\b))?(?P<rest>.*)"
 )
 _SCALE = re.compile(r"[A-Za-z]+")
+_SCALE_APART = re.compile(rf"\s*[(,]\s*({_SCALE_WORDS})(?![^\W_])\)?")  # 5 (million)
 _UNIT = re.compile(  # apples per day | km/h | m^2 | °C | $
     r"(?:[ /·.'’\"-]++|[^\W\d_]++(?:\^\{?-?[1-3]\}?|[²³])?+|[°€£¥₹¢$]++)*+"
 )
@@ -228,7 +245,7 @@ _NO_UNIT = re.compile(  # 5x | 5/n | 5 pi | 5 and | 5ab
 )
 """What is no unit behind a number: letters that are variables more often, and two letters right behind its digits."""
 _TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples)
-    r"\s*(?:!|\.(?![0-9])|[,;]\s*(?:$|(?!(?:or|and)\b)(?=[A-Za-z]{2}))|\((?=[^()0-9]*\)[\s.]*$|since|because|as\b|rounded)"
+    r"\s*(?:\.(?![0-9])|[,;]\s*(?:$|(?!(?:or|and)\b)(?=[A-Za-z]{2}))|\((?=[^()0-9]*\)[\s.]*$|since|because|as\b|rounded)"
     r"|\b(?:because|since|as|which|where|so|when|if|but|not|that)\b)"
 )
 _CHOICE = re.compile(  # C | (C) | C. | c) 12 apples | Option C: 12 apples
@@ -248,7 +265,7 @@ def same(answer: str, reference: str) -> bool | None:
     if answer == reference:
         return True
     got, wanted = number(answer), number(reference)
-    if got is not None and wanted is not None:
+    if got is not None and wanted is not None and (got.name == wanted.name or not (got.name and wanted.name)):
         if got.value == wanted.value:
             return True
         share, whole = (got.value, wanted.value) if got.percent else (wanted.value, got.value)
@@ -289,7 +306,7 @@ def plain(text: str) -> str:
         for pattern, to in _LATEX[:1] * 2 + _LATEX:  # a style may stand in another
             text = pattern.sub(to, text)
     text = _STARS.sub("", text).strip(" *_`\"'")
-    return " ".join(text.rstrip(".,;!").split())
+    return " ".join(text.rstrip(".,;").split())
 
 
 def _choice(text: str) -> str:
@@ -302,7 +319,7 @@ def _choice(text: str) -> str:
 def _number(text: str) -> Number | None:
     if _PLAIN.fullmatch(text):
         return Number(Decimal(text), percent=False)
-    text = plain(text)
+    text = _SCALE_APART.sub(r" \1", plain(text))
     if text[:1] in ("(", "{") and text[-1:] in (")", "}"):
         text = text[1:-1].strip()
     found = _NUMBER.fullmatch(text)
@@ -327,7 +344,7 @@ def _number(text: str) -> Number | None:
     if _NO_UNIT.match(unit) or not _UNIT.fullmatch(unit):
         return None
     value = Decimal(f"{found['sign']}{digits}e{power}")  # exact, unlike arithmetic
-    return Number(value * dozens if dozens > 1 else value, found["percent"] is not None)
+    return Number(value * dozens if dozens > 1 else value, found["percent"] is not None, found["name"] or "")
 
 
 _DIGITS = r"(?<![0-9.,\\])[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+"
@@ -335,17 +352,35 @@ _IN_TEXT = re.compile(  # 5 million | $5k | sold 5k, but not the variable of 2 +
     rf"(?:{_CURRENCY})?{_DIGITS}(?:[\s~-]|\\[,;: ])*+(?:\\text\{{\s*)?{_SCALE_WORDS}(?![^\W_])\}}?"
     rf"|(?:{_CURRENCY}|(?<=[A-Za-z]{{2}}\s)){_DIGITS}(?:[kKMB]|bn|mn)(?![\w-])(?!\s*[+*/=^<>\\$)}}])"
 )
-_GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f])++(?=[0-9]{3}(?![0-9]))")
+_GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f]|\{,\}|,\\!)++(?=[0-9]{3}(?![0-9]))")
 _ESCAPED_DOLLAR = re.compile(r"\\\$\s*")
 _DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PROSE = re.compile(r"(?<![A-Za-z])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\\[([]|(?<!\\)\$")
 
 
+_NO_PRICE = re.compile(r"\$(?![0-9])")
+_UNICODE = (
+    str.maketrans({"²": "^2", "³": "^3", "∞": "\\infty ", "π": "\\pi ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne "})
+    | str.maketrans({"×": "\\times ", "·": "\\cdot ", "÷": "\\div "})
+)
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+_MIXED = re.compile(r"(?<![0-9.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9])")
+
+
 def for_parser(text: str) -> str:
     """Return a text whose numbers math-verify reads as a person does: without currency, in plain digits."""
     text = _GROUPS.sub("", _ESCAPED_DOLLAR.sub("", text).replace("\u2212", "-"))
     return _IN_TEXT.sub(_written_out, text)
+
+
+def formula_for_parser(text: str) -> str:
+    """Return `for_parser` of an answer or a reference, in which prices are no formulas and signs of Unicode are LaTeX."""
+    text = for_parser(text)
+    if not _NO_PRICE.search(text):
+        text = text.replace("$", "")
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text.translate(_UNICODE))
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
 
 
 def is_formula(text: str) -> bool:
@@ -355,7 +390,8 @@ def is_formula(text: str) -> bool:
 
 def written(number: Number) -> str:
     """Return a number in plain digits, in LaTeX."""
-    return format(number.value, "f") + ("\\%" if number.percent else "")
+    name = f"{number.name} = " if number.name else ""
+    return f"{name}{number.value:f}" + ("\\%" if number.percent else "")
 
 
 def _written_out(found: re.Match[str]) -> str:

@@ -6,7 +6,6 @@ What a completion's answer is, answers.py says. To add a reward, write a functio
 """
 
 import ast
-import itertools
 import operator
 import re
 from collections.abc import Callable
@@ -50,9 +49,10 @@ def answer_format(prompt: str, completion: str, record: Record) -> float:
     part = answer_part(prompt, completion)
     if part is None:
         return 0.0
-    marks, boxes = len(_ANSWER_MARK.findall(part)), list(itertools.islice(BOX.finditer(part), 2))
-    if boxes:
-        return float(marks == 0 and len(boxes) == 1 and bool((boxed_content(part, boxes[0].end()) or "").strip()))
+    marks = len(_ANSWER_MARK.findall(part))
+    if box := BOX.search(part):
+        alone = marks == 0 and BOX.search(part, box.end()) is None
+        return float(alone and bool((boxed_content(part, box.end()) or "").strip()))
     if marks != 1:
         return 0.0
     last = part[part.rfind("####") + 4 :].strip()

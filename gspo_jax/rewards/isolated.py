@@ -13,7 +13,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from gspo_jax.rewards import certain
-from gspo_jax.rewards.answers import Announcement, announced, for_parser, is_formula, number, written
+from gspo_jax.rewards.answers import Announcement, announced, for_parser, formula_for_parser, is_formula, number, written
 from gspo_jax.thoughts import answer_part
 
 __all__ = ["math_verify", "math_verify_flexible"]
@@ -57,7 +57,7 @@ def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -
 def _said(answer: Announcement) -> str:
     """A text in which math-verify finds this answer."""
     value = number(answer.text)
-    text = for_parser(answer.text) if value is None else written(value)
+    text = formula_for_parser(answer.text) if value is None else written(value)
     return f"\\boxed{{{text}}}" if answer.boxed or is_formula(text) else f"The answer is {text}"
 
 
@@ -69,7 +69,7 @@ def _verified(completion: str, record: dict[str, Any]) -> float:
 @lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
 def _parse_reference(answer: str) -> list[Any]:
     value = number(answer)
-    text = for_parser(answer) if value is None else written(value)
+    text = formula_for_parser(answer) if value is None else written(value)
     gold = parse(text if _DELIMITER.search(text) else f"${text}$", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
         raise ValueError(f"the reference answer {answer!r} cannot be parsed")
