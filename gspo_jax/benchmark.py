@@ -31,7 +31,8 @@ from gspo_jax.data.pipeline import EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts, processes
-from gspo_jax.rewards.answers import canonical, final_answer
+from gspo_jax.rewards.answers import final_answer
+from gspo_jax.rewards.comparison import canonical
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
 from gspo_jax.setup import data, keys, policy, sampling
@@ -44,7 +45,7 @@ from gspo_jax.types import Weights
 FOLDER = "benchmarks"
 """Folder of the answers, in a run folder."""
 EXTRACTION = {
-    "math_verify": r"strict: behind the last thought, what is announced last by ####, \boxed{}, 'answer is' or the like",
+    "math_verify": r"strict: behind the last thought, what is announced last, by ####, \boxed{} or 'answer is'",
     "math_verify_flexible": "flexible: the same, else the last number or formula of the text",
 }
 """How rewards find the answer, for the protocol."""

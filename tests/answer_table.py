@@ -34,7 +34,12 @@ THOUGHTS = [
     Row("Let me see, \\boxed{13}</think> \\boxed{12}", "12", True, "a closing mark alone ends a thought"),
     Row("<think>a</think>\\boxed{12}<think>is it 13?", "12", False, "a second thought is left open"),
     Row("<think>a</think>\\boxed{13}<think>no</think>\\boxed{12}", "12", True, "the last thought is closed"),
-    Row("<think>a</think>\\boxed{12}<think>no</think> Done.", "12", False, "what stands before a thought's end is thought"),
+    Row(
+        "<think>a</think>\\boxed{12}<think>no</think> Done.",
+        "12",
+        False,
+        "what stands before a thought's end is thought",
+    ),
     Row("<thinking>\\boxed{12}", "12", False, "the same by another name"),
     Row("<thought>\n13?\n</thought>\n#### 12", "12", True, "EXAONE's marks"),
     Row("<reasoning>3*4</reasoning>\n<answer>12</answer>", "12", True, "tags that prompts ask for"),

@@ -108,7 +108,11 @@ def _matrices() -> Iterator[Labelled]:
         yield rf"\begin{{bmatrix}} {entries} \end{{bmatrix}}", reference, True
         yield rf"\begin{{pmatrix}} {a} & {c} \\ {b} & {d} \end{{pmatrix}}", reference, False
         yield rf"\begin{{pmatrix}} {a} \\ {c} \end{{pmatrix}}", rf"\begin{{bmatrix}} {a} \\ {c} \end{{bmatrix}}", True
-        yield rf"\begin{{pmatrix}} {a} \\ {c + 1} \end{{pmatrix}}", rf"\begin{{pmatrix}} {a} \\ {c} \end{{pmatrix}}", False
+        yield (
+            rf"\begin{{pmatrix}} {a} \\ {c + 1} \end{{pmatrix}}",
+            rf"\begin{{pmatrix}} {a} \\ {c} \end{{pmatrix}}",
+            False,
+        )
 
 
 def _numbers() -> Iterator[Labelled]:

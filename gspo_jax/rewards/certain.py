@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gspo_jax.rewards.answers import announced, number, same
+from gspo_jax.rewards.answers import announced
+from gspo_jax.rewards.comparison import number, same
 from gspo_jax.thoughts import answer_part
 
 Record = dict[str, Any]

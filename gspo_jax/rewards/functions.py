@@ -12,7 +12,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from gspo_jax.rewards.answers import BOX, MAX_CHARACTERS, boxed_content, final_answer, plain, same
+from gspo_jax.rewards.answers import BOX, MAX_CHARACTERS, boxed_content, final_answer
+from gspo_jax.rewards.comparison import plain, same
 from gspo_jax.thoughts import answer_part
 
 __all__ = ["answer_format", "countdown", "exact_answer"]

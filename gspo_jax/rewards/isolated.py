@@ -13,7 +13,8 @@ from typing import Any
 from math_verify import parse, verify
 
 from gspo_jax.rewards import certain
-from gspo_jax.rewards.answers import Announcement, announced, for_parser, formula_for_parser, is_formula, number, written
+from gspo_jax.rewards.answers import Announcement, announced
+from gspo_jax.rewards.comparison import CURRENCY, SCALE_WORDS, Number, number
 from gspo_jax.thoughts import answer_part
 
 __all__ = ["math_verify", "math_verify_flexible"]
@@ -24,6 +25,26 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline starts
 
+_DIGITS = r"(?<![0-9.,\\])[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+"
+_IN_TEXT = re.compile(  # 5 million | $5k | sold 5k, but not the variable of 2 + 5k
+    rf"(?:{CURRENCY})?{_DIGITS}(?:[\s~-]|\\[,;: ])*+(?:\\text\{{\s*)?{SCALE_WORDS}(?![^\W_])\}}?"
+    rf"|(?:{CURRENCY}|(?<=[A-Za-z]{{2}}\s)){_DIGITS}(?:[kKMB]|bn|mn)(?![\w-])(?!\s*[+*/=^<>\\$)}}])"
+)
+_GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f]|\{,\}|,\\!)++(?=[0-9]{3}(?![0-9]))")
+_ESCAPED_DOLLAR = re.compile(r"\\\$\s*")
+_DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_PROSE = re.compile(
+    r"(?<![A-Za-z])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\\[([]|(?<!\\)\$"
+)
+_NO_PRICE = re.compile(r"\$(?![0-9])")
+_UNICODE = str.maketrans(
+    {"²": "^2", "³": "^3"}
+    | {"∞": "\\infty ", "π": "\\pi ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne "}
+    | {"×": "\\times ", "·": "\\cdot ", "÷": "\\div "}
+)
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+_MIXED = re.compile(r"(?<![0-9.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9])")
 _DELIMITER = re.compile(r"(?<!\\)\$|\\[([]|\\boxed")
 
 
@@ -51,14 +72,14 @@ def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -
         return score
     part = answer_part(prompt, completion) or ""
     found = announced(part)
-    return _verified(for_parser(part) if found is None else _said(found), record)
+    return _verified(_plain_numbers(part) if found is None else _said(found), record)
 
 
 def _said(answer: Announcement) -> str:
     """A text in which math-verify finds this answer."""
     value = number(answer.text)
-    text = formula_for_parser(answer.text) if value is None else written(value)
-    return f"\\boxed{{{text}}}" if answer.boxed or is_formula(text) else f"The answer is {text}"
+    text = _as_latex(answer.text) if value is None else _digits(value)
+    return f"\\boxed{{{text}}}" if answer.boxed or _is_formula(text) else f"The answer is {text}"
 
 
 def _verified(completion: str, record: dict[str, Any]) -> float:
@@ -69,8 +90,39 @@ def _verified(completion: str, record: dict[str, Any]) -> float:
 @lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
 def _parse_reference(answer: str) -> list[Any]:
     value = number(answer)
-    text = formula_for_parser(answer) if value is None else written(value)
+    text = _as_latex(answer) if value is None else _digits(value)
     gold = parse(text if _DELIMITER.search(text) else f"${text}$", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
         raise ValueError(f"the reference answer {answer!r} cannot be parsed")
     return gold
+
+
+def _plain_numbers(text: str) -> str:
+    """Return a text whose numbers math-verify reads as a person does: without currency, in plain digits."""
+    text = _GROUPS.sub("", _ESCAPED_DOLLAR.sub("", text).replace("\u2212", "-"))
+    return _IN_TEXT.sub(_in_digits, text)
+
+
+def _as_latex(text: str) -> str:
+    """Return an answer or a reference with plain numbers, without the dollars of prices, and with signs as LaTeX."""
+    text = _plain_numbers(text)
+    if not _NO_PRICE.search(text):
+        text = text.replace("$", "")
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text.translate(_UNICODE))
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+
+
+def _is_formula(text: str) -> bool:
+    r"""Return whether a text is a formula without delimiters, as `2\sqrt{3}` or "x + 1", and has no other words."""
+    return _PROSE.search(_COMMAND.sub(" ", text)) is None and not _DECIMAL_COMMA.fullmatch(text)
+
+
+def _digits(number: Number) -> str:
+    """Return a number in plain digits, in LaTeX."""
+    name = f"{number.name} = " if number.name else ""
+    return f"{name}{number.value:f}" + ("\\%" if number.percent else "")
+
+
+def _in_digits(found: re.Match[str]) -> str:
+    value = number(found[0])
+    return found[0] if value is None else _digits(value)
