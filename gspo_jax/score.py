@@ -4,8 +4,7 @@
 
 Each line of the file is a JSON object with `completion`, perhaps `prompt`, and the record's fields, such as `answer`.
 `prompt` is the text that the model saw: one that ends with `<think>` has opened the thought that the completion goes
-on.
-Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null.
+on. Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null.
 """
 
 import json

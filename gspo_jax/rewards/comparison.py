@@ -76,7 +76,7 @@ _TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples)
 )
 _CHOICE = re.compile(  # C | (C) | C. | c) 12 apples | Option C: 12 apples
     r"(?:(?i:option|choice)\s+)?"
-    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-Ja-j])(?=[).:]|\s*$|\s+[-–(]|,?\s+(?:because|since)\b)).*"
+    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-Ja-j])(?=[):]|\.(?![0-9])|\s*$|\s+[-–(]|,?\s+(?:because|since)\b)).*"
 )
 _SPACES = re.compile(r"\s*([^\w\s])\s*")
 _NAME = re.compile(r"[^\W\d_]{2,}(?:[ ,.'’-]+[^\W\d_]+)*")

@@ -59,7 +59,7 @@ def math_verify(prompt: str, completion: str, record: dict[str, Any]) -> float:
         return score
     found = announced(answer_part(prompt, completion) or "")
     assert found is not None  # the score would be 0
-    return _verified(_said(found), record)
+    return verified(found, record["answer"])
 
 
 def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -> float:
@@ -72,7 +72,14 @@ def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -
         return score
     part = answer_part(prompt, completion) or ""
     found = announced(part)
-    return _verified(_plain_numbers(part) if found is None else _said(found), record)
+    if found is not None:
+        return verified(found, record["answer"])
+    return _verified(_plain_numbers(part), record["answer"])
+
+
+def verified(answer: Announcement, reference: str) -> float:
+    """Return math-verify's own verdict on an announced answer."""
+    return _verified(_said(answer), reference)
 
 
 def _said(answer: Announcement) -> str:
@@ -82,9 +89,9 @@ def _said(answer: Announcement) -> str:
     return f"\\boxed{{{text}}}" if answer.boxed or _is_formula(text) else f"The answer is {text}"
 
 
-def _verified(completion: str, record: dict[str, Any]) -> float:
-    gold = _parse_reference(record["answer"])
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
+def _verified(text: str, reference: str) -> float:
+    gold = _parse_reference(reference)
+    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
