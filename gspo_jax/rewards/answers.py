@@ -15,30 +15,33 @@ MAX_CHARACTERS = 200
 _MAX_ANNOUNCEMENTS = 64
 """Announcements that are read, counted from the end of a response; in earlier ones there is no answer."""
 
-BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?:\[[^][]{0,20}\])?\s{0,9}\{")
+_BOX = r"(?:boxed|fbox|framebox)(?:\[[^][]{0,20}\])?\s{0,9}\{"
+BOX = re.compile(rf"\\{_BOX}")
 r"""What opens a box: `\boxed{`, `\boxed {`, `\fbox{`, `\framebox[w]{`."""
 _SIGNS = "####", "box", "nswer", "NSWER"
 """Texts of which every announcement has one."""
 _BEFORE_SIGN = 6
 """Characters before a sign in which an announcement begins, as a rule."""
-_ANSWER = r"(?:[Aa]nswer|ANSWER)(?:s|S)?"
 _OTHER_WORDS = r"(?:[ \t]+(?!(?:is|are|equals|would|should|will|must)\b)[^\s.:=\\#<]{1,20}+){0,8}+"
 _ADVERBS = (
     r"as follows|given by|equal to|therefore|thus|then|simply|exactly|indeed|just|only|also|still|clearly|obviously"
     r"|of course|in fact|certainly|definitely|surely|probably|(?:most )?likely"
 )
 _ANNOUNCEMENT = re.compile(
+    r"[#\\<Aa](?:"  # one of few characters, which are found fast
     # #### | #### Final Answer, a heading
-    rf"(?P<mark>(?<!#)#{{4,}}+(?:[ \t*_]*(?i:the\s+)?(?i:final\s+)?{_ANSWER}[ \t*_:]*(?=\n))?)"
-    rf"|(?P<box>{BOX.pattern})|(?P<tag><answer>)"
+    r"(?P<mark>(?<=#)###++(?:[ \t*_]*(?i:the\s+)?(?i:final\s+)?(?:[Aa]nswer|ANSWER)[ \t*_:]*(?=\n))?)"
+    rf"|(?P<box>(?<=\\){_BOX})|(?P<tag>(?<=<)answer>)"
+    r"|(?<=[Aa])(?<![A-Za-z0-9][Aa])(?:nswers?|NSWERS?)(?:"
+    r"(?P<heading>[ \t*_]*$)"
     # answer: | **Answer**: | "answer": | the answer is | answers are | the answer to part (a) would be
-    rf"|(?<![A-Za-z0-9]){_ANSWER}(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?"
-    r"(?:[ \t]*\([^()\n]{0,40}\)|,[ \t]\w{1,12},)?[*_\"]*[ \t]*"
-    r"(?:[:：=]|(?:is|are|equals|(?:would|should|will|must)[ \t]+be)(?![\w'’])"
-    rf"(?:,?[ \t]+(?:{_ADVERBS})\b,?)*)"
-    rf"|^[ \t#*_]*(?i:the[ \t]+)?(?i:final[ \t]+)?{_ANSWER}[ \t*_]*$",  # a heading
+    rf"|(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?"
+    r"[*_\"]*[ \t]*(?:[:：=]|(?:is|are|equals|(?:would|should|will|must)[ \t]+be)(?![\w'’])"
+    rf"(?:,?[ \t]+(?:{_ADVERBS})\b,?)*)))",
     re.MULTILINE,
 )
+_BEFORE_HEADING = re.compile(r"(?:\A|\n)[ \t#*_]*(?i:the[ \t]+)?(?i:final[ \t]+)?\Z")
+_MAX_BEFORE_HEADING = 30
 _SHORT = re.compile(r"[ \t]*+(-?[0-9]++(?:\.[0-9]++)?+)\.?[ \t]*+(?=\n|\Z)")  # most answers, at once
 _GAP = re.compile(r"(?:[\s*_`:>]|(?<=\n)[-•][ ])*+")
 _LINE = re.compile(r"(?:[^\n<]|<(?![/|]))*+")  # up to the end of the line, </answer> or <|im_end|>
@@ -131,6 +134,10 @@ def _read(text: str, announcement: re.Match[str]) -> _Read | None:
         if content is None or not content.strip(_EMPTY):
             return None
         return _Read(content.strip(), end + len(content) + 1, is_value=True)
+    if announcement["heading"] is not None:
+        begin = announcement.start()
+        if not _BEFORE_HEADING.search(text, max(0, begin - _MAX_BEFORE_HEADING), begin):
+            return None
     if short := _SHORT.match(text, end):
         return _Read(short[1], end, is_value=True)
     gap = _GAP.match(text, end)
