@@ -31,8 +31,8 @@ from gspo_jax.data.pipeline import EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.parallel import hosts, processes
-from gspo_jax.rewards.certain import announced
-from gspo_jax.rewards.functions import final_answer, number
+from gspo_jax.rewards.answers import final_answer
+from gspo_jax.rewards.comparison import canonical
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rollout.episodes import Player
 from gspo_jax.setup import data, inputs, keys, policy, relevance, sampling
@@ -45,8 +45,8 @@ from gspo_jax.types import Weights
 FOLDER = "benchmarks"
 """Folder of the answers, in a run folder."""
 EXTRACTION = {
-    "math_verify": r"strict: what follows the last ####, \boxed{}, 'answer is' or 'answer:'",
-    "math_verify_flexible": "flexible: the last number or formula of the text",
+    "math_verify": r"strict: behind the last thought, what is announced last, by ####, \boxed{} or 'answer is'",
+    "math_verify_flexible": "flexible: the same, else the last number or formula of the text",
 }
 """How rewards find the answer, for the protocol."""
 
@@ -306,16 +306,10 @@ def described(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def answer_of(completion: str) -> str | None:
-    """Return the announced final answer, a number in one form of all that it has; None if none is announced."""
-    found = final_answer(completion)
-    if found is None:
-        text = announced(completion)
-        if text is None or not text[:1].isalpha():
-            return None
-        found = text.partition(":" if text[6:7] == ":" else "is")[2].partition("\n")[0].strip(" .$*")
-    value = number(found)
-    return " ".join(found.split()) if value is None else format(value.normalize(), "f")
+def answer_of(prompt: str, completion: str) -> str | None:
+    """Return the announced final answer, in one form of all that are the same; None if none is announced."""
+    found = final_answer(prompt, completion)
+    return None if found is None else canonical(found)
 
 
 def _mean(values: np.ndarray) -> float | None:
@@ -409,7 +403,7 @@ def _sampled(
             "completion": completions[row],
             "tokens": int(mask[row].sum()),
             "truncated": bool(cut[row]),
-            "answer": answer_of(completions[row]),
+            "answer": answer_of(played.texts[row], completions[row]),
             "scores": {n: float(v) if np.isfinite(v) else None for n, v in zip(names, values[row], strict=True)},
             "asked": dict(zip(names, map(bool, asked[row]), strict=True)),
         }

@@ -3,7 +3,8 @@
     python -m gspo_jax.score --reward=code_tests,my_rewards.py:polite --in=completions.jsonl --out=scores.jsonl
 
 Each line of the file is a JSON object with `completion`, perhaps `prompt`, and the record's fields, such as `answer`.
-Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null.
+`prompt` is the text that the model saw: one that ends with `<think>` has opened the thought that the completion goes
+on. Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null.
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 
 from gspo_jax import cli, references, storage
 from gspo_jax.data import files
+from gspo_jax.data.written import number_text
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
@@ -116,7 +118,9 @@ def _read(source: Path) -> Iterator[dict[str, Any]]:
 
 def _row(line: dict[str, Any]) -> Row:
     record = files.plain({name: value for name, value in line.items() if name not in _OWN_FIELDS})
-    prompt = line.get("prompt")
+    answer, prompt = record.get("answer"), line.get("prompt")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        record["answer"] = number_text(answer)
     return "" if prompt is None else prompt, line["completion"], record
 
 

@@ -76,6 +76,9 @@ def test_what_no_problem_has_enough_samples_for_is_none():
     [
         ("#### 1,234.50", "1234.5"),
         (r"so \boxed{x + 1}", "x + 1"),
+        ("<think>#### 4</think>#### 5 million", "5000000"),
+        ("<think>#### 4", None),
+        ("Answer: (C) 12", "C"),
         ("The answer is $18$.", "18"),
         ("Answer: 18 apples\nor so", "18"),
         ("18", None),
@@ -83,7 +86,7 @@ def test_what_no_problem_has_enough_samples_for_is_none():
     ],
 )
 def test_equal_answers_are_equal_texts(completion, answer):
-    assert benchmark.answer_of(completion) == answer
+    assert benchmark.answer_of("", completion) == answer
 
 
 def command(folder, facts, samples=4):

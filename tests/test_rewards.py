@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gspo_jax.rewards import functions
+from gspo_jax.rewards import comparison, functions
 
 
 def score(name, completion, **record):
@@ -16,7 +16,8 @@ def score(name, completion, **record):
     [
         ("7+8=15 4+2+1=7 #### 75", "75", 1),
         ("#### 75", "57", 0),
-        ("the answer is 75", "75", 0),  # no answer mark
+        ("the answer is 75", "75", 1),
+        ("75", "75", 0),  # not announced
         ("", "75", 0),
         ("####", "75", 0),
         ("#### 1,234", "1234", 1),
@@ -36,7 +37,7 @@ def score(name, completion, **record):
         ("#### $18$", "18", 1),
         ("#### 18\nbecause", "18", 1),
         ("#### 18 or 19", "18", 0),
-        ("#### 1e3", "1000", 0),
+        ("#### 1e3", "1000", 1),
         ("#### 6 5", "65", 0),
         ("#### 60+5", "60", 0),
         ("#### 18 #### 19", "19", 1),  # the last mark counts
@@ -150,8 +151,8 @@ def test_hostile_completions_cost_nothing(name, hostile):
 
 def test_a_number_may_be_anything_and_costs_nothing():
     start = time.perf_counter()
-    assert functions.number("-" + " " * 100_000 + "!") is None
-    assert functions.number("") is functions.number("$") is functions.number("-.") is None
+    assert comparison.number("-" + " " * 100_000 + "!") is None
+    assert comparison.number("") is comparison.number("$") is comparison.number("-.") is None
     assert time.perf_counter() - start < 0.5
 
 

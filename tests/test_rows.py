@@ -157,7 +157,7 @@ def test_prompts_in_every_form_become_conversations(tmp_path, tokenizer):
         f"<system>Add.{shots}<user>1+1=\nGo.<assistant>",
         f"<system>Count.{shots}<user>1+1=\nBe brief.<assistant>",
     ]
-    assert [record["answer"] for record in records] == ["2", "2", "2.0", "2", "2", "2"]
+    assert [record["answer"] for record in records] == ["2"] * 6
     assert [record["question"] for record in records][3:5] == ["2+2=", "1+1="]
     assert conversation(records[0], PLAIN) == [{"role": "user", "content": "1+1=\nGo."}]
 

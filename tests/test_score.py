@@ -9,7 +9,7 @@ from gspo_jax import score
 ROWS = [
     {"prompt": "1+1=", "completion": "#### 2", "answer": "2", "id": 7},
     {"completion": "#### 3", "answer": "2"},
-    {"completion": "nothing", "answer": 2},
+    {"completion": "nothing", "answer": 3},
 ]
 OWN = """
 def polite(prompt, completion, record):

@@ -71,6 +71,18 @@ def test_special_tokens_and_ids_beyond_the_vocabulary(trained):
     assert trained.decode([*ids, 9999]) == "5"
 
 
+def test_marks_of_thoughts_are_said_even_if_they_are_special(trained, tmp_path):
+    """Users add <think> as special tokens; without them a thought would pass for the answer."""
+    trained.save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<think>", "</think>", "<|extra|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = Tokenizer.load(tmp_path)
+    ids = own.encode("<think>5</think>#### 5<|extra|><|im_end|>")
+    assert len(ids) < 12 and own.decode(ids) == "<think>5</think>#### 5"
+    assert own.decode(ids, skip_special=False).endswith("<|extra|><|im_end|>")
+
+
 def test_a_vocabulary_below_the_bytes_is_refused():
     assert Tokenizer.train(["abc"], 259).vocab_size == 259
     with pytest.raises(UserError, match="vocab_size is 258, but all bytes and special tokens need 259"):

@@ -2,8 +2,8 @@ r"""Time math-verify on 2000 GSM8K answers as a run scores them, half of them ri
 
     python -m tests.time_rewards gsm8k
 
-The folder has train.jsonl. An answer is the worked solution, then `#### 12`, `\boxed{12}`, or `The answer is 12.`
-without either, which math-verify alone can read; one line for each. One worker for each core.
+The folder has train.jsonl. An answer is the worked solution, then `#### 12`, `\boxed{12}`, `The answer is 12.`, or a
+fraction, which math-verify alone can compare; one line for each. One worker for each core.
 """
 
 import random
@@ -18,7 +18,12 @@ from gspo_jax.parallel import processes
 from gspo_jax.rewards.scorer import Scorer
 
 COUNT = 2000
-FORMS = ("{worked}\n#### {answer}", "{worked}\nSo it is $\\boxed{{{answer}}}$.", "{worked}\nThe answer is {answer}.")
+FORMS = (
+    "{worked}\n#### {answer}",
+    "{worked}\nSo it is $\\boxed{{{answer}}}$.",
+    "{worked}\nThe answer is {answer}.",
+    "{worked}\nThe answer is $\\frac{{{answer}}}{{1}}$.",
+)
 
 
 def main(folder: str) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord
+from gspo_jax.data.written import has_narrow, widen, widen_as
 from gspo_jax.types import UserError
 
 FORMATS = ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"
@@ -307,9 +308,11 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             names = file.schema_arrow.names
             if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
                 raise UserError(f"{path} has two columns {twice[0]!r}; rename one")
+            narrow = {field.name: field.type for field in file.schema_arrow if has_narrow(field.type)}
             for batch in file.iter_batches():
                 for content in _without_times(batch).to_pylist():
                     number += 1
+                    content |= {name: widen_as(content[name], kind) for name, kind in narrow.items()}
                     yield _row(f"{path}, row {number}", content)
     except UserError:
         raise
@@ -381,7 +384,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="surrogateescape")
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return plain(widen(value).tolist())
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

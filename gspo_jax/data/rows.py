@@ -20,6 +20,7 @@ from absl import logging
 
 from gspo_jax.data.files import Defect, Row, read
 from gspo_jax.data.records import VERBATIM, Part, Record, Records
+from gspo_jax.data.written import number_text
 from gspo_jax.types import UserError
 
 PROMPTS = "question", "prompt", "messages"
@@ -289,7 +290,7 @@ def _answer(row: dict[str, Any], name: str) -> str:
         return _text(value, name).strip()
     if not math.isfinite(value):
         raise Defect(f"{name} is not a finite number")
-    return str(value)
+    return number_text(value)
 
 
 def _draw(record: Record) -> float:

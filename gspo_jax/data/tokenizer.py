@@ -18,6 +18,7 @@ from absl import logging
 from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from gspo_jax import thoughts
 from gspo_jax.data import added_tokens, chat
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.templates import CLOCK
@@ -79,6 +80,8 @@ class Tokenizer:
         backend.no_padding()
         self.pad_id = pad_id
         self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._unsaid = {i for i, token in added.items() if token.special and token.content not in thoughts.MARKS}
         self._settings = settings
         self._variables = dict(variables or {})
         source = settings.get("chat_template")
@@ -224,8 +227,12 @@ class Tokenizer:
         return {index: token for index, token in added.items() if token.special or index in self.eos_ids}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of `ids`; ids beyond the vocabulary, which a padded model may sample, decode to nothing."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        """Return the text of `ids`, by default without special tokens, but for those that open or close a thought.
+
+        Ids beyond the vocabulary, which a padded model may sample, decode to nothing.
+        """
+        said = [int(i) for i in ids if not (skip_special and int(i) in self._unsaid)]
+        return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation under the chat template; without a template, the contents concatenated."""

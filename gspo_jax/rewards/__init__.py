@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from gspo_jax.thoughts import answer_part
+
+__all__ = ["answer_part", "own_process"]
+
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from gspo_jax import references
+from gspo_jax.rewards.answers import MAX_CHARACTERS, final_answer
 from gspo_jax.rewards.code import final_block
-from gspo_jax.rewards.functions import MAX_CHARACTERS, Record, evaluate, expression_value, final_answer
+from gspo_jax.rewards.functions import Record, evaluate, expression_value
 from gspo_jax.rewards.scorer import check_names
 
 __all__ = ["calculator", "countdown_feedback", "python"]
@@ -47,8 +48,7 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
     Replies look like `\n8 is wrong. 22 from 3 5 7:`, or `\nwrong. 22 from 3 5 7:` if the answer is not an expression
     that uses each number once.
     """
-    del prompt
-    answer = final_answer(completion)
+    answer = final_answer(prompt, completion)
     value = None if answer is None else expression_value(answer, record["numbers"])
     if value == Fraction(record["target"]):
         return None

@@ -6,12 +6,16 @@ certain without a call, certain.py gives it.
 """
 
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
 
-from gspo_jax.rewards.certain import announced
+from gspo_jax.rewards import certain
+from gspo_jax.rewards.answers import Announcement, announced
+from gspo_jax.rewards.comparison import CURRENCY, SCALE_WORDS, Number, number
+from gspo_jax.thoughts import answer_part
 
 __all__ = ["math_verify", "math_verify_flexible"]
 
@@ -21,30 +25,111 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 parse("$1$", parsing_timeout=None)  # type: ignore[arg-type]  # builds its tables before the first deadline starts
 
+_DIGITS = r"(?<![0-9.,\\])[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+"
+_IN_TEXT = re.compile(  # 5 million | $5k | sold 5k, but not the variable of 2 + 5k
+    rf"(?:{CURRENCY})?{_DIGITS}(?:[\s~-]|\\[,;: ])*+(?:\\text\{{\s*)?{SCALE_WORDS}(?![^\W_])\}}?"
+    rf"|(?:{CURRENCY}|(?<=[A-Za-z]{{2}}\s)){_DIGITS}(?:[kKMB]|bn|mn)(?![\w-])(?!\s*[+*/=^<>\\$)}}])"
+)
+_GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f]|\{,\}|,\\!)++(?=[0-9]{3}(?![0-9]))")
+_ESCAPED_DOLLAR = re.compile(r"\\\$\s*")
+_DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_PROSE = re.compile(
+    r"(?<![A-Za-z])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\\[([]|(?<!\\)\$"
+)
+_NO_PRICE = re.compile(r"\$(?![0-9])")
+_UNICODE = str.maketrans(
+    {"²": "^2", "³": "^3"}
+    | {"∞": "\\infty ", "π": "\\pi ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne "}
+    | {"×": "\\times ", "·": "\\cdot ", "÷": "\\div "}
+)
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+_MIXED = re.compile(r"(?<![0-9.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9])")
+_DELIMITER = re.compile(r"(?<!\\)\$|\\[([]|\\boxed")
+
 
 def math_verify(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    r"""Score 1 if math-verify finds the final answer mathematically equal to record["answer"] (1/2 is 0.5), else 0.
+    r"""Score 1 if the final answer is mathematically equal to record["answer"] (1/2 is 0.5), else 0.
 
-    The final answer has to be announced, by `####`, `\boxed{}`, "answer is" or "answer:"; nothing before the last of
-    these is read. Raises ValueError if record["answer"] itself cannot be parsed.
+    The final answer has to be announced, see `answers.announced`, and nothing else is read. math-verify decides where
+    the two are written differently. Raises ValueError if it cannot parse record["answer"].
     """
-    answer = announced(completion)
-    return 0.0 if answer is None else math_verify_flexible(prompt, answer, record)
+    score = certain.math_verify(prompt, completion, record)
+    if score is not None:
+        return score
+    found = announced(answer_part(prompt, completion) or "")
+    assert found is not None  # the score would be 0
+    return verified(found, record["answer"])
 
 
 def math_verify_flexible(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    """Score like `math_verify`, but the last number or formula of any text: "3*6=18. Then we" answers 18.
+    """Score like `math_verify`; without an announced answer, by the last number or formula: "So it is 18" answers 18.
 
-    Raises ValueError if record["answer"] itself cannot be parsed.
+    Raises ValueError if math-verify cannot parse record["answer"].
     """
-    del prompt  # all rewards share one signature
-    gold = _parse_reference(record["answer"])
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
+    score = certain.math_verify_flexible(prompt, completion, record)
+    if score is not None:
+        return score
+    part = answer_part(prompt, completion) or ""
+    found = announced(part)
+    if found is not None:
+        return verified(found, record["answer"])
+    return _verified(_plain_numbers(part), record["answer"])
+
+
+def verified(answer: Announcement, reference: str) -> float:
+    """Return math-verify's own verdict on an announced answer."""
+    return _verified(_said(answer), reference)
+
+
+def _said(answer: Announcement) -> str:
+    """A text in which math-verify finds this answer."""
+    value = number(answer.text)
+    text = _as_latex(answer.text) if value is None else _digits(value)
+    return f"\\boxed{{{text}}}" if answer.boxed or _is_formula(text) else f"The answer is {text}"
+
+
+def _verified(text: str, reference: str) -> float:
+    gold = _parse_reference(reference)
+    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
 def _parse_reference(answer: str) -> list[Any]:
-    gold = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]
+    value = number(answer)
+    text = _as_latex(answer) if value is None else _digits(value)
+    gold = parse(text if _DELIMITER.search(text) else f"${text}$", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
         raise ValueError(f"the reference answer {answer!r} cannot be parsed")
     return gold
+
+
+def _plain_numbers(text: str) -> str:
+    """Return a text whose numbers math-verify reads as a person does: without currency, in plain digits."""
+    text = _GROUPS.sub("", _ESCAPED_DOLLAR.sub("", text).replace("\u2212", "-"))
+    return _IN_TEXT.sub(_in_digits, text)
+
+
+def _as_latex(text: str) -> str:
+    """Return an answer or a reference with plain numbers, without the dollars of prices, and with signs as LaTeX."""
+    text = _plain_numbers(text)
+    if not _NO_PRICE.search(text):
+        text = text.replace("$", "")
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text.translate(_UNICODE))
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+
+
+def _is_formula(text: str) -> bool:
+    r"""Return whether a text is a formula without delimiters, as `2\sqrt{3}` or "x + 1", and has no other words."""
+    return _PROSE.search(_COMMAND.sub(" ", text)) is None and not _DECIMAL_COMMA.fullmatch(text)
+
+
+def _digits(number: Number) -> str:
+    """Return a number in plain digits, in LaTeX."""
+    name = f"{number.name} = " if number.name else ""
+    return f"{name}{number.value:f}" + ("\\%" if number.percent else "")
+
+
+def _in_digits(found: re.Match[str]) -> str:
+    value = number(found[0])
+    return found[0] if value is None else _digits(value)

@@ -26,6 +26,7 @@ from gspo_jax.rewards import code
 from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.sandbox import Request, Sandbox, Verdict
+from gspo_jax.thoughts import answer_part
 from gspo_jax.types import StopRequested, UserError, choices
 
 Row = tuple[str, str, dict[str, Any]]
@@ -227,9 +228,13 @@ class Scorer:
         return pool.submit(self._isolated[name], *row) if score is None else _done(Outcome(score))
 
     def _ask(self, name: str, row: Row) -> Future[Outcome[float]]:
-        """The outcome of judging a program."""
+        """The outcome of judging a program; what is only thought is none."""
+        prompt, completion, record = row
+        answer = answer_part(prompt, completion)
+        if answer is None:
+            return _done(Outcome(0.0))
         try:
-            request = self._programs[name](*row, timeout_s=self._timeout_s)
+            request = self._programs[name](prompt, answer, record, timeout_s=self._timeout_s)
         except Exception:  # the record lacks what the reward reads
             return _done(Outcome(None, traceback.format_exc(), raised=True))
         assert self._sandbox is not None

@@ -1,0 +1,47 @@
+"""Numbers of files as a person writes them: 0.00001 and not 1e-05, 0.1 and not 0.10000000149011612."""
+
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+
+def number_text(value: float) -> str:
+    """Return a finite number without an exponent, in the fewest digits that tell it from others; 5.0 is "5"."""
+    if isinstance(value, int):
+        return str(value)
+    text = format(Decimal(repr(float(value))), "f").removesuffix(".0")
+    return "0" if text == "-0" else text
+
+
+def widen(values: np.ndarray | np.generic) -> np.ndarray | np.generic:
+    """Return floats of less than 64 bits as those that are written alike: the float32 0.1 as the float64 0.1."""
+    narrow = values.dtype.kind == "f" and values.dtype.itemsize < np.dtype(np.float64).itemsize
+    return values.astype(np.str_).astype(np.float64) if narrow else values
+
+
+def widen_as(value: Any, kind: Any) -> Any:
+    """Return a value that pyarrow read with its narrow floats widened, by its pyarrow type."""
+    import pyarrow.types as is_
+
+    if value is None:
+        return None
+    if is_.is_float16(kind) or is_.is_float32(kind):
+        return float(widen(np.float16(value) if is_.is_float16(kind) else np.float32(value)))
+    if is_.is_struct(kind) and isinstance(value, Mapping):
+        return {field.name: widen_as(value[field.name], field.type) for field in kind}
+    if is_.is_list(kind) or is_.is_large_list(kind) or is_.is_fixed_size_list(kind):
+        return [widen_as(inner, kind.value_type) for inner in value]
+    return value
+
+
+def has_narrow(kind: Any) -> bool:
+    """Return whether values of a pyarrow type have floats that `widen_as` widens."""
+    import pyarrow.types as is_
+
+    if is_.is_struct(kind):
+        return any(has_narrow(field.type) for field in kind)
+    if is_.is_list(kind) or is_.is_large_list(kind) or is_.is_fixed_size_list(kind):
+        return has_narrow(kind.value_type)
+    return is_.is_float16(kind) or is_.is_float32(kind)
