@@ -144,9 +144,9 @@ def test_countdown_is_exact_and_counts_repeats():
     ids=range(8),
 )
 def test_hostile_completions_cost_nothing(name, hostile):
-    start = time.perf_counter()
+    start = time.process_time()
     assert score(name, hostile, answer="7", numbers="3 5 7", target="22") == 0
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_a_number_may_be_anything_and_costs_nothing():
