@@ -133,11 +133,11 @@ def test_answers_that_are_the_same_have_one_form(texts, canonical):
     ],
 )
 def test_hostile_completions_cost_little(piece):
-    """Every step is linear: a megabyte takes a fraction of a second, and an answer of full length no time."""
+    """Every step is linear: quadratic ones would take minutes. An answer of full length takes no time."""
     begun = time.process_time()
-    part = answer_part("", piece * (1_000_000 // len(piece)))
+    part = answer_part("", piece * (250_000 // len(piece)))
     answers.announced(part or "")
-    assert time.process_time() - begun < 2.0
+    assert time.process_time() - begun < 1.0
     begun = time.process_time()
     comparison.same(piece * (answers.MAX_CHARACTERS // len(piece)), "12")
     assert time.process_time() - begun < 0.1

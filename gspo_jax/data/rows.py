@@ -9,7 +9,6 @@ import collections
 import hashlib
 import json
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -286,7 +285,7 @@ def _answer(row: dict[str, Any], name: str) -> str:
         if not isinstance(value, dict) or key not in value:
             raise Defect(f"no {name}")
         value = value[key]
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return _text(value, name).strip()
     if not math.isfinite(value):
         raise Defect(f"{name} is not a finite number")

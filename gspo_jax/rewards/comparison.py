@@ -72,11 +72,11 @@ _NO_UNIT = re.compile(  # 5x | 5/n | 5 pi | 5 and | 5ab
 """What is no unit behind a number: letters that are variables more often, and two letters right behind its digits."""
 _TAIL = re.compile(  # since 3*4 = 12 | , not 13 | (apples)
     r"\s*(?:\.(?![0-9])|[,;]\s*(?:$|(?!(?:or|and)\b)(?=[A-Za-z]{2}))"
-    r"|\((?=[^()0-9]*\)[\s.]*$|since|because|as\b|rounded)|\b(?:because|since|as|which|where|so|when|if|but|not|that)\b)"
+    r"|\((?=[^()0-9]*\)[\s.]*$|since|because|as\b|rounded)|\b(?:because|since|as|which|where|so|but|not|that)\b)"
 )
-_CHOICE = re.compile(  # C | (C) | C. | c) 12 apples | Option C: 12 apples
-    r"(?:(?i:option|choice)\s+)?"
-    r"(?:[(\[]\s*([A-Ja-j])\s*[)\]]|([A-Ja-j])(?=[):]|\.(?![0-9])|\s*$|\s+[-–(]|,?\s+(?:because|since)\b)).*"
+_CHOICE = re.compile(  # C | (C) | C. | c) 12 apples | Option C: 12 apples | C because
+    r"(?:(?i:option|choice)\s+)?(?:[(\[]\s*([A-Ja-j])\s*[)\]](?=\s*$|[.:]|\s+[A-Za-z]{2}|\s+[0-9$\\])"
+    r"|([A-Ja-j])(?=\s*$|[).:](?:\s|$)|\s+[-(]\s*[A-Za-z]{2}|,?\s+(?:because|since)\b)).*"
 )
 _SPACES = re.compile(r"\s*([^\w\s])\s*")
 _NAME = re.compile(r"[^\W\d_]{2,}(?:[ ,.'’-]+[^\W\d_]+)*")
@@ -111,16 +111,17 @@ def same(answer: str, reference: str) -> bool | None:
     chosen, right = _choice(answer), _choice(reference)
     if chosen and right:
         return chosen == right
-    tail, reference = _TAIL.search(answer), _SPACES.sub(r"\1", reference)
-    for said in (answer, answer[: tail.start()] if tail else answer):
-        said = _SPACES.sub(r"\1", said)
-        if said and (said == reference or (_NAME.fullmatch(said) and said.casefold() == reference.casefold())):
+    if _SPACES.sub(r"\1", answer) == _SPACES.sub(r"\1", reference) != "":
+        return True
+    tail = _TAIL.search(answer)
+    for said in (answer, answer[: tail.start()] if tail else ""):
+        if _NAME.fullmatch(said) and said.casefold() == reference.casefold():
             return True
     return None
 
 
 def canonical(answer: str) -> str:
-    """Return a text that is the same for answers that `same` finds to be so."""
+    """Return the one form of an answer's number, choice or text, in which answers are counted."""
     value = number(answer)
     if value is not None:
         return f"{value.value.normalize():f}"
