@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from configs import tiny
 from gspo_jax import coldstart
-from gspo_jax.data import rows
+from gspo_jax.data import chat, rows
 from gspo_jax.data.pipeline import PLAIN, PromptStyle, worked_batches
 from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
@@ -184,8 +184,9 @@ def base_model(end="<|im_end|>\\n", eos="<|endoftext|>"):
 @pytest.mark.parametrize(
     ("end", "learned_end"), [("<|im_end|>\\n", "<|im_end|>"), ("</s>\\n", "<|endoftext|>"), ("\\n", "<|endoftext|>")]
 )
-def test_a_turn_is_learned_with_one_end(end, learned_end, tmp_path):
+def test_a_turn_is_learned_with_one_end(end, learned_end, tmp_path, monkeypatch):
     """A base model's EOS is <|endoftext|>: nothing is learned behind the template's own end of turn."""
+    monkeypatch.setattr(chat, "_try", lambda source: None)  # a trial in another process
     place = write(tmp_path / "said.jsonl", said(USER, ASSISTANT))
     ((_, answer),) = learned(place, base_model(end))
     assert answer == f"2{learned_end}"

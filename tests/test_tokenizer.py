@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from gspo_jax.data import chat
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.types import UserError
 
@@ -304,6 +305,12 @@ def test_the_vocabulary_must_fit_the_model(trained):
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.fixture
+def untried(monkeypatch):
+    """Templates of the test's own are rendered without their trial in another process."""
+    monkeypatch.setattr(chat, "_try", lambda source: None)
+
+
 @pytest.mark.parametrize("name", ["decoder", "flags", "extra", "older"])
 def test_tokens_that_one_file_has_are_added_as_transformers_does(name, tmp_path):
     """The ids and texts of tests/golden/make_tokenizers.py."""
@@ -343,7 +350,7 @@ def test_files_that_contradict_each_other_are_refused(trained, tmp_path, setting
     assert "\n" not in str(error.value)
 
 
-def test_files_that_differ_are_told_apart(trained, tmp_path, caplog):
+def test_files_that_differ_are_told_apart(trained, tmp_path, caplog, untried):
     settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
     folder = folder_with(tmp_path, trained, settings=settings, template="{{ messages[0].content }}!",
                          special_tokens_map={"eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
@@ -364,7 +371,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog):
+def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog, untried):
     """A base model's EOS is not the template's end of turn; whatever it is, a reply closes no turn a second time."""
     turn = f"{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}{end}{{% endfor %}}"
     template = turn + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
@@ -413,7 +420,7 @@ def test_guarded_text_is_read_as_one_text(scheme):
     assert guarded[: len(usual)] == usual and guarded.count(2) == 1
 
 
-def test_a_template_is_told_one_time(trained, tmp_path, caplog):
+def test_a_template_is_told_one_time(trained, tmp_path, caplog, untried):
     template = "{{ strftime_now('%d %b %Y %H:%M:%S') }}{{ messages[0].content }}"
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
     asked = [{"role": "user", "content": "?"}]
