@@ -242,9 +242,10 @@ def summarize(
     with np.errstate(invalid="ignore"):
         by_problem = {"mean": right / count, **{f"pass {k}": estimates.pass_at(k, right, count) for k in ks}}
     if majority:
+        seeds = np.random.SeedSequence(seed).generate_state(len(judged)).tolist()
         by_problem |= {
             f"majority {k}": np.array(
-                [estimates.majority_at(k, a, r, seed=seed + i) for i, (a, r) in enumerate(judged)]
+                [estimates.majority_at(k, a, r, seed=own) for own, (a, r) in zip(seeds, judged, strict=True)]
             )
             for k in ks
         }

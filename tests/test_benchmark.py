@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gspo_jax import benchmark
+from gspo_jax import benchmark, cli, references
+from gspo_jax.setup import relevance
 from tests.pods import ROOT
 
 ADDER = ROOT / "tests" / "golden" / "adder"
@@ -89,11 +91,101 @@ def test_equal_answers_are_equal_texts(completion, answer):
     assert benchmark.answer_of("", completion) == answer
 
 
+def test_what_a_file_of_answers_has_of_whole_calls_is_kept_once(tmp_path):
+    """Four problems in two batches, four samples in two calls of each: whatever the file has, 16 rows become of it."""
+    calls = [benchmark.Call(range(p, p + 2), range(s, s + 2)) for p in (0, 2) for s in (0, 2)]
+
+    def made(call, text=""):
+        return [{"problem": p, "sample": s, "text": text} for p in call.problems for s in call.samples]
+
+    def opened(protocol="a"):
+        return benchmark._Answers(tmp_path, "b", {"protocol": protocol}, calls)
+
+    answers = opened()
+    assert answers.done == 0
+    for call in calls[:2]:
+        answers.add(made(call))
+    answers.add(made(calls[0], "of a second command"))
+    answers.add(made(calls[2])[:3])
+    with open(answers.file, "a") as file:
+        file.write('{"problem": 2, "sam')
+    again = opened()
+    assert again.done == 2 and again.file == answers.file and len(again.rows()) == 8
+    for call in calls[2:]:
+        again.add(made(call))
+    rows = [(row["problem"], row["sample"], row["text"]) for row in again.rows()]
+    assert rows == [(p, s, "") for p in range(4) for s in range(4)]
+    assert opened().done == 4 and opened("another").done == 0
+
+
+def write_sums(file, **change):
+    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 7) for b in range(2, 5)]
+    sums[-1] |= change
+    file.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return str(file)
+
+
+JUDGE = """
+def judge(prompt, completion, record):
+    return float(record["answer"] UNLIKE "0")
+"""
+
+
+@pytest.mark.faults
+def test_a_second_evaluation_measures_what_it_is_asked_for(tmp_path):
+    """Every change of settings, problems and files is measured anew, in a file of its own with as many rows as it has.
+
+    Nothing else is: with all kinds of fields changed that are not to count, no answer is sampled, or would be another.
+    """
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE.replace("UNLIKE", "!="))
+    config = cli.load_config(str(ROOT / "configs" / "tiny.py"))
+    config.update_from_flattened_dict(
+        {"model.folder": str(ADDER), "data.prompts_per_batch": 8, "sampling.max_response_length": 8}
+        | {"data.max_prompt_length": 16, "eval.correct": "judge"}
+    )
+    config.functions.judge, config.rewards.judge = f"{judge}:judge", 1.0
+    files = []
+
+    def run(changes, workdir="run", **change):
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict(changes)
+        rows = write_sums(tmp_path / "sums.jsonl", **change)
+        facts = benchmark.run(changed, tmp_path / workdir, name=rows, place="", samples=4)
+        files.append(facts["answers"])
+        with open(files[-1]) as lines:
+            found = list(map(json.loads, lines))
+        assert len(found) == 4 * facts["problems"] == 48
+        return facts["mean"], {(row["problem"], row["sample"]): row["completion"] for row in found}
+
+    for folder in ("run", "other"):
+        (tmp_path / folder).mkdir()
+    mean, answers = run({})
+    assert mean == 1.0 and len(set(answers.values())) > 4
+    assert run({"data.prompts_per_batch": 16})[1] == answers, "noise is that of problem and sample"
+    assert all(said.startswith("1") for said in run({"sampling.prefix": "1"})[1].values())
+    run({"environment.name": "calculator", "sampling.stop_ids": ("=",)})
+    run({"environment.name": "calculator", "sampling.stop_ids": ("=",), "environment.turns": 3})
+    assert run({}, answer="0")[0] == pytest.approx(11 / 12)
+    assert run({}, question="1+1=")[0] == 1.0
+    judge.write_text(JUDGE.replace("UNLIKE", "=="))
+    for cached in (references.module, references.function):
+        cached.cache_clear()
+    assert run({})[0] == 0.0
+    assert len(set(files)) == len(files) == 8
+    values = {"iterations": 7, "processes.grace_s": 1, "watchdog.factor": 2.0, "model.remat": "full"}
+    values |= {"coldstart.steps": 1, "sampling.rounds": 2, "objective.name": "dapo", "routing.z_weight": 0.1}
+    values |= {"reference.kl_weight": 0.1, "training.row_tokens": 64, "optimizer.b1": 0.1, "eval.every": 3}
+    values |= {"benchmarks.gsm8k.samples": 16, "log.samples": 1, "checkpoint.every": 1, "scoring.workers": 1}
+    assert all(name.startswith(tuple(relevance.NOT_OF_ANSWERS)) for name in values)
+    run(values)
+    assert files[-1] == files[-2] and run(values, "other")[1] == answers
+    assert Path(files[-1]).name == Path(files[-2]).name
+
+
 def command(folder, facts, samples=4):
     """Twelve additions in three batches, by the golden adder."""
-    problems = folder.parent / "sums.jsonl"
-    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 7) for b in range(2, 5)]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    problems = write_sums(folder.parent / "sums.jsonl")
     config = {"model.folder": ADDER, "data.prompts_per_batch": 4, "sampling.max_response_length": 8}
     return [
         *(sys.executable, "-m", "gspo_jax.evaluate", "--config=configs/tiny.py:single", f"--workdir={folder}"),

@@ -1,5 +1,6 @@
 """Sweeps: which runs they have, what is refused, and that kills, signals and failures lose nothing."""
 
+import json
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from gspo_jax import cli, coldstart, exits, sweep
 from gspo_jax.reporting.writers import write_config, write_saved
+from gspo_jax.run.resume import MAY_CHANGE
 from gspo_jax.sweeping.plan import Page, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import exit_code
 from gspo_jax.types import UserError
@@ -81,6 +83,29 @@ def test_runs_share_a_cold_start_only_if_theirs_would_be_the_same():
         )
     }
     assert len(changed) == 8 and digest() not in changed
+
+
+def test_a_cold_start_of_another_config_or_of_other_files_is_not_taken(tmp_path):
+    """Of the run's own folder; layout may change. `made_by` is what `coldstart` writes."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("1")
+    config = cli.read_config([TINY, f"--config.coldstart.conversations={rows}"])
+    folder = tmp_path / "coldstart"
+    folder.mkdir()
+    coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
+    (folder / coldstart.MADE_BY).write_text(json.dumps(coldstart.made_by(config)))
+    config.mesh.data, config.iterations = 1, 7
+    coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
+    for name, value in (("coldstart.steps", 3), ("data.test", "x.jsonl"), ("data.answer", "x"), ("seed", 5)):
+        other = config.copy_and_resolve_references()
+        other.update_from_flattened_dict({name: value})
+        with pytest.raises(UserError, match=rf"^{name} is {value!r} here and .* in the cold start in .*; .*: rm -r "):
+            coldstart.check_reuse(other, folder, may_change=MAY_CHANGE)
+    rows.write_text("2")
+    with pytest.raises(
+        UserError, match=r"^coldstart.conversations \(content\) is '\w+' here and '\w+' in the cold start"
+    ):
+        coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
 
 
 def test_finished_runs_are_known_and_grow_and_others_are_refused(tmp_path):

@@ -148,7 +148,7 @@ def _restore(
         check_same_run(config, run["config"], files.name)
         saved = run.get("inputs")
         if saved is not None:  # otherwise the position is refused, as an earlier version's
-            _check_inputs({name: one for name, one in saved.items() if name != _REFERENCE}, read, files.name)
+            _check_inputs(_without_weights(saved), _without_weights(read), files.name)
         prompts.check_state(run["prompts"])
 
     try:
@@ -204,8 +204,13 @@ def check_same_run(
         raise UserError(
             f"iterations is {ours['iterations']} here and {theirs['iterations']} in the run in {workdir}, over which "
             f"its learning rate falls to 0 ({falling[0]} is 'cosine'); set it back, or start another run with another "
-            f"{flag}, such as from the weights that python -m gspo_jax.convert --from={workdir} writes"
+            f"{flag}, such as from these weights (python -m gspo_jax.convert --from={workdir} --to=FOLDER)"
         )
+
+
+def _without_weights(read: Mapping[str, str]) -> dict[str, str]:
+    """The digests of what is there before weights are: another shape of these is told leaf by leaf."""
+    return {name: one for name, one in read.items() if name not in (_REFERENCE, inputs.SHAPE)}
 
 
 def _check_inputs(saved: Mapping[str, str], here: Mapping[str, str], workdir: str) -> None:

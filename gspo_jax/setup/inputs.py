@@ -15,6 +15,9 @@ from gspo_jax.setup import functions
 MODEL_FILES = (CONFIG, *tokenizer.FILES)
 """Files of a model's folder that its shape, its tokenizer and its chat template are read from."""
 
+SHAPE = f"{CONFIG} of the model"
+"""What messages call the file that has the model's shape."""
+
 
 def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
     """Digests of the files, beside data and weights, that responses and rewards depend on, by what messages call them.
