@@ -128,7 +128,8 @@ class Border:
         """What the other side has to know to make a value of which it does not know the number."""
         self._announced: dict[int, list[Any]] = {}
         """State of a message that is being read, by number."""
-        self._unheld = sys.getrefcount(_Entry(object(), "").value)
+        unheld = _Entry(object(), "")
+        self._unheld = sys.getrefcount(unheld.value)
 
     # What the two sides add.
 

@@ -8,6 +8,7 @@ loaded. Linux only.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -53,13 +54,11 @@ class _Stopped(RuntimeError):
 
 def main() -> None:
     """Answer requests until standard input closes."""
-    for name in _USUAL:
-        __import__(name)
+    prepare()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
-    add_builtins()
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     judge = Judge(isolated="--unsafe" not in sys.argv)
     for line in requests:
@@ -69,6 +68,15 @@ def main() -> None:
             reply = {"broken": str(error)}
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
+
+
+def prepare() -> None:
+    """Make what every program finds, before any is forked; what is there by then is never collected, nor copied."""
+    for name in _USUAL:
+        __import__(name)
+    add_builtins()
+    gc.collect()
+    gc.freeze()
 
 
 class Judge:

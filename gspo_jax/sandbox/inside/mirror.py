@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from .border import CONTAINERS, INSTANCE, Border, Unsendable
 from .channel import Channel
-from .world import fingerprint
+from .world import fingerprint, shared_source
 
 _NUMBER, _PROGRAM, _HEADER = "(number)", "(program)", "(header)"
 """Names under which mirrors keep what they are; no attribute of a program can be called so."""
@@ -25,7 +25,7 @@ _READS: dict[str, Callable[[Any], Any] | None] = {
     **{"__bool__": bool, "__float__": float, "__complex__": complex, "__bytes__": bytes},
     **dict.fromkeys(
         (
-            *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__reversed__", "__call__"),
+            *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__reversed__"),
             *("__abs__", "__neg__", "__pos__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__"),
             *("__enter__", "__exit__", "__aenter__", "__aexit__", "__aiter__", "__anext__"),
             *(
@@ -60,8 +60,8 @@ class Program(Border):
         self._channel = channel
         self.names: list[str] = []
         """Names that it defines."""
-        self.sources: dict[str, str] = {}
-        """Classes of the tests that the program may see, by name."""
+        self.tests: list[str] = []
+        """Sources of the tests so far, whose classes the program may have to see."""
         self.named: set[type] = set()
         """Mirrors of classes that the tests have asked for by name."""
         self.broken = ""
@@ -166,9 +166,10 @@ class Program(Border):
 
     def _own_class(self, kind: type) -> Any:
         if kind not in self._own:
+            sources = (shared_source(test).get(kind.__name__) for test in reversed(self.tests))
             header = {
                 "name": kind.__name__,
-                "source": self.sources.get(kind.__name__, ""),
+                "source": next(filter(None, sources), ""),
                 "fields": getattr(kind, "_fields", None),
             }
             self._own[kind] = self.share(kind, "class", header)[1]
@@ -238,6 +239,8 @@ class Program(Border):
         if "__missing__" in operators:
             operators.add("__getitem__")
         content |= {name: _asked(name, _READS[name]) for name in operators & _READS.keys()}
+        if "__call__" in operators:
+            content["__call__"] = _call
         if "__await__" in operators:
             content["__await__"] = lambda mirror: _awaited(self, _number(mirror)).__await__()
         if data is not None:
@@ -257,7 +260,7 @@ class MirrorType(type):
         program = _class_program(cls)
         if _NUMBER not in vars(cls):
             program.cannot(f"a test derives {cls.__name__} from a class of the program")
-        return program.do("call", cls, args, kwargs)
+        return program.do("call", cls, args, tuple(kwargs.items()))
 
     def __getattr__(cls, name: str) -> Any:
         return _class_program(cls).do("attribute", cls, name)
@@ -345,12 +348,16 @@ class _Attribute:
 def _asked(name: str, read: Callable[[Any], Any] | None) -> Callable[..., Any]:
     """Return the method of an operator that asks the program."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any) -> Any:
         program = _program(self)
-        found = program.do("call", self, args, kwargs) if name == "__call__" else program.do("special", self, name, *args)
+        found = program.do("special", self, name, *args)
         return found if read is None else read(found)
 
     return method
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _program(self).do("call", self, args, tuple(kwargs.items()))
 
 
 def _ordered(name: str) -> Callable[[Any, Any], Any]:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import values
 from .border import INSTANCE, KINDS, Border, Unsendable, attributes
 from .channel import Channel
 from .choose import choose
@@ -45,6 +46,8 @@ class Served(Border):
         self.names = new_module("program")
         self._theirs: dict[type, int] = {}
         """Classes of the program that stand for classes of the tests, with their numbers."""
+        self._classes: dict[type, Any] = {}
+        """References of classes that objects of the program have."""
         self._printed = [_Printed(1), _Printed(2)]
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", write_through=True)
@@ -55,7 +58,7 @@ class Served(Border):
             "load": self._load,
             "pair": lambda classes: None,  # they were made when the message was read
             "name": self.names.__getitem__,
-            "call": lambda function, args, kwargs: function(*args, **kwargs),
+            "call": lambda function, args, kwargs: function(*args, **dict(kwargs)),
             "attribute": getattr,
             "set": setattr,
             "delete": delattr,
@@ -131,7 +134,7 @@ class Served(Border):
         kind = type(value)
         mro = type.__dict__["__mro__"].__get__(kind)
         if type in mro:
-            return self.share(value, "class", self._class_header(value))
+            return self._class_of(value)
         if kind in self._theirs:
             return self._instance(value, ["@", self._theirs[kind]])
         if BaseException in mro:
@@ -140,7 +143,7 @@ class Served(Border):
             return self.encode(dict(value))
         if kind in (types.GeneratorType, types.CoroutineType):
             return self.share(value, "generator" if kind is types.GeneratorType else "coroutine", None)
-        header = {"class": self.encode(kind)}
+        header = {"class": self._class_of(kind)}
         for base in mro:
             if base in KINDS:
                 container = KINDS[base]
@@ -148,6 +151,14 @@ class Served(Border):
             if base in DATA:
                 return self.share(value, "data", header | {"content": self.encode(DATA[base](value))})
         return self.share(value, "object", header)
+
+    def _class_of(self, kind: type) -> Any:
+        """Return the reference of the class of an object, also of one that would cross by itself, such as `map`."""
+        if kind not in self._classes or self._classes[kind][1] not in self._entries:
+            self._classes[kind] = self.share(kind, "class", self._class_header(kind))
+            if values.encode(kind, self.encode) is not None:
+                del self._numbers[id(kind)]
+        return self._classes[kind]
 
     def _instance(self, value: Any, of: Any) -> Any:
         """Return the reference of an instance of a class that the tests have, too."""
@@ -165,7 +176,7 @@ class Served(Border):
         }
         content = {"args": self.encode(value.args), "cause": self.encode(value.__cause__)}
         if _is_own(kind):
-            return self.share(value, "error", content | {"class": self.encode(kind)})
+            return self.share(value, "error", content | {"class": self._class_of(kind)})
         return self.share(value, "error", content | {"known": _path(kind), "held": self.encode(held)})
 
     def _class_header(self, value: type) -> dict[str, Any]:

@@ -103,8 +103,8 @@ class _Tests:
           BaseException: the program is.
         """
         program, names, job = self.program, self._names, self._job
-        world = shared_source(job["setup"])
-        program.sources.update(world)
+        program.tests.append(job["setup"])
+        world = shared_source(job["setup"]) if job["setup"] else {}
         program.names = program.do("load", "\n".join(world.values()))
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         with contextlib.suppress(BrokenTest):  # a prompt in words, with code in it
@@ -128,7 +128,7 @@ class _Tests:
     def failure(self, test: str) -> str | None:
         """Run a test and return why it fails; None if it passes."""
         before = set(self._names)
-        self.program.sources.update(shared_source(test))
+        self.program.tests.append(test)
         try:
             self._run(test)
             if self._job["entry_point"] is not None:

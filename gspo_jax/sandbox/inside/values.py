@@ -10,7 +10,6 @@ import datetime
 import decimal
 import fractions
 import itertools
-import types
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,7 +49,6 @@ _TYPES |= {
     for value in (
         *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict, uuid.UUID),
         *(decimal.Decimal, fractions.Fraction, datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
-        *(types.FunctionType, types.GeneratorType, types.NoneType),
     )
 }
 _NAMES = {value: name for name, value in _TYPES.items()}
