@@ -260,14 +260,17 @@ class Border:
     # Forgetting.
 
     def sweep(self) -> list[int]:
-        """Forget the containers that nothing else here holds, and return their numbers."""
-        found = [
-            number
-            for number in list(self._entries)
-            if self._entries[number].snapshot is not None
-            and sys.getrefcount(self._entries[number].value) <= self._unheld
-            and self._forget(number)
-        ]
+        """Forget the containers that nothing else here holds, and return their numbers.
+
+        Those of the program's own classes stay: the other side has no more than mirrors of them.
+        """
+        found = []
+        for number in list(self._entries):
+            entry = self._entries[number]
+            forgettable = entry.snapshot is not None and (entry.kind == INSTANCE or type(entry.value) in KINDS)
+            if forgettable and sys.getrefcount(entry.value) <= self._unheld:
+                self._forget(number)
+                found.append(number)
         return found
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -275,12 +278,11 @@ class Border:
         for number in numbers:
             self._forget(number)
 
-    def _forget(self, number: int) -> bool:
+    def _forget(self, number: int) -> None:
         entry = self._entries.pop(number, None)
         if entry is not None:
             self._numbers.pop(id(entry.value), None)
             self._headers.pop(number, None)
-        return True
 
 
 def _changed(entry: _Entry) -> bool:
@@ -288,6 +290,3 @@ def _changed(entry: _Entry) -> bool:
         return False
     now: Sequence[Any] = CONTAINERS[entry.kind][1].read(entry.value)
     return len(now) != len(entry.snapshot) or not all(map(operator.is_, now, entry.snapshot))
-
-
-__all__ = ["CONTAINERS", "INSTANCE", "KINDS", "Border", "Unsendable", "attributes"]

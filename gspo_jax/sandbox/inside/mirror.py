@@ -8,6 +8,7 @@ the program could answer leaves the test without a verdict (`BrokenTest`).
 
 import builtins
 import enum
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 from .border import CONTAINERS, INSTANCE, Border, Unsendable
 from .channel import Channel
+from .values import MOST_ITEMS
 from .world import fingerprint, shared_source
 
 _NUMBER, _PROGRAM, _HEADER = "(number)", "(program)", "(header)"
@@ -151,6 +153,8 @@ class Program(Border):
             return self._instance(value, kind)
         if isinstance(value, BaseException) and not isinstance(value, BrokenTest):
             raise Unsendable(f"a test hands over an exception, {kind.__name__}, which cannot cross to the program")
+        if isinstance(value, Iterator):
+            return self.encode(iter(list(itertools.islice(value, MOST_ITEMS + 1))))
         raise Unsendable(f"a test hands over a {kind.__name__}, which cannot cross to the program")
 
     def _instance(self, value: Any, kind: type) -> Any:
@@ -304,6 +308,10 @@ class Remote(metaclass=MirrorType):
 
     def __repr__(self) -> str:
         return str(_program(self).do("special", self, "__repr__"))
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return _program(self).do("attribute", self, "__dict__")
 
     def __copy__(self) -> Any:
         return _program(self).do("copy", self)

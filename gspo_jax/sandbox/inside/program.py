@@ -279,8 +279,7 @@ def _structure(value: Any) -> dict[str, Any]:
 
 def _is_own(kind: type) -> bool:
     """Return whether a class is none of the interpreter's or the standard library's."""
-    module = kind.__dict__.get("__module__")
-    return not isinstance(module, str) or module.partition(".")[0] not in sys.stdlib_module_names
+    return str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names
 
 
 def _path(kind: type) -> list[str]:
