@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import enum
 import copy
 import io
@@ -271,10 +270,10 @@ class _Printed(io.RawIOBase):
 
 def _structure(value: Any) -> dict[str, Any]:
     """Return what decides whether two objects are equal: the fields of a dataclass, or all that an object holds."""
-    held = attributes(value)
-    if not dataclasses.is_dataclass(value):
+    held, fields = attributes(value), getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
         return dict(held)
-    return {field.name: held[field.name] for field in dataclasses.fields(value) if field.compare}
+    return {name: held[name] for name, field in fields.items() if field.compare and name in held}
 
 
 def _is_own(kind: type) -> bool:

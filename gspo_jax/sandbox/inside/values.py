@@ -10,7 +10,6 @@ import datetime
 import decimal
 import fractions
 import itertools
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,7 +46,7 @@ _TYPES: dict[str, type] = {name: value for name, value in vars(builtins).items()
 _TYPES |= {
     f"{value.__module__}.{value.__name__}": value
     for value in (
-        *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict, uuid.UUID),
+        *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
         *(decimal.Decimal, fractions.Fraction, datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
     )
 }
@@ -68,7 +67,6 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any, Each], Any]]] = {
     datetime.date: ("date", _iso),
     datetime.time: ("time", _iso),
     datetime.timedelta: ("timedelta", lambda value, _: [value.days, value.seconds, value.microseconds]),
-    uuid.UUID: ("uuid", _text),
     type(...): ("constant", lambda value, _: "Ellipsis"),
     type(NotImplemented): ("constant", lambda value, _: "NotImplemented"),
     type({}.keys()): ("keys", _items),
@@ -89,7 +87,6 @@ _DECODERS: dict[str, Callable[[Any, Each], Any]] = {
     "date": lambda content, _: datetime.date.fromisoformat(content),
     "time": lambda content, _: datetime.time.fromisoformat(content),
     "timedelta": lambda content, _: datetime.timedelta(*content),
-    "uuid": lambda content, _: uuid.UUID(content),
     "constant": lambda content, _: {"Ellipsis": ..., "NotImplemented": NotImplemented}[content],
     "type": lambda content, _: _TYPES[content],
     "keys": lambda content, each: dict.fromkeys(map(each, content)).keys(),

@@ -3,11 +3,9 @@
 import ast
 import builtins
 import enum
-import hashlib
 import site
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 WHY_CHARACTERS = 200
@@ -40,6 +38,9 @@ def shared_source(source: str) -> dict[str, str]:
     These are classes that hold data, whose only methods are those of operators. Nothing else is shown: what a test
     expects, or how it finds out, is not the program's to know.
     """
+    def methods(node: ast.ClassDef) -> list[str]:
+        return [part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -47,19 +48,14 @@ def shared_source(source: str) -> dict[str, str]:
     imports = "\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
     found = {"": imports}
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and all(name[:2] == name[-2:] == "__" for name in _methods(node)):
+        if isinstance(node, ast.ClassDef) and all(name[:2] == name[-2:] == "__" for name in methods(node)):
             found[node.name] = f"{imports}\n{ast.unparse(node)}"
     return found
 
 
-def _methods(node: ast.ClassDef) -> Iterator[str]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield part.name
-
-
 def fingerprint(kind: type) -> str:
     """Return what two classes from the same source have in common, and others hardly."""
+    import hashlib
     if issubclass(kind, enum.Enum):
         return repr([(name, member.value) for name, member in kind.__members__.items()])
     parts = [repr(getattr(kind, "_fields", None)), repr(sorted(getattr(kind, "__dataclass_fields__", ())))]
