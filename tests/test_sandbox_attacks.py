@@ -92,8 +92,8 @@ def test_a_program_sees_no_test_and_changes_nothing_that_it_was_not_handed(sandb
     """What a test expects stays what it is, and the source of its classes with methods stays where it is."""
     look = "import gc\ndef f(x):\n    x.clear()\n    return any('73' + '19' in repr(o) for o in gc.get_objects())"
     test = "class Secret:\n    def reveal(self):\n        return 7319\nwanted, given = [7319], [1]\n"
-    seen = "assert f(given) is True\nassert wanted == [1]"
-    assert functions(sandbox, look, tests=[test + seen, test + "f(given)\nassert wanted == []"]).passed == (False, False)
+    unseen, kept = test + "assert f(given) is False and given == []", test + "f(given)\nassert wanted == []"
+    assert functions(sandbox, look, tests=[unseen, kept]).passed == (True, False)
     handed = functions(sandbox, "def f(x):\n    return 1", tests=[test + "assert f(Secret()) == 1"])
     assert "a class that the program does not have" in handed.broken
 

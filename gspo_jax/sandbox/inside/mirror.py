@@ -7,6 +7,7 @@ the program could answer leaves the test without a verdict (`BrokenTest`).
 """
 
 import builtins
+import contextlib
 import enum
 import itertools
 import sys
@@ -188,8 +189,8 @@ class Program(Border):
             return _generated(self, number)
         if kind == "coroutine":
             return _awaited(self, number)
-        if kind == "error" and "known" in header:
-            return self._known_error(header)
+        if kind == "error" and "held" in header:
+            return self._error(header)
         of = self.decode(header["class"])
         if of in self._own:
             return self._own_instance(kind, header, of)
@@ -216,13 +217,16 @@ class Program(Border):
             return tuple.__new__(of, self.decode(header["items"]))
         return object.__new__(of)
 
-    def _known_error(self, header: Mapping[str, Any]) -> BaseException:
-        """Return an exception of the interpreter's or the standard library's."""
-        kind, args = _error_class([header["known"]]) or Exception, self.decode(header["args"])
-        try:
-            error = kind(*args)
-        except Exception:  # it takes other arguments than it keeps, as json.JSONDecodeError does
-            error = kind.__new__(kind, *args)
+    def _error(self, header: Mapping[str, Any]) -> BaseException:
+        """Return an exception of the tests' own, the interpreter's or the standard library's."""
+        own = self.decode(header["class"]) if "class" in header else None
+        if own is not None and own not in self._own:
+            raise ValueError("an exception of no class of the tests'")
+        kind, args = own or _error_class([header["known"]]) or Exception, self.decode(header["args"])
+        error = kind.__new__(kind, *args)
+        if own is None:
+            with contextlib.suppress(Exception):  # it may take other arguments than it keeps
+                error = kind(*args)
         error.args = args
         held = self.decode(header["held"])
         for name in held:

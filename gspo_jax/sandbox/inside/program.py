@@ -134,10 +134,10 @@ class Served(Border):
         mro = type.__dict__["__mro__"].__get__(kind)
         if type in mro:
             return self._class_of(value)
-        if kind in self._theirs:
-            return self._instance(value, ["@", self._theirs[kind]])
         if BaseException in mro:
             return self._error(value, kind)
+        if kind in self._theirs:
+            return self._instance(value, ["@", self._theirs[kind]])
         if kind is types.MappingProxyType:
             return self.encode(dict(value))
         if kind in (types.GeneratorType, types.CoroutineType):
@@ -174,9 +174,13 @@ class Served(Border):
             if name != "__notes__" and not isinstance(item, types.TracebackType)
         }
         content = {"args": self.encode(value.args), "cause": self.encode(value.__cause__)}
-        if _is_own(kind):
-            return self.share(value, "error", content | {"class": self._class_of(kind)})
-        return self.share(value, "error", content | {"known": _path(kind), "held": self.encode(held)})
+        if kind in self._theirs:
+            content |= {"class": ["@", self._theirs[kind]], "held": self.encode(held)}
+        elif _is_own(kind):
+            content |= {"class": self._class_of(kind)}
+        else:
+            content |= {"known": _path(kind), "held": self.encode(held)}
+        return self.share(value, "error", content)
 
     def _class_header(self, value: type) -> dict[str, Any]:
         """Return what the tests see of a class: its name, its bases, and which operators it has."""

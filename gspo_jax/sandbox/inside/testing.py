@@ -71,7 +71,10 @@ def run_tests() -> None:
         judge.send({"broken": str(error)})
         return
     except BaseException as error:
-        judge.send({"passed": [False] * len(job["tests"]), "why": f"the program: {_said(error)}"})
+        if tests.lacks(error):
+            judge.send({"broken": f"the set-up of a test: {_said(error)}"})
+        else:
+            judge.send({"passed": [False] * len(job["tests"]), "why": f"the program: {_said(error)}"})
         return
     passed, why = [], ""
     for test in job["tests"]:
@@ -138,13 +141,15 @@ class _Tests:
             return "the test can't be judged"
         except SystemExit as end:  # as unittest.main() ends
             return None if end is not self.program.raised and not end.code else _said(end)
-        except (ModuleNotFoundError, FileNotFoundError) as error:
-            if error is not self.program.raised:
+        except BaseException as error:
+            if self.lacks(error):
                 self.program.broken = self.program.broken or f"a test: {_said(error)}"
             return _said(error)
-        except BaseException as error:
-            return _said(error)
         return None
+
+    def lacks(self, error: BaseException) -> bool:
+        """Return whether a test lacks a module or file of its own, and not of the program."""
+        return isinstance(error, ModuleNotFoundError | FileNotFoundError) and error is not self.program.raised
 
     def _run(self, source: str) -> None:
         try:
