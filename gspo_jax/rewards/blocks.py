@@ -1,8 +1,8 @@
-"""Code blocks of a response, by the rules of CommonMark (spec.commonmark.org, 4.4 and 4.5), in time linear in its length.
+"""Code blocks of a response, by the rules of CommonMark (spec.commonmark.org, 4.4 and 4.5), in linear time.
 
 Fences count in lists and quotes as well as outside them. Three liberties, for what models write: a fence may stand
-behind a tag (`</think>```python`), and a closing one before a closing tag; a line of a block in a list may begin left of
-the list; and a tag on a line of its own begins no HTML block, so that a fence may follow it.
+behind a tag (`</think>```python`), and a closing one before a closing tag; a line of a block in a list may begin left
+of the list; and a tag on a line of its own begins no HTML block, so that a fence may follow it.
 """
 
 import io
@@ -55,7 +55,8 @@ def programs(text: str) -> list[str]:
     found = [_content(lines, *block) for block in blocks[:_MOST_BLOCKS]]
     tagged = [fence for fence, _ in blocks if fence.info][: _MOST_LONGER[0]]
     for fence in tagged:
-        ends = [end for end in range(fence.line + 1, len(lines)) if fence.mark in lines[end] and _closes(fence, lines[end])]
+        behind = range(fence.line + 1, len(lines))
+        ends = [end for end in behind if fence.mark in lines[end] and _closes(fence, lines[end])]
         found += [_content(lines, fence, end) for end in ends[1 : 1 + _MOST_LONGER[1]]]
     return _bounded([block for block in found if block.strip()])
 
@@ -168,9 +169,15 @@ def _dedented(line: str, columns: int) -> str:
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
-    """Return the blocks of lines that are indented by four columns, each behind an empty line."""
+    """Return the blocks of lines that are indented by four columns, each behind an empty line.
+
+    A text that begins with one goes on with a function's body, and has none.
+    """
+    first = next((line for line in lines if not line.isspace()), "")
+    if _indent(first[: _TAB + 1], 0)[0] >= _TAB:
+        return []
     found: list[list[str]] = []
-    open_, behind_empty = False, True
+    open_ = behind_empty = False
     for line in lines:
         if line.isspace():
             if open_:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import values
-from .values import Unsendable
 
 
 class Container(NamedTuple):
@@ -93,7 +92,10 @@ CONTAINERS: dict[str, tuple[type, Container]] = {
     "list": (list, Container(list.__new__, lambda value: [*list.__iter__(value)], _write_list)),
     "set": (set, Container(set.__new__, lambda value: [*set.__iter__(value)], _write_set)),
     "deque": (deque, Container(deque.__new__, lambda value: [*deque.__iter__(value)], _write_deque)),
-    "bytearray": (bytearray, Container(bytearray.__new__, lambda value: [*bytearray.__iter__(value)], _write_bytearray)),
+    "bytearray": (
+        bytearray,
+        Container(bytearray.__new__, lambda value: [*bytearray.__iter__(value)], _write_bytearray),
+    ),
     "ordered": (collections.OrderedDict, _dict_of(collections.OrderedDict)),
     "counter": (collections.Counter, _dict_of(dict)),
     "default": (collections.defaultdict, _dict_of(dict)),

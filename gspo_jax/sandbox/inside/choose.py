@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 _ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 
+
 def choose(sources: Sequence[str]) -> str:
     """Return the first source that compiles and is more than the output of a program; or else the first.
 

@@ -15,9 +15,9 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from .border import CONTAINERS, INSTANCE, Border, Unsendable
+from .border import CONTAINERS, INSTANCE, Border
 from .channel import Channel
-from .values import MOST_ITEMS
+from .values import MOST_ITEMS, Unsendable
 from .world import fingerprint, shared_source
 
 _NUMBER, _PROGRAM, _HEADER = "(number)", "(program)", "(header)"
@@ -25,7 +25,10 @@ _NUMBER, _PROGRAM, _HEADER = "(number)", "(program)", "(header)"
 _READS: dict[str, Callable[[Any], Any] | None] = {
     **dict.fromkeys(("__len__", "__int__", "__index__", "__length_hint__"), int),
     **dict.fromkeys(("__str__", "__repr__", "__format__"), str),
-    **{"__bool__": bool, "__float__": float, "__complex__": complex, "__bytes__": bytes},
+    "__bool__": bool,
+    "__float__": float,
+    "__complex__": complex,
+    "__bytes__": bytes,
     **dict.fromkeys(
         (
             *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__reversed__"),

@@ -2,8 +2,8 @@
 
 import collections
 import contextlib
-import enum
 import copy
+import enum
 import io
 import random
 import sys
@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import values
-from .border import INSTANCE, KINDS, Border, Unsendable, attributes
+from .border import INSTANCE, KINDS, Border, attributes
 from .channel import Channel
 from .choose import choose
+from .values import Unsendable
 from .world import describe, fingerprint, new_module
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Served(Border):
             io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", write_through=True)
             for stream in self._printed
         )
-        self._loop: "asyncio.AbstractEventLoop | None" = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._operations: dict[str, Callable[..., Any]] = {
             "load": self._load,
             "pair": lambda classes: None,  # they were made when the message was read

@@ -38,6 +38,7 @@ def shared_source(source: str) -> dict[str, str]:
     These are classes that hold data, whose only methods are those of operators. Nothing else is shown: what a test
     expects, or how it finds out, is not the program's to know.
     """
+
     def methods(node: ast.ClassDef) -> list[str]:
         return [part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
 
@@ -56,6 +57,7 @@ def shared_source(source: str) -> dict[str, str]:
 def fingerprint(kind: type) -> str:
     """Return what two classes from the same source have in common, and others hardly."""
     import hashlib
+
     if issubclass(kind, enum.Enum):
         return repr([(name, member.value) for name, member in kind.__members__.items()])
     parts = [repr(getattr(kind, "_fields", None)), repr(sorted(getattr(kind, "__dataclass_fields__", ())))]
