@@ -14,6 +14,7 @@ from pathlib import Path
 from gspo_jax.parallel import processes
 from gspo_jax.rewards import code
 from gspo_jax.rewards.scorer import Scorer
+from gspo_jax.sandbox.inside.choose import choose
 
 TRIES = 20
 TIMEOUT_S = 5.0
@@ -34,7 +35,7 @@ def tree(program: str) -> str | None:
 def changed(completion: str, prompt: str, entry_point: str | None, seed: int) -> tuple[str, str] | None:
     """Return a changed completion and what was changed in it; None if no change of TRIES was of use."""
     draw = random.Random(seed)
-    before = tree(code.program_of(prompt, completion, entry_point))
+    before = tree(choose(code.programs_of(prompt, completion, entry_point)))
     for _ in range(TRIES):
         place = draw.randrange(len(completion))
         old = completion[place]

@@ -65,7 +65,7 @@ def test_livecodebench_is_read_with_its_hidden_tests(folder):
 def test_its_programs_find_what_they_expect_imported(folder):
     *_, three = benchmarks.read("livecodebench", str(folder))
     request = code.code_tests("", f"```python\n{SOLUTION}        pass\n```", three, timeout_s=1.0)
-    assert request.program.startswith("from typing import *") and request.program.endswith("pass\n")
+    assert request.prelude.startswith("from typing import *") and request.program[-1].endswith("pass\n")
 
 
 class Bomb:

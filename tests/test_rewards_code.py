@@ -3,7 +3,6 @@
 import gzip
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,10 @@ from gspo_jax import cli
 from gspo_jax.rewards import code
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.sandbox import Sandbox, Verdict, box
+from gspo_jax.sandbox.inside.border import Border
+from gspo_jax.sandbox.inside.choose import choose
 from gspo_jax.sandbox.inside.compare import same
-from gspo_jax.sandbox.inside.values import Unsendable, decode, encode
+from gspo_jax.sandbox.inside.values import Unsendable, encode
 from gspo_jax.setup.checks import check
 from gspo_jax.types import UserError
 
@@ -54,7 +55,7 @@ def scored():
     ("completion", "entry_point", "program"),
     [
         ("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\nc", None, "y = 2\n"),
-        ("```python\nx = 1", None, "```python\nx = 1"),  # a block that never closes
+        ("```python\nx = 1", None, "x = 1"),  # a block that never closes runs to the end
         ("    return 3 * x", "triple", PROMPT + "    return 3 * x"),
         ("def triple(x):\n    return 3 * x", "triple", "def triple(x):\n    return 3 * x"),
         ("triple = lambda x: 3 * x", "triple", "triple = lambda x: 3 * x"),
@@ -63,20 +64,13 @@ def scored():
     ],
 )
 def test_which_program_is_judged(completion, entry_point, program):
-    assert code.program_of(PROMPT, completion, entry_point) == program
+    assert choose(code.programs_of(PROMPT, completion, entry_point)) == program
 
 
 def test_in_a_conversation_the_question_is_what_the_completion_goes_on_from():
     record, chat = {**TRIPLE, "question": PROMPT}, f"<user>\n{PROMPT}<assistant>\n"
     request = code.code_tests(chat, "    return 3 * x", record, timeout_s=1.0)
-    assert request.program == PROMPT + "    return 3 * x" and request.asked["given"] == PROMPT
-
-
-@pytest.mark.parametrize("piece", ["```a\n", "```\n", "`", "\n", "def f(x):\n", " "])
-def test_hostile_completions_cost_little(piece):
-    begun = time.monotonic()
-    code.code_tests(PROMPT, piece * (2_000_000 // len(piece)), TRIPLE, timeout_s=1.0)
-    assert time.monotonic() - begun < 2.0
+    assert request.program == (PROMPT + "    return 3 * x",) and request.asked["given"] == PROMPT
 
 
 def test_functions_are_tested_with_what_the_prompt_gives(scored):
@@ -175,30 +169,34 @@ def test_published_solutions_pass_their_tests(scored, benchmark):
     ids=repr,
 )
 def test_plain_values_cross_whole(value):
-    got = decode(json.loads(json.dumps(encode(value))), lambda number: None)
+    here, there = Border(first=0), Border(first=1)
+    got = there.accept(json.loads(json.dumps(here.message(value))))
     assert got == value and type(got) is type(value)
 
 
-def test_other_values_cross_as_what_they_hold_or_as_numbers():
-    class Own(dict):
-        pass
+def test_a_container_stays_one_container_on_both_sides():
+    """[a, a] is two names for one list; what changes there, changes here; one that nobody holds is forgotten."""
+    here, there = Border(first=0), Border(first=1)
+    inner: list[object] = [1]
+    outer = {"a": inner, "b": inner}
+    got = there.accept(here.message(outer))
+    assert got["a"] is got["b"]
+    got["a"].append(got)
+    assert here.accept(there.message(None)) is None
+    assert inner[1] is outer
+    del got["a"][1]
+    here.accept(there.message(None))
+    assert inner == [1] and not here.sweep()
+    assert here.message(None)["state"] == []  # nothing has changed
+    numbers = len(here._entries)
+    del inner, outer
+    assert len(here.sweep()) == numbers == 2
 
-    kept = []
 
-    def refer(value):
-        kept.append(value)
-        return len(kept) - 1
-
-    def there_and_back(value):
-        return decode(json.loads(json.dumps(encode(value, refer))), lambda number: ("object", number))
-
-    assert type(there_and_back(Own(a=1))) is dict and there_and_back(Own(a=1)) == {"a": 1}
-    assert list(there_and_back(x for x in "ab")) == ["a", "b"] and list(there_and_back({1: 2}.items())) == [(1, 2)]
-    assert there_and_back([object, Own, max]) == [object, ("object", 0), ("object", 1)] and kept == [Own, max]
-    with pytest.raises(Unsendable, match="a value of type function cannot be handed"):
-        encode(lambda: 1)
+def test_what_has_no_end_or_no_copy_does_not_cross():
     with pytest.raises(Unsendable, match="more than 1000000 items"):
-        encode(iter(int, 1))
+        encode(iter(range(1_000_001)), lambda item: item)
+    assert encode(lambda: 1, lambda item: item) is None
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,15 @@ pytestmark = pytest.mark.faults
 
 WALL_S = 1.0
 TESTS = ["assert f(1) == 2", "assert all(x in (2,) for x in [f(1)]) and len(str(f(1))) == 1"]
+OF_OBJECTS = ["assert V(1) + V(2) == V(3) and V(1) != V(2)", "assert 1 < V(2) + V(3) < 9 and 4 in (V(2) + V(3),)"]
+"""Tests of a class, that name it: a program may answer what it is asked, and must not decide what is right."""
 RIGHT = "def f(x):\n    return x + 1"
 SECRET = "the expected output is 7319"
 
 ATTACKS = Path(__file__).parent / "attacks"
 """Programs that try to pass the tests without the function, or use up what there is (forgeries); that print what they
-got hold of, and an empty list if that is nothing (escapes); and hostile checkers."""
+got hold of, and an empty list if that is nothing (escapes); classes that try to be what a test compares them with
+(objects); and hostile checkers."""
 
 
 def attacks(group):
@@ -60,8 +63,8 @@ def inside(box):
     return psutil.Process(box).children(recursive=True)
 
 
-def functions(sandbox, program, wall_s=WALL_S):
-    asked = {"tests": TESTS, "given": "", "setup": "", "entry_point": None}
+def functions(sandbox, program, wall_s=WALL_S, tests=TESTS):
+    asked = {"tests": tests, "given": "", "setup": "", "entry_point": None}
     return sandbox.judge(Request(program, asked, wall_s))
 
 
@@ -75,6 +78,24 @@ def test_no_test_is_passed(sandbox, attack):
     verdict = functions(sandbox, attack)
     assert verdict.passed == (False, False) and not verdict.broken, verdict
     assert time.monotonic() - begun < WALL_S + 3  # on a busy machine, too
+
+
+@attacks("objects")
+def test_no_object_passes_for_another(sandbox, attack):
+    """A comparison that only the program could decide leaves no verdict; none is ever decided for it."""
+    for test in OF_OBJECTS:
+        verdict = functions(sandbox, attack, tests=[test])
+        assert verdict.passed == (False,) or (verdict.broken and not verdict.passed), verdict
+
+
+def test_a_program_sees_no_test_and_changes_nothing_that_it_was_not_handed(sandbox):
+    """What a test expects stays what it is, and the source of its classes with methods stays where it is."""
+    look = "import gc\ndef f(x):\n    x.clear()\n    return any('73' + '19' in repr(o) for o in gc.get_objects())"
+    test = "class Secret:\n    def reveal(self):\n        return 7319\nwanted, given = [7319], [1]\n"
+    unseen, kept = test + "assert f(given) is False and given == []", test + "f(given)\nassert wanted == []"
+    assert functions(sandbox, look, tests=[unseen, kept]).passed == (True, False)
+    handed = functions(sandbox, "def f(x):\n    return 1", tests=[test + "assert f(Secret()) == 1"])
+    assert "a class that the program does not have" in handed.broken
 
 
 @attacks("escapes")

@@ -1,23 +1,25 @@
 """Rewards for programs: what the sandbox is asked about a completion, and the score that its verdict gives.
 
 A function here takes (prompt, completion, record), returns a request to the sandbox, and does not run the program. The
-program is the last fenced block of the completion. Without one it is the completion, or the prompt and the completion
-if the record has a `test` and the completion does not define its `entry_point`. record["prelude"], if there is one,
-stands before it. Functions run in the trainer's process, so they must be linear in the completion's length. To add a
-reward, write a function here and list its name in `__all__`.
+program is the last code block of the completion that is tagged as Python or not tagged and compiles (blocks.py finds
+them, the sandbox compiles). Without one it is the completion, or the prompt and the completion if the record has a
+`test` and the completion does not define its `entry_point`. record["prelude"], if there is one, is run before it.
+Functions run in the trainer's process, so they must be linear in the completion's length. To add a reward, write a
+function here and list its name in `__all__`.
 """
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from gspo_jax.rewards import blocks
 from gspo_jax.sandbox import Request, Verdict
 
 __all__ = ["code_stdin", "code_stdin_share", "code_tests", "code_tests_share"]
 
 Record = dict[str, Any]
-_FENCE = "```"
 _COMPARISON = "token"
+_CALLED = re.compile(r"\b([A-Za-z_]\w*)\s*\(")
 
 
 def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
@@ -39,7 +41,7 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
         "setup": record.get("test_setup_code") or "",
         "entry_point": entry_point,
     }
-    return Request(record.get("prelude", "") + program_of(prompt, completion, entry_point), asked, timeout_s)
+    return Request(programs_of(prompt, completion, entry_point, tests), asked, timeout_s, record.get("prelude") or "")
 
 
 def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
@@ -61,7 +63,7 @@ def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float
         "checker": record.get("checker") or "",
         "stop": stop,
     }
-    return Request(record.get("prelude", "") + program_of(prompt, completion, None), asked, timeout_s)
+    return Request(programs_of(prompt, completion), asked, timeout_s, record.get("prelude") or "")
 
 
 def code_stdin_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
@@ -75,43 +77,20 @@ def score(name: str, verdict: Verdict) -> float:
     return share if name.endswith("_share") else float(share == 1)
 
 
-def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
-    """Return the program in a completion; see the module docstring."""
-    block = last_block(completion)
-    if block is not None:
-        return block
-    if entry_point is None or defines(completion, entry_point):
-        return completion
-    return prompt + completion
+def programs_of(prompt: str, text: str, entry_point: str | None = None, tests: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the sources in a text that may be its program, best first; the sandbox takes the first that compiles.
+
+    A source that defines `entry_point`, or a function that the tests call, comes before one that does not.
+    """
+    whole = text if entry_point is None or defines(text, entry_point) else prompt + text
+    found = (whole, *blocks.programs(text))  # fences in a text that compiles stand in its docstrings
+    names = [entry_point] if entry_point else sorted({name for test in tests for name in _CALLED.findall(test)})
+    if len(found) == 1 or not names:
+        return found
+    return tuple(sorted(found, key=lambda source: not defines(source, *names)))
 
 
-def last_block(text: str) -> str | None:
-    """Return the content of the last block between lines of three backquotes that closes; None if there is none."""
-    lines = text.splitlines(keepends=True)
-    found = _last_fences(lines)
-    return None if found is None else "".join(lines[found[0] + 1 : found[1]])
-
-
-def final_block(text: str) -> str | None:
-    """Return the content of the block that closes in the last line of a text, spaces aside; None if none does."""
-    lines = text.rstrip().splitlines(keepends=True)
-    found = _last_fences(lines)
-    return "".join(lines[found[0] + 1 : -1]) if found is not None and found[1] == len(lines) - 1 else None
-
-
-def _last_fences(lines: Sequence[str]) -> tuple[int, int] | None:
-    """Return the numbers of the lines that open and close the last block."""
-    found, begun = None, None
-    for number, line in enumerate(lines):
-        if begun is None:
-            mark = line.lstrip(" \t")
-            begun = number if mark.startswith(_FENCE) and "`" not in mark[len(_FENCE) :] else None
-        elif line.strip(" \t\r\n") == _FENCE:
-            found, begun = (begun, number), None
-    return found
-
-
-def defines(source: str, name: str) -> bool:
-    """Return whether a source defines a name at its top level, by the look of its lines: it is not parsed here."""
-    name = re.escape(name)
-    return re.search(rf"^(?:(?:async )?def|class) {name}\b|^{name} *=", source, re.MULTILINE) is not None
+def defines(source: str, *names: str) -> bool:
+    """Return whether a source defines one of the names at its top level, by the look of its lines: it is not parsed."""
+    either = "|".join(map(re.escape, names))
+    return re.search(rf"^(?:(?:async )?def|class) (?:{either})\b|^(?:{either}) *=", source, re.MULTILINE) is not None

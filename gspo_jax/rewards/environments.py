@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from gspo_jax import references
+from gspo_jax.rewards import blocks
 from gspo_jax.rewards.answers import MAX_CHARACTERS, final_answer
-from gspo_jax.rewards.code import final_block
 from gspo_jax.rewards.functions import Record, evaluate, expression_value
 from gspo_jax.rewards.scorer import check_names
 
@@ -57,13 +57,13 @@ def countdown_feedback(prompt: str, completion: str, record: Record) -> str | No
 
 
 def python(prompt: str, completion: str, record: Record) -> str | None:
-    """Return the code block that a turn ends in, to be run; end the episode if it ends in none.
+    """Return the block of Python, or without a tag, that a turn ends in, to be run; end the episode if there is none.
 
     The reply is what the program prints, and after an error the error's last line; see replies.py. Each block is a
     program of its own, without the variables of earlier blocks.
     """
     del prompt, record
-    return final_block(completion)
+    return blocks.last_of_text(completion)
 
 
 def find(name: str, own: Mapping[str, str] | None = None) -> Environment:

@@ -5,7 +5,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,11 +25,14 @@ Value = TypeVar("Value")
 class Request:
     """A program and what to judge it by; inside/judge.py says what the fields hold."""
 
-    program: str
+    program: str | Sequence[str]
+    """A source, or several, of which the first that compiles is judged (inside/choose.py)."""
     asked: Mapping[str, Any]
     """Tests of functions, or inputs of the whole program."""
     wall_s: float
     """Seconds that the tests of functions may take together, or the program for each of its inputs."""
+    prelude: str = ""
+    """Source that is run before the program."""
 
     @property
     def within_s(self) -> float:
@@ -108,7 +111,9 @@ class Sandbox:
 
     def _judge(self, request: Request, queued_s: float) -> Verdict:
         box = self._idle.get()  # never blocks: one box per thread
-        message = {"program": request.program, **request.asked, "limits": {"wall_s": request.wall_s}}
+        sources = [request.program] if isinstance(request.program, str) else list(request.program)
+        message = {"program": sources, "prelude": request.prelude, **request.asked}
+        message["limits"] = {"wall_s": request.wall_s}
         why = ""
         try:
             for _ in range(_MAX_TRIES):

@@ -8,6 +8,7 @@ loaded. Linux only.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -16,13 +17,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from .channel import Channel
 from .compare import same
 from .jail import Limits
 from .roles import ROLES
 from .spawner import Spawner, SpawnError
+from .world import add_builtins
 
 _SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
@@ -38,6 +40,10 @@ _USUAL = (
 """Modules that are imported before programs are forked."""
 
 
+_TESTED = ("program", "prelude", "tests", "given", "setup", "entry_point")
+"""What of a request its tests are told."""
+
+
 class Broken(RuntimeError):
     """The test, the checker or the sandbox is at fault, and not the program."""
 
@@ -48,8 +54,7 @@ class _Stopped(RuntimeError):
 
 def main() -> None:
     """Answer requests until standard input closes."""
-    for name in _USUAL:
-        __import__(name)
+    prepare()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -65,6 +70,15 @@ def main() -> None:
         replies.flush()
 
 
+def prepare() -> None:
+    """Make what every program finds, before any is forked; what is there by then is never collected, nor copied."""
+    for name in _USUAL:
+        __import__(name)
+    add_builtins()
+    gc.collect()
+    gc.freeze()
+
+
 class Judge:
     """Runs programs in processes of their own and says what of their tests they pass."""
 
@@ -77,7 +91,8 @@ class Judge:
         """Return the reply to a request: `{"passed": [bool, …], "why": text}`, or `{"broken": text}`.
 
         Args:
-          request: `program`, its source, and `limits`, fields of Limits; and
+          request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
+            before it, and `limits`, fields of Limits; and
             for functions: `tests`, sources that each raise if the program fails; `given` and `setup`, sources that are
             run before them; `entry_point`, None or the function that `check` of every test is called with;
             for whole programs: `inputs` and `expected`, a text each for every test, `compare`, a name of compare.py,
@@ -92,11 +107,11 @@ class Judge:
         if "tests" in request:
             return self._test_functions(request, limits)
         if "expected" not in request:
-            output, why = self._run_program(request["program"], request["inputs"][0], limits)
+            output, why = self._run_program(request, request["inputs"][0], limits)
             return {"output": output, "why": why}
         passed, first = [], ""
         for text, expected in zip(request["inputs"], request["expected"], strict=True):
-            output, why = self._run_program(request["program"], text, limits)
+            output, why = self._run_program(request, text, limits)
             right = not why and self._is_right(request, text, expected, output, limits)
             passed.append(right)
             first = first or ("" if right else why or "wrong output")
@@ -127,7 +142,7 @@ class Judge:
                 running.spawn("answer_calls", program.fileno())
                 channel = running.start("run_tests", tests.fileno())
             try:
-                channel.send({name: request[name] for name in ("program", "tests", "given", "setup", "entry_point")})
+                channel.send({name: request[name] for name in _TESTED})
                 while "why" not in (verdict := running.receive(channel)):
                     if "broken" in verdict:
                         raise Broken(verdict["broken"])
@@ -139,17 +154,18 @@ class Judge:
                 why = "the process of the tests ended"
         return {"passed": passed + [False] * (len(request["tests"]) - len(passed)), "why": why}
 
-    def _run_program(self, program: str, text: str, limits: Limits) -> tuple[str, str]:
+    def _run_program(self, request: Mapping[str, Any], text: str, limits: Limits) -> tuple[str, str]:
         """Return what a program prints, and why it did not end well, if so."""
         with self._processes(limits) as running, contextlib.ExitStack() as stack:
-            ends = [stack.enter_context(end) for _ in range(3) for end in socket.socketpair()]
-            (stdin, write), (read, stdout), (errors, stderr) = zip(ends[::2], ends[1::2], strict=True)
+            ends = [stack.enter_context(end) for _ in range(2) for end in socket.socketpair()]
+            (read, stdout), (errors, stderr) = zip(ends[::2], ends[1::2], strict=True)
+            stdin = stack.enter_context(_file_of(text.encode("utf-8", "surrogateescape")))
             channel = running.start("run_program", inherited=[end.fileno() for end in (stdin, stdout, stderr)])
             for end in (stdin, stdout, stderr):
                 end.close()
             try:
-                channel.send(program)
-                output, said = running.talk(write, text.encode("utf-8", "surrogateescape"), read, errors)
+                channel.send({"program": request["program"], "prelude": request["prelude"]})
+                output, said = running.read(read, errors)
                 why = running.ended_badly()
             except _Stopped as stop:
                 return "", str(stop)
@@ -197,28 +213,18 @@ class _Processes:
             self._check()
         return channel.receive()
 
-    def talk(
-        self, stdin: socket.socket, text: bytes, stdout: socket.socket, stderr: socket.socket
-    ) -> tuple[bytes, bytes]:
-        """Write a text to a process and read what it prints until it ends; raises _Stopped if limits are exceeded."""
+    def read(self, stdout: socket.socket, stderr: socket.socket) -> tuple[bytes, bytes]:
+        """Read what a process prints until it ends; raises _Stopped if limits are exceeded."""
         end = os.pidfd_open(self._pids[0])
         found = {stdout: bytearray(), stderr: bytearray()}
-        for side in (stdin, stdout, stderr):
+        for side in found:
             side.setblocking(False)
         try:
-            left, reading, ended = memoryview(text), [stdout, stderr], False
+            reading, ended = [stdout, stderr], False
             while reading and not ended:
-                writing = [stdin] if left or stdin.fileno() >= 0 else []
-                ready, writable, _ = select.select([*reading, end], writing, [], min(_LOOK_S, self._left()))
+                ready = select.select([*reading, end], [], [], min(_LOOK_S, self._left()))[0]
                 self._check()
                 ended = end in ready
-                if writable:
-                    try:
-                        left = left[stdin.send(left[: 1 << 16]) :] if left else left
-                    except OSError:
-                        left = left[:0]  # it does not read on
-                    if not left:
-                        stdin.close()
                 if ended:  # what it has started ends with it, and what was printed is there
                     self._kill()
                     ready = reading
@@ -298,6 +304,14 @@ class _Processes:
             return self._pids
         ours = (1, os.getpid(), self._spawner.pid)
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]
+
+
+def _file_of(content: bytes) -> BinaryIO:
+    """Return a file that holds this, open at its beginning and not to be written to."""
+    with os.fdopen(os.memfd_create("input"), "wb") as file:
+        file.write(content)
+        file.flush()
+        return open(f"/proc/self/fd/{file.fileno()}", "rb", buffering=0)
 
 
 def _children() -> list[int]:

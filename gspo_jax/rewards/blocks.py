@@ -1,0 +1,210 @@
+"""Code blocks of a response, by the rules of CommonMark (spec.commonmark.org, 4.4 and 4.5), in linear time.
+
+Fences count in lists and quotes as well as outside them. Three liberties, for what models write: a fence may stand
+behind a tag (`</think>```python`), and a closing one before a closing tag; a line of a block in a list may begin left
+of the list; and a tag on a line of its own begins no HTML block, so that a fence may follow it.
+"""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_OPENS = re.compile(r"(?:</?[\w|-]{1,40}>[ \t]*)*(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>.*)")
+_CLOSES = re.compile(r"[ \t]*(?P<mark>`{3,}|~{3,})[ \t]*(?:</[\w|-]{1,40}>[ \t]*)*[\r\n]*\Z")
+_MARKER = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?=[ \t])")
+_BEGINS = frozenset("`~<>-*+0123456789")
+"""What a line that opens a container or a block begins with."""
+_PYTHON = re.compile(r"\{?[ .]*(?:i?python|py)[\d.]*(?![\w-])|[\w./-]+\.py\b", re.IGNORECASE)
+_TAB = 4
+_DEEPEST = 20
+"""Containers on one line; what is nested more deeply is no code that anybody would write."""
+_MOST_BLOCKS = 16
+"""Blocks that may be the program, from the last on."""
+_MOST_LONGER = (4, 8)
+"""Blocks tagged as Python that may go on behind a fence, from the last on, and fences that each may go on behind."""
+_MOST_CHARACTERS = 1 << 20
+"""Characters of all candidates together, behind the first."""
+
+
+class _Fence(NamedTuple):
+    """A line that opens a block."""
+
+    line: int
+    mark: str
+    info: str
+    quotes: int
+    """Quotes that it stands in."""
+    within: int
+    """Column at which the list item that it stands in begins, 0 outside lists."""
+    column: int
+
+
+def programs(text: str) -> list[str]:
+    """Return the blocks that may be a program, best first: tagged as Python or not tagged, the last one first.
+
+    Where a block does not compile, a fence in it may have been that of a docstring; behind the blocks come those that
+    go on to a later fence. Without any fence, blocks that are indented by four spaces count.
+    """
+    lines = _lines(text)
+    fenced = list(_blocks(lines))
+    if not fenced:
+        indented = _indented(lines)
+        return [found for block in reversed(indented) for found in (_fenced_in(block) or [block])][:_MOST_BLOCKS]
+    blocks = [(fence, end) for fence, end in reversed(fenced) if not fence.info or _PYTHON.match(fence.info)]
+    found = [_content(lines, *block) for block in blocks[:_MOST_BLOCKS]]
+    tagged = [fence for fence, _ in blocks if fence.info][: _MOST_LONGER[0]]
+    for fence in tagged:
+        behind = range(fence.line + 1, len(lines))
+        ends = [end for end in behind if fence.mark in lines[end] and _closes(fence, lines[end])]
+        found += [_content(lines, fence, end) for end in ends[1 : 1 + _MOST_LONGER[1]]]
+    return _bounded([block for block in found if block.strip()])
+
+
+def last_of_text(text: str) -> str | None:
+    """Return the block that closes in the last line of a text, white space aside, if it may be a program."""
+    lines = _lines(text.rstrip())
+    *_, last = (None, *_blocks(lines))
+    if last is None or last[1] != len(lines) - 1 or (last[0].info and not _PYTHON.match(last[0].info)):
+        return None
+    return _content(lines, *last)
+
+
+def _lines(text: str) -> list[str]:
+    return list(io.StringIO(text, newline=""))  # str.splitlines would also split at form feeds
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[tuple[_Fence, int]]:
+    """Yield each block: its fence, and the number of the line that closes it, or of the one behind the last."""
+    items: list[int] = []
+    """Columns at which the contents of list items begin, outermost first."""
+    fence: _Fence | None = None
+    for number, line in enumerate(lines):
+        if fence is None:
+            fence = _opened(number, line, items)
+        elif fence.quotes and _unquoted(line, fence.quotes) is None:
+            yield fence, number
+            fence = _opened(number, line, items)
+        elif fence.mark in line and _closes(fence, line):
+            yield fence, number
+            fence = None
+    if fence is not None:
+        yield fence, len(lines)
+
+
+def _opened(number: int, line: str, items: list[int]) -> _Fence | None:
+    """Return the fence of a line that opens a block; `items` is brought up to date."""
+    first = line.lstrip(" \t")[:1]
+    if first not in _BEGINS:
+        return None
+    rest, quotes, column = line, 0, 0
+    for _ in range(0 if line[0] in "`~" else _DEEPEST):
+        indent, rest = _indent(rest, column)
+        column += indent
+        marker = _MARKER.match(rest)
+        if rest.startswith(">"):
+            quotes, rest, column = quotes + 1, rest[1:].removeprefix(" "), 0
+            items.clear()
+        elif marker:
+            while items and items[-1] > column:
+                items.pop()
+            column += marker.end()
+            indent, rest = _indent(rest[marker.end() :], column)
+            column += indent
+            items.append(column)
+        else:
+            break
+    opens = _OPENS.match(rest)
+    within = next((item for item in reversed(items) if item <= column), 0)
+    if opens is None or column - within >= _TAB or (opens["mark"][0] == "`" and "`" in opens["info"]):
+        return None
+    return _Fence(number, opens["mark"], opens["info"].strip(), quotes, within, column)
+
+
+def _closes(fence: _Fence, line: str) -> bool:
+    rest = _unquoted(line, fence.quotes) if fence.quotes else line
+    closes = None if rest is None else _CLOSES.match(rest)
+    if rest is None or closes is None or fence.mark not in closes["mark"]:
+        return False
+    return rest[0] in "`~" or _indent(rest, 0)[0] < fence.within + _TAB
+
+
+def _content(lines: Sequence[str], fence: _Fence, end: int) -> str:
+    """Return what a block holds, without quote marks and the fence's indentation."""
+    return "".join(
+        _dedented(rest, fence.column)
+        for line in lines[fence.line + 1 : end]
+        if (rest := _unquoted(line, fence.quotes)) is not None
+    )
+
+
+def _unquoted(line: str, quotes: int) -> str | None:
+    """Return a line without its quote marks; None if it has less."""
+    for _ in range(quotes):
+        line = line.lstrip(" ")
+        if not line.startswith(">"):
+            return None
+        line = line[1:].removeprefix(" ")
+    return line
+
+
+def _indent(line: str, column: int) -> tuple[int, str]:
+    """Return how many columns a line that begins at a column is indented by, and what follows."""
+    rest, at = line.lstrip(" \t"), column
+    for character in line[: len(line) - len(rest)]:
+        at += 1 if character == " " else _TAB - at % _TAB
+    return at - column, rest
+
+
+def _dedented(line: str, columns: int) -> str:
+    """Return a line without up to so many columns of its indentation."""
+    if not columns:
+        return line
+    at = 0
+    for place, character in enumerate(line):
+        if at >= columns or character not in " \t":
+            return " " * max(0, at - columns) + line[place:]
+        at += 1 if character == " " else _TAB - at % _TAB
+    return line.lstrip(" \t")
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    """Return the blocks of lines that are indented by four columns, each behind an empty line.
+
+    A text that begins with one goes on with a function's body, and has none.
+    """
+    first = next((line for line in lines if not line.isspace()), "")
+    if _indent(first[: _TAB + 1], 0)[0] >= _TAB:
+        return []
+    found: list[list[str]] = []
+    open_ = behind_empty = False
+    for line in lines:
+        if line.isspace():
+            if open_:
+                found[-1].append(line.lstrip(" \t"))
+            behind_empty = True
+            continue
+        if _indent(line[: _TAB + 1], 0)[0] < _TAB:
+            open_ = False
+        elif open_ or behind_empty:
+            if not open_:
+                found.append([])
+            open_ = True
+            found[-1].append(_dedented(line, _TAB))
+        behind_empty = False
+    return ["".join(block) for block in found]
+
+
+def _fenced_in(block: str) -> list[str]:
+    lines = _lines(block)
+    return [_content(lines, *found) for found in _blocks(lines)][::-1]
+
+
+def _bounded(found: Sequence[str]) -> list[str]:
+    kept, characters = list(found[:1]), 0
+    for block in found[1:]:
+        characters += len(block)
+        if characters > _MOST_CHARACTERS:
+            break
+        kept.append(block)
+    return kept

@@ -1,0 +1,298 @@
+"""The process of a program whose functions are tested: runs it, then does with it what its tests ask."""
+
+import collections
+import contextlib
+import copy
+import enum
+import io
+import random
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import values
+from .border import INSTANCE, KINDS, Border, attributes
+from .channel import Channel
+from .choose import choose
+from .values import Unsendable
+from .world import describe, fingerprint, new_module
+
+if TYPE_CHECKING:
+    import asyncio
+
+_MOST_PRINTED = 1 << 20
+"""Bytes that one call may print for its test to see; the rest is lost."""
+_SLICE_S = 0.005
+"""Seconds that coroutines run before the tests' event loop has its turn."""
+DATA: dict[type, Callable[[Any], Any]] = {
+    int: int.__pos__,
+    float: float.__pos__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+}
+"""Types that cannot change -> the plain value of an instance of a subclass."""
+
+
+class Served(Border):
+    """The program, at its own end of the border."""
+
+    def __init__(self, channel: Channel, sources: list[str], prelude: str) -> None:
+        super().__init__(first=1)
+        self._channel, self._sources, self._prelude = channel, sources, prelude
+        self.names = new_module("program")
+        self._theirs: dict[type, int] = {}
+        """Classes of the program that stand for classes of the tests, with their numbers."""
+        self._classes: dict[type, Any] = {}
+        """References of classes that objects of the program have."""
+        self._printed = [_Printed(1), _Printed(2)]
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", write_through=True)
+            for stream in self._printed
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._operations: dict[str, Callable[..., Any]] = {
+            "load": self._load,
+            "pair": lambda classes: None,  # they were made when the message was read
+            "name": self.names.__getitem__,
+            "call": lambda function, args, kwargs: function(*args, **dict(kwargs)),
+            "attribute": getattr,
+            "set": setattr,
+            "delete": delattr,
+            "special": lambda value, name, *args: getattr(type(value), name)(value, *args),
+            "send": lambda generator, item: next(generator) if item is None else generator.send(item),
+            "iterate": iter,
+            "length": len,
+            "item": lambda value, key: value[key],
+            "within": lambda value, item: item in value,
+            "hash": hash,
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
+            "seed": random.seed,
+            "same": lambda name, other: isinstance(self.names[name], type) and fingerprint(self.names[name]) == other,
+            "equal": lambda one, other: (bool(one == other), _structure(one), _structure(other)),
+            "start": self._start,
+            "advance": self._advance,
+            "result": lambda task: task.result(),
+            "cancel": lambda task: task.cancel(),
+        }
+
+    def serve(self) -> None:
+        """Answer until the other end closes."""
+        while True:
+            try:
+                request = self._channel.receive()
+            except EOFError:
+                return
+            answer = self._answer(request)
+            try:
+                self._channel.send(answer)
+            except ValueError as error:  # it is too long
+                self.forget(number for number, *_ in answer["state"])
+                self._channel.send(self.message(RuntimeError(str(error)), raised=True))
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            asked = self.accept(request)
+        except Unsendable as error:
+            return self.message(None, broken=str(error))
+        try:
+            # Nothing may be left of what was asked and found, or it would be taken for what the program holds.
+            answer = self.message(self._operations[request["do"]](*asked))
+        except Unsendable as error:
+            answer = self.message(None, broken=str(error))
+        except BaseException as error:
+            answer = self._raised(error)
+        del asked
+        answer["drop"] = self.sweep()
+        answer["printed"] = [stream.taken() for stream in self._printed]
+        return answer
+
+    def _raised(self, error: BaseException) -> dict[str, Any]:
+        error.__traceback__ = None  # its frames hold arguments
+        try:
+            return self.message(error, raised=True)
+        except BaseException:
+            return self.message(RuntimeError(describe(error)), raised=True)
+
+    def _load(self, world: str) -> list[str]:
+        with contextlib.suppress(Exception):  # what it lacks, the set-up itself will say
+            exec(compile(world, "setup.py", "exec"), self.names)
+        try:
+            exec(compile(self._prelude, "prelude.py", "exec"), self.names)
+        except BaseException as error:
+            raise Unsendable(f"the prelude: {describe(error)}") from None
+        exec(compile(choose(self._sources), "program.py", "exec"), self.names)
+        return [name for name in self.names if not name.startswith("__")]
+
+    # What crosses of the program's own values.
+
+    def describe(self, value: Any) -> Any:
+        kind = type(value)
+        mro = type.__dict__["__mro__"].__get__(kind)
+        if type in mro:
+            return self._class_of(value)
+        if BaseException in mro:
+            return self._error(value, kind)
+        if kind in self._theirs:
+            return self._instance(value, ["@", self._theirs[kind]])
+        if kind is types.MappingProxyType:
+            return self.encode(dict(value))
+        if kind in (types.GeneratorType, types.CoroutineType):
+            return self.share(value, "generator" if kind is types.GeneratorType else "coroutine", None)
+        header = {"class": self._class_of(kind)}
+        for base in mro:
+            if base in KINDS:
+                container = KINDS[base]
+                return self.share(value, container, (self.container_header(value, container) or {}) | header)
+            if base in DATA:
+                return self.share(value, "data", header | {"content": self.encode(DATA[base](value))})
+        return self.share(value, "object", header)
+
+    def _class_of(self, kind: type) -> Any:
+        """Return the reference of the class of an object, also of one that would cross by itself, such as `map`."""
+        if kind not in self._classes or self._classes[kind][1] not in self._entries:
+            self._classes[kind] = self.share(kind, "class", self._class_header(kind))
+            if values.encode(kind, self.encode) is not None:
+                del self._numbers[id(kind)]
+        return self._classes[kind]
+
+    def _instance(self, value: Any, of: Any) -> Any:
+        """Return the reference of an instance of a class that the tests have, too."""
+        if isinstance(value, enum.Enum):
+            return self.share(value, "member", {"class": of, "name": value.name})
+        if isinstance(value, tuple):
+            return self.share(value, "named", {"class": of, "items": self.encode(DATA[tuple](value))})
+        return self.share(value, INSTANCE, {"class": of})
+
+    def _error(self, value: BaseException, kind: type) -> Any:
+        held = {
+            name: item
+            for name, item in attributes(value).items()
+            if name != "__notes__" and not isinstance(item, types.TracebackType)
+        }
+        content = {"args": self.encode(value.args), "cause": self.encode(value.__cause__)}
+        if kind in self._theirs:
+            content |= {"class": ["@", self._theirs[kind]], "held": self.encode(held)}
+        elif _is_own(kind):
+            content |= {"class": self._class_of(kind)}
+        else:
+            content |= {"known": _path(kind), "held": self.encode(held)}
+        return self.share(value, "error", content)
+
+    def _class_header(self, value: type) -> dict[str, Any]:
+        """Return what the tests see of a class: its name, its bases, and which operators it has."""
+        mro = value.__mro__
+        errors = [_path(base) for base in mro if issubclass(base, BaseException) and not _is_own(base)]
+        data = next((base for base in mro if base in DATA or base in KINDS), None)
+        own = [base for base in mro if base not in (object, data) and not (errors and not _is_own(base))]
+        return {
+            "name": value.__name__,
+            "bases": [self.encode(base) for base in value.__bases__ if _is_own(base)],
+            "data": None if data is None else self.encode(data),
+            "errors": errors,
+            "operators": sorted({name for base in own for name in vars(base) if name[:2] == "__"}),
+            "names": [] if data is None else sorted({n for base in own if _is_own(base) for n in vars(base)}),
+            "equal": value.__eq__ is not object.__eq__,
+        }
+
+    # What stands for the tests' values.
+
+    def create(self, number: int, kind: str, header: Any) -> Any:
+        if kind == "class":
+            made = self._their_class(header)
+            self._theirs[made] = number
+            return made
+        if kind == "function":
+            return getattr(__import__(header[0], fromlist=["*"]), header[1])
+        of = self.decode(header["class"])
+        if kind == "member":
+            return of[header["name"]]
+        if kind == "named":
+            return tuple.__new__(of, self.decode(header["items"]))
+        return self.new_container(kind, header, of)
+
+    def _their_class(self, header: Mapping[str, Any]) -> type:
+        """Return the program's class of that name, or a class with the same source, or one that only holds data."""
+        name = header["name"]
+        if not isinstance(self.names.get(name), type) and header["source"]:
+            with contextlib.suppress(Exception):
+                exec(compile(header["source"], "program.py", "exec"), self.names)
+        found = self.names.get(name)
+        if isinstance(found, type):
+            return found
+        if header["fields"] is not None:
+            return collections.namedtuple(name, header["fields"])
+        raise Unsendable(f"a test hands over a {name}, a class that the program does not have")
+
+    # Coroutines.
+
+    def _start(self, awaitable: Any) -> "asyncio.Task[Any]":
+        import asyncio  # takes a tenth of a second, which few programs need
+
+        async def awaited() -> Any:
+            return await awaitable
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        return self._loop.create_task(awaited())
+
+    def _advance(self, task: "asyncio.Task[Any]") -> bool:
+        import asyncio
+
+        assert self._loop is not None
+        self._loop.run_until_complete(asyncio.wait({task}, timeout=_SLICE_S))
+        return task.done()
+
+
+class _Printed(io.RawIOBase):
+    """What a program prints, until its tests are told."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number, self._text = number, bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def write(self, text: Any) -> int:
+        self._text += bytes(text)[: _MOST_PRINTED - len(self._text)]
+        return len(text)
+
+    def taken(self) -> str:
+        """Return what was printed since the last time."""
+        text = self._text.decode("utf-8", "surrogateescape")
+        self._text.clear()
+        return text
+
+
+def _structure(value: Any) -> dict[str, Any]:
+    """Return what decides whether two objects are equal: the fields of a dataclass, or all that an object holds."""
+    held, fields = attributes(value), getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        return dict(held)
+    return {name: held[name] for name, field in fields.items() if field.compare and name in held}
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class is none of the interpreter's or the standard library's."""
+    return str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names
+
+
+def _path(kind: type) -> list[str]:
+    return [kind.__module__, kind.__qualname__]
+
+
+def answer_calls() -> None:
+    """Run a program, then do with its functions and objects what the tests ask through descriptor 3."""
+    channel = Channel.of(3)
+    job = channel.receive()
+    sys.set_int_max_str_digits(0)
+    Served(channel, job["program"], job["prelude"]).serve()

@@ -1,0 +1,4 @@
+import asyncio
+async def f(x):
+    while True:
+        await asyncio.sleep(0)

@@ -1,0 +1,3 @@
+def f(x):
+    while True:
+        print('x' * 100000)
