@@ -41,7 +41,7 @@ def changed(completion: str, prompt: str, entry_point: str | None, seed: int) ->
         old = completion[place]
         new = draw.choice([draw.choice(completion), "", 2 * old])
         other = completion[:place] + new + completion[place + 1 :]
-        after = tree(code.program_of(prompt, other, entry_point))
+        after = tree(choose(code.programs_of(prompt, other, entry_point)))
         if after is not None and after != before:
             line = completion.count("\n", 0, place)
             return other, f"{completion.splitlines()[line].strip()!r} -> {other.splitlines()[line].strip()!r}"

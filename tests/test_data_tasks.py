@@ -20,7 +20,7 @@ import tensorflow_datasets as tfds
 from gspo_jax.data import generated, tasks
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.rewards.code import last_block
+from gspo_jax.rewards import blocks
 from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
@@ -130,7 +130,7 @@ def test_expressions_are_worked_by_what_the_tool_replies(level, data_dir):
     assert not {r["question"] for r in train} & {r["question"] for r in test}
     for record in [*train, *test]:
         before, answer = written(record)
-        program = last_block(before)
+        (program,) = blocks.programs(before)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             exec(program)
