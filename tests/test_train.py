@@ -61,7 +61,9 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["1", "2"]
     assert list((workdir / "tb").iterdir())
     samples = read_samples(workdir)[updates]
-    assert {"prompt", "completion", "reward", "answer"} <= samples[0].keys()
+    assert {"prompt", "completion", "reward", "answer", "special"} <= samples[0].keys()
+    ended = [row["completion"] for row in samples if row["special"] == [EOS]]
+    assert ended and all(text.endswith(EOS) for text in ended)  # special tokens are shown
     assert json.loads((workdir / "config.json").read_text())["iterations"] == 2
 
 
