@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, evaluate
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.tokenizer import EOS, Tokenizer
 from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.run.log import response_metrics
