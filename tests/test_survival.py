@@ -58,6 +58,10 @@ def test_differences_are_between_runs_of_one_seed():
     # 0.2 and 0.1: deviation 0.0707, over √2, times t of one degree, 12.706.
     assert found.high - found.mean == pytest.approx(0.05 * 12.706, rel=1e-3) and not found.is_clear
     assert difference(arm, {3: 0.0}) is None
+    equal = difference({0: 0.6, 1: 0.2}, base)
+    assert equal is not None and equal.is_flat and not equal.is_clear
+    clear = difference({0: 0.6, 1: 0.2, 2: 0.41}, base)
+    assert clear is not None and clear.is_clear
     alone = difference({0: 0.6}, base)
     assert alone is not None and not alone.is_clear and written(alone) == "+0.100, one seed"
 
@@ -78,7 +82,7 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said == (tmp_path / "out" / "survival.md").read_text()
     assert "| grpo | 2 | 2 | 8, 8 | 0.000 [0.000, 0.000] | baseline |" in said
-    assert "| gspo | 2 | 0 | – | 0.900 [0.900, 0.900] | **+0.900 [+0.900, +0.900]** |" in said
+    assert "| gspo | 2 | 0 | – | 0.900 [0.900, 0.900] | +0.900 [+0.900, +0.900] |" in said  # not bold: no spread
     facts = {one["label"]: one for one in json.loads((tmp_path / "out" / "survival.json").read_text())}
     assert facts["grpo"]["collapsed"] == 2 and facts["gspo"]["differences"]["mean"]["mean"] == pytest.approx(0.49)
     assert all((tmp_path / "out" / name).stat().st_size > 10_000 for name in survival.LAYOUTS)

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, evaluate
-from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.data.tokenizer import EOS, Tokenizer
 from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.run.log import response_metrics
@@ -61,7 +61,9 @@ def test_tiny_config_leaves_a_whole_run_folder(tiny_run):
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["1", "2"]
     assert list((workdir / "tb").iterdir())
     samples = read_samples(workdir)[updates]
-    assert {"prompt", "completion", "reward", "answer"} <= samples[0].keys()
+    assert {"prompt", "completion", "reward", "answer", "special"} <= samples[0].keys()
+    ended = [row["completion"] for row in samples if row["special"] == [EOS]]
+    assert ended and all(text.endswith(EOS) for text in ended)  # special tokens are shown
     assert json.loads((workdir / "config.json").read_text())["iterations"] == 2
 
 

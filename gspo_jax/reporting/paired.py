@@ -36,9 +36,14 @@ class Estimate:
         return len(self.each)
 
     @property
+    def is_flat(self) -> bool:
+        """Whether all seeds agree to the digit, as coarse accuracies may: this says nothing of their spread."""
+        return self.seeds > 1 and self.high - self.low < 1e-9
+
+    @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.seeds > 1 and not self.low <= 0 <= self.high
+        """Whether the interval leaves out 0, and has a width."""
+        return self.seeds > 1 and not self.is_flat and not self.low <= 0 <= self.high
 
 
 def difference(values: Mapping[int | None, float], baseline: Mapping[int | None, float]) -> Estimate | None:
@@ -77,7 +82,7 @@ def how_to_read(groups: Sequence[Group], base: Group) -> str:
     """Say how differences are found, and what in these runs weakens them."""
     text = (
         "Mean over seeds of the difference between the runs of one seed, and its 95% interval by Student's t over the "
-        "seeds: bold if it leaves out 0, so that the sign of the difference is no chance of the seeds."
+        "seeds: bold if it has a width and leaves out 0, so that the sign of the difference is no chance of the seeds."
     )
     others = len(groups) - 1
     if others > MANY:
@@ -121,6 +126,8 @@ def verdict(label: str, base: str, found: Estimate) -> str:
     what = f"Held-out accuracy of {label} less that of {base}: {written(found)}"
     if found.seeds == 1:
         return f"{what}; it takes several to tell a difference from chance."
+    if found.is_flat:
+        return f"{what} over {found.seeds} seeds, the same for each: it takes more to know their spread."
     if found.is_clear:
         return f"{what} over {found.seeds} seeds: {label} is {'more' if found.mean > 0 else 'less'} accurate."
     return f"{what} over {found.seeds} seeds: the interval contains 0, so these runs do not tell which is better."
