@@ -41,7 +41,7 @@ def _write_bytearray(value: bytearray, content: list[int]) -> None:
     bytearray.__setitem__(value, slice(None), bytes(content))
 
 
-def _dict_of(kind: type) -> Container:
+def _dict_of(kind: Any) -> Container:
     """Keys, then values."""
 
     def read(value: Any) -> list[Any]:

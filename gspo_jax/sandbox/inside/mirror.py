@@ -12,7 +12,7 @@ import enum
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NoReturn
 
 from .border import CONTAINERS, INSTANCE, Border
@@ -238,7 +238,7 @@ class Program(Border):
         return error
 
     def _mirror_class(self, number: int, header: Mapping[str, Any]) -> type:
-        bases = [base for base in map(self.decode, header["bases"]) if isinstance(base, MirrorType)]
+        bases: list[Any] = [base for base in map(self.decode, header["bases"]) if isinstance(base, MirrorType)]
         data = self.decode(header["data"])
         plain = data if data is not None else _error_class(header["errors"])
         if plain is not None and not any(issubclass(base, plain) for base in bases):
@@ -444,7 +444,7 @@ async def _awaited(program: Program, number: int) -> Any:
 class _Turn:
     """Lets the tests' event loop have its turn, once."""
 
-    def __await__(self) -> Iterator[None]:
+    def __await__(self) -> Generator[None, None, None]:
         yield
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import values
 from .border import INSTANCE, KINDS, Border, attributes
@@ -50,7 +50,7 @@ class Served(Border):
         """References of classes that objects of the program have."""
         self._printed = [_Printed(1), _Printed(2)]
         sys.stdout, sys.stderr = (
-            io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", write_through=True)
+            io.TextIOWrapper(cast(Any, stream), encoding="utf-8", errors="surrogateescape", write_through=True)
             for stream in self._printed
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,9 +120,9 @@ class Served(Border):
 
     def _load(self, world: str) -> list[str]:
         with contextlib.suppress(Exception):  # what it lacks, the set-up itself will say
-            exec(compile(world, "setup.py", "exec"), self.names)
+            exec(world, self.names)
         try:
-            exec(compile(self._prelude, "prelude.py", "exec"), self.names)
+            exec(self._prelude, self.names)
         except BaseException as error:
             raise Unsendable(f"the prelude: {describe(error)}") from None
         exec(compile(choose(self._sources), "program.py", "exec"), self.names)

@@ -3,18 +3,24 @@
 import builtins
 import contextlib
 import importlib
+import os
 import random
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .channel import Channel
 from .mirror import BrokenTest, MirrorType, Program
 from .world import describe, shared_source
 
-_WRITES = ("os.mkdir", "os.putenv", "os.chdir", "os.remove", "os.rename", "os.symlink", "os.link")
-"""Audit events of what a test does to the world around it; its program has another one."""
+_CHANGES: dict[str, Callable[..., bool]] = {
+    "builtins.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
+    "io.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
+    "os.open": lambda path, flags, *_, **__: bool(flags & (os.O_WRONLY | os.O_RDWR)),
+    **dict.fromkeys(("os.mkdir", "os.remove", "os.rename", "os.chdir", "os.putenv"), lambda *_, **__: True),
+}
+"""Functions by which a test changes the world around it, and when; its program has another one."""
 
 
 class _Names(dict[str, Any]):
@@ -64,7 +70,7 @@ def run_tests() -> None:
     job = judge.receive()
     sys.set_int_max_str_digits(0)
     channel.send({"program": job["program"], "prelude": job["prelude"]})
-    tests = _Tests(Program(channel), job)
+    tests = _Tests(channel, job)
     try:
         tests.begin()
     except BrokenTest as error:
@@ -91,12 +97,14 @@ def run_tests() -> None:
 class _Tests:
     """The tests of a program."""
 
-    def __init__(self, program: Program, job: Mapping[str, Any]) -> None:
-        self.program, self._job, self._names = program, job, _Names(program)
+    def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
+        for path, changes in _CHANGES.items():
+            self._watch(*path.split("."), changes)
+        self.program = Program(channel)
+        self._job, self._names = job, _Names(self.program)
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
         sys.dont_write_bytecode = True
-        sys.addaudithook(self._audit)
 
     def begin(self) -> None:
         """Run what comes before the tests.
@@ -174,9 +182,16 @@ class _Tests:
         for _, said in (*result.failures, *result.errors):
             raise AssertionError(said.strip().rpartition("\n")[2])
 
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event in _WRITES or (event == "open" and isinstance(args[2], int) and args[2] & 3):
-            self.program.unseen = self.program.unseen or "changes files or the environment"
+    def _watch(self, module: str, name: str, changes: Callable[..., bool]) -> None:
+        """Have a function say when it is called in a way that changes something."""
+        function = getattr(sys.modules[module], name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if changes(*args, **kwargs):
+                self.program.unseen = self.program.unseen or "changes files or the environment"
+            return function(*args, **kwargs)
+
+        setattr(sys.modules[module], name, watched)
 
 
 def _said(error: BaseException) -> str:
