@@ -182,7 +182,7 @@ def test_everything_at_once(data, tmp_path, written):
     assert config.objective.name == "gspo_token"
     config.environment.name = "countdown_feedback"
     config.benchmarks.NAME = config_lib.benchmark(str(tmp_path / "own.jsonl"), every=2, samples=16)
-    config.sampling.update({"max_response_length": 64, "rounds": 2})
+    config.sampling.update({"max_response_length": 64, "rounds": 2, "filter": "countdown"})
     config.overlong.update({"penalty": 1.0, "cache": 6, "filter": True})
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     use_ppo(config, "policy")

@@ -172,3 +172,12 @@ def test_sft_on_200_conversations_lowers_the_loss_and_goes_on_from_the_folder(tm
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
     assert routers and routers <= kept
     assert all(".experts." in name for name in kept - routers), "else only experts that no token reached"
+
+
+def test_the_rise_of_the_loss_between_stages_is_explained_in_its_lines():
+    config = tiny.get_config()  # 1000 steps, the last 250 with terse answers
+    told = [coldstart._stage(config, report) for report in range(10)]
+    says = "(since step 750, 60% of the answers come without the work, and are harder to predict)"
+    assert told == [None] * 7 + [says] * 3
+    config.coldstart.terse_steps = 0
+    assert not any(coldstart._stage(config, report) for report in range(10))

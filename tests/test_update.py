@@ -494,7 +494,9 @@ def test_weight_decay_shrinks_matrices_and_leaves_out_what_the_field_names(no_de
         **{f"layers.0.mlp.router{which}": "router" for which in ("", "_adapter.a", "_adapter.b")},
         **{f"layers.0.{name}": "norm" for name in ("attention_norm", "mlp_norm")},
         **{f"layers.0.attention.{name}_norm.scale": "norm" for name in "qk"},
-        **{"norm": "norm", "embed": "embed", "head": "head"},
+        "norm": "norm",
+        "embed": "embed",
+        "head": "head",
     }
     rule, _ = optimizer(learning_rate=1.0, weight_decay=0.5, no_decay=no_decay)
     seen = set()

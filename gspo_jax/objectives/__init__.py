@@ -167,7 +167,9 @@ def _check_objective(given: object) -> None:
     near = nearest(name, catalogue.__all__)
     if isinstance(given, str) and near is None:
         raise UserError(f"no objective {given!r}; {choices(given, catalogue.__all__)}")
-    raise UserError(f"the objective is {given!r}, not an Objective; pass what its factory returns, objectives.{near or 'gspo'}()")
+    raise UserError(
+        f"the objective is {given!r}, not an Objective; pass what its factory returns, objectives.{near or 'gspo'}()"
+    )
 
 
 def _group_advantages(objective: Objective, rewards: Array | None, group_size: int | None) -> Float[Array, " B"]:

@@ -22,9 +22,7 @@ class Rounds:
     With a limit of one round nothing is dropped: the batch is the first round.
     """
 
-    def __init__(
-        self, *, groups: int, group_size: int, limit: int, keeps: Callable[[Scored], Bool[np.ndarray, " P"]]
-    ):
+    def __init__(self, *, groups: int, group_size: int, limit: int, keeps: Callable[[Scored], Bool[np.ndarray, " P"]]):
         """A batch has `groups` groups that `keeps` is True for; after `limit` rounds, dropped groups fill it up."""
         self._groups, self._group_size, self._limit, self._keeps = groups, group_size, limit, keeps
         self._rounds: list[Round] = []
