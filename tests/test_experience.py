@@ -305,7 +305,7 @@ def test_what_a_run_says_at_its_start(done, resumed, installed, says, monkeypatc
         (0.02, 0, False, ""),
         (0.25, 0, False, "old_logprobs=recompute"),
         (0.25, 9, False, ""),  # partial rollouts: older policies sampled some of it
-        (0.25, 9, True, "please report it"),
+        (0.25, 9, True, "a fault to report"),
     ],
 )
 def test_what_rounding_gates_is_warned_of_once(gated, stale, recomputed, says):

@@ -95,7 +95,8 @@ def test_a_pipe_gets_one_line_per_iteration(clock):
     usual = "reward 0.500  1,234 tok/s  entropy 0.1235"
     assert stream.getvalue().splitlines() == [
         "tiny: 4 iterations; the first one compiles and does not count for the ETA",
-        "tiny 1/4  reward 0.500  accuracy 50.0% (iteration 0)  1,234 tok/s  entropy 0.1235  elapsed 0:01:00  ETA after iteration 2",
+        "tiny 1/4  reward 0.500  accuracy 50.0% (iteration 0)  1,234 tok/s  entropy 0.1235"
+        "  elapsed 0:01:00  ETA after iteration 2",
         f"tiny 2/4  {usual}  elapsed 0:01:10  ETA 0:00:20",  # 2 left x 10 s; the minute of iteration 1 is left out
         f"tiny 3/4  {usual}  elapsed 0:01:30  ETA 0:00:15",  # 1 left x (10 + 20) / 2 s
         "tiny 4/4  reward 0.500  accuracy 75.0% (iteration 3)  1,234 tok/s  entropy 0.1235  elapsed 0:01:33",

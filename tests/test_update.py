@@ -485,7 +485,7 @@ MATRICES = {f"attention.{name}" for name in "qkvo"} | {"mlp.gate", "mlp.up", "ml
     ],
 )
 def test_weight_decay_shrinks_matrices_and_leaves_out_what_the_field_names(no_decay, left_out):
-    """Of a policy, a critic and adapters, one beside the router; the gradient is zero, so that decay is all there is."""
+    """Of a policy, a critic and adapters, one beside the router; the gradient is zero, so that only decay is left."""
     adapters = Adapters(rank=2, expert_rank=2, targets=(*TARGETS,))
     beside = lora.split(transformer.abstract(CONFIG, adapters=adapters)[1])[0]
     kinds = {

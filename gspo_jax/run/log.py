@@ -159,8 +159,8 @@ class RunLog:
     def guard_rounding(self, objective: Objective, first: Metrics, *, stale: int, recomputed: bool) -> None:
         """Warn if rounding gates responses in the first mini-batch of an iteration.
 
-        `stale` tokens of older policies, of partial rollouts, are off-policy and rightly gated, unless old log-probs are
-        `recomputed`.
+        Responses with `stale` tokens, which older policies sampled in partial rollouts, are off-policy and rightly
+        gated, unless old log-probs are `recomputed`.
         """
         if recomputed or not stale:
             text = rounding_warning(objective, float(first["clip_fraction/sequence"]), recomputed=recomputed)
