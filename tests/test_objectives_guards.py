@@ -46,8 +46,9 @@ def test_what_rounding_may_gate_is_no_reason_to_warn(name):
 
 def test_too_much_gated_by_rounding_is_told_with_the_remedy():
     expected = (
-        "18.8% of the responses are gated in mini-batch 0, where every ratio is 1 but for rounding (2% at most): gspo "
-        "does not tolerate the sampler's log-probs as the old policy's here; use --config.training.old_logprobs=recompute"
+        "18.8% of the responses are gated in mini-batch 0, where every ratio is 1 but for rounding (2% at most): "
+        "gspo does not tolerate the sampler's log-probs as the old policy's here; use "
+        "--config.training.old_logprobs=recompute"
     )
     assert rounding_warning(objectives.gspo(), 0.1875, recomputed=False) == expected
     text = rounding_warning(objectives.grpo(), 0.0201, recomputed=True)
