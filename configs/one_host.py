@@ -6,7 +6,10 @@
 Nothing has been measured on a TPU, and no accuracy is known. What follows is compiled ahead of time, and projected for
 512 responses of 1500 tokens on average (docs/plan.md, "Adapters", has every program):
 
-    python -m gspo_jax.plan --config=configs/one_host.py --topology=v5e:2x4 --lengths=lognormal:1500:0.6
+    python -m gspo_jax.plan --config=configs/one_host.py --topology=v5e:2x4 --lengths=lognormal:1500:0.6 \\
+        --config.training.old_logprobs=sampler
+
+Old log-probs that are recomputed, as here, add the time of `score` to an iteration.
 
 - On v5e:2x4, no program needs more than 12.6 of a chip's 16.9 GB. An update of rows of 4480 tokens takes 7.8 GB: the
   base 4.0, saved activations 0.9, the batch 0.6, adapters, gradients and moments 0.2, intermediate results the rest. A

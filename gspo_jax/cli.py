@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from logging import LogRecord
+from logging import Formatter, LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,20 @@ def _start(main: Main, default: ConfigDict | None) -> None:
         check_facts_file(flags.FLAGS.json)
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().addFilter(_raised_later)
+    logging.get_absl_handler().setFormatter(_Plain())
     reuse_memory()
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
     prepare(config)
     with processes.guarded(count):
         _guarded(lambda: main(config))
+
+
+class _Plain(Formatter):
+    """Messages as a run's other lines are, without date, thread and source line."""
+
+    def format(self, record: LogRecord) -> str:
+        """Return "warning: …"."""
+        return f"{record.levelname.lower()}: {super().format(record)}"
 
 
 def _raised_later(record: LogRecord) -> bool:

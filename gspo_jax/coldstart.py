@@ -134,7 +134,7 @@ def coldstart(
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
                 packing = None if packer is None else packer(batch.mask.sum(axis=1), batch.prompt_lengths)
                 model, loss = step(model, Responses(*hosts.shard_rows(mesh, fields)), packing)
-            progress.advance(cross_entropy=float(loss))
+            progress.advance(cross_entropy=float(loss), stage=_stage(config, report))
     unfinished = folder.with_name(folder.name + ".partial")
     huggingface.save(model.params, model_config, unfinished)  # every process takes part
     if processes.is_first():
@@ -143,6 +143,15 @@ def coldstart(
         storage.sync_tree(unfinished)
         os.replace(unfinished, folder)
     processes.wait_for_all("cold start")
+
+
+def _stage(config: ConfigDict, report: int) -> str | None:
+    """Why the loss is higher from some report on: what is learned then; None before."""
+    cold = config.coldstart
+    begin = cold.steps - cold.terse_steps
+    if not cold.terse or min((report + 1) * cold.log_every, cold.steps) <= begin:
+        return None
+    return f"(since step {begin}, {cold.terse:.0%} of the answers come without the work, and are harder to predict)"
 
 
 def load(config: ConfigDict) -> Sequence[Record]:

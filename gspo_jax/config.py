@@ -244,7 +244,7 @@ def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> Config
     config.b1 = 0.9
     config.b2 = 0.95
     config.weight_decay = 0.0
-    # Parameters that are not decayed: "norm", "bias" and "router", perhaps also "embed" and "head"; (): all are decayed.
+    # Parameters that are not decayed: "norm", "bias" and "router", perhaps also "embed" and "head"; (): decay them all.
     config.no_decay = ("norm", "bias", "router")
     config.max_grad_norm = 1.0  # global norm at which gradients are clipped
     return config

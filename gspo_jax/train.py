@@ -67,7 +67,7 @@ def main(config: ConfigDict) -> None:
     compiled = CompileCounter()
     with suppress(StopRequested):
         facts = train(config, flags.FLAGS.workdir, start_over=flags.FLAGS.start_over)
-        facts["compile"] = {"programs": compiled.programs, "cached": compiled.cached}
+        facts["compile"] = {"programs": compiled.programs, "cached": compiled.cached, "seconds": compiled.seconds}
         cli.write_facts(flags.FLAGS.json, facts)
 
 

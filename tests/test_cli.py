@@ -1,5 +1,6 @@
 """Errors for mistyped flags and configs that cannot run: one sentence with value, limit and remedy."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -110,6 +111,11 @@ def test_a_value_of_the_wrong_type(word, says):
     with pytest.raises(UserError) as error:
         cli.read_config([f"--config={TINY}", f"--config.{word}"])
     assert str(error.value) == says
+
+
+def test_warnings_are_lines_like_others():
+    record = logging.makeLogRecord({"levelname": "WARNING", "levelno": 30, "msg": "%d of %d left out", "args": (1, 2)})
+    assert cli._Plain().format(record) == "warning: 1 of 2 left out"
 
 
 @pytest.mark.parametrize("name", ["tiny", "gsm8k"])

@@ -17,7 +17,7 @@ from gspo_jax.reporting.progress import Progress
 from gspo_jax.rewards.scorer import Scores
 from gspo_jax.rewards.shaping import differ, fill_failures
 from gspo_jax.run.clock import Clock
-from gspo_jax.run.log import RunLog
+from gspo_jax.run.log import RunLog, opening_lines
 from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Responses, Round, Scored
 from gspo_jax.run.shaping import Filter, Shaping
@@ -286,12 +286,26 @@ def test_ratios_of_one_after_an_update_are_warned_of_once():
 
 
 @pytest.mark.parametrize(
+    ("done", "resumed", "installed", "says"),
+    [
+        (0, False, True, ["curves: tensorboard --logdir=runs/a/tb"]),
+        (0, False, False, []),
+        (3, True, False, ["resuming from iteration 3 in runs/a"]),
+        (9, True, False, ["already finished: 9 iterations are done in runs/a; --config.iterations=18 goes on"]),
+    ],
+)
+def test_what_a_run_says_at_its_start(done, resumed, installed, says, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    assert opening_lines("runs/a", done=done, total=9, resumed=resumed) == says
+
+
+@pytest.mark.parametrize(
     ("gated", "stale", "recomputed", "says"),
     [
         (0.02, 0, False, ""),
         (0.25, 0, False, "old_logprobs=recompute"),
         (0.25, 9, False, ""),  # partial rollouts: older policies sampled some of it
-        (0.25, 9, True, "please report it"),
+        (0.25, 9, True, "a fault to report"),
     ],
 )
 def test_what_rounding_gates_is_warned_of_once(gated, stale, recomputed, says):

@@ -182,7 +182,7 @@ def test_everything_at_once(data, tmp_path, written):
     assert config.objective.name == "gspo_token"
     config.environment.name = "countdown_feedback"
     config.benchmarks.NAME = config_lib.benchmark(str(tmp_path / "own.jsonl"), every=2, samples=16)
-    config.sampling.update({"max_response_length": 64, "rounds": 2})
+    config.sampling.update({"max_response_length": 64, "rounds": 2, "filter": "countdown"})
     config.overlong.update({"penalty": 1.0, "cache": 6, "filter": True})
     config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     use_ppo(config, "policy")
@@ -199,7 +199,8 @@ def test_everything_at_once(data, tmp_path, written):
         assert 0 < row["routing/dropped"] < 0.5
         assert 0 < row["clip_fraction/negative_mask"] < 1, "about half of the responses move away from the sampler"
         assert row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5
-        assert np.isfinite(row["critic/loss"]) and row["reference/kl"] > 0
+        assert np.isfinite(row["critic/loss"]) and row["reference/kl"] >= 0
+    assert rows[1]["reference/kl"] > 0, "the first mini-batch's policy is the reference"
     assert max(row["reward/countdown_steps"] for row in rows) > 0
     assert rows[0]["routing/flip_rate"] == 0, "the old policy's routes are the trainer's own"
     assert rows[1]["routing/flip_rate"] > 0, "the router's own choice drifts although replay overrules it"

@@ -46,12 +46,17 @@ def test_what_rounding_may_gate_is_no_reason_to_warn(name):
 
 def test_too_much_gated_by_rounding_is_told_with_the_remedy():
     expected = (
-        "18.8% of the responses are gated in mini-batch 0, where every ratio is 1 but for rounding (2% at most): gspo does "
-        "not tolerate the sampler's log-probs as the old policy's here; use --config.training.old_logprobs=recompute"
+        "18.8% of the responses are gated in mini-batch 0, where every ratio is 1 but for rounding (2% at most): "
+        "gspo does not tolerate the sampler's log-probs as the old policy's here; use "
+        "--config.training.old_logprobs=recompute"
     )
     assert rounding_warning(objectives.gspo(), 0.1875, recomputed=False) == expected
     text = rounding_warning(objectives.grpo(), 0.0201, recomputed=True)
-    assert text is not None and text.startswith("2.0% of the tokens are gated") and "float32 or wider bounds" in text
+    assert (
+        text is not None
+        and text.startswith("2.0% of the tokens are gated")
+        and "a fault to report; use --config.model.dtype=float32" in text
+    )
 
 
 def test_the_sentence():

@@ -25,7 +25,7 @@ RUN = """
         for reward in (0.25, 0.5, 0.75):
             bar.phase("sampling")
             time.sleep(0.3)
-            bar.advance(reward=reward, accuracy=0.125 if reward == 0.25 else None, flip_rate=0.031)
+            bar.advance(reward=reward, accuracy=(0.125, 0) if reward == 0.25 else None, flip_rate=0.031)
         bar.say("saved [step] 12\\x1b[2J")
         bar.table([{"prompt": "1+1=", "reward": 1.0}, {"prompt": "2+2=", "reward": None}], title="samples")
 """
@@ -72,7 +72,9 @@ def test_terminal_shows_a_live_bar():
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     assert "sampling" in plain and "1/3" in plain and "3/3" in plain
     assert re.search(r"2/3 +elapsed 0:00:0\d  ETA 0:00:0\d", plain)
-    assert "reward 0.750 · accuracy 12.5% · flipped 3.1%" in plain  # the last known accuracy stays on display
+    assert (
+        "reward 0.750 · accuracy 12.5% (iteration 0) · flipped 3.1%" in plain
+    )  # the last known accuracy stays on display
     assert r"saved [step] 12\x1b[2J" in plain  # neither markup nor escape codes in a message take effect
     assert plain.index("saved") < plain.rindex("3/3")  # above the bar
 
@@ -85,7 +87,7 @@ def test_dumb_terminal_gets_plain_lines():
 def test_a_pipe_gets_one_line_per_iteration(clock):
     stream = io.StringIO()
     with Progress(4, label="tiny", stream=stream) as bar:
-        for seconds, accuracy in ((60, 0.5), (10, None), (20, None), (3, 0.75)):
+        for seconds, accuracy in ((60, (0.5, 0)), (10, None), (20, None), (3, (0.75, 3))):
             bar.phase("sampling")
             bar.phase("updating")
             clock.now += seconds
@@ -93,11 +95,30 @@ def test_a_pipe_gets_one_line_per_iteration(clock):
     usual = "reward 0.500  1,234 tok/s  entropy 0.1235"
     assert stream.getvalue().splitlines() == [
         "tiny: 4 iterations; the first one compiles and does not count for the ETA",
-        "tiny 1/4  reward 0.500  accuracy 50.0%  1,234 tok/s  entropy 0.1235  elapsed 0:01:00  ETA after iteration 2",
+        "tiny 1/4  reward 0.500  accuracy 50.0% (iteration 0)  1,234 tok/s  entropy 0.1235"
+        "  elapsed 0:01:00  ETA after iteration 2",
         f"tiny 2/4  {usual}  elapsed 0:01:10  ETA 0:00:20",  # 2 left x 10 s; the minute of iteration 1 is left out
         f"tiny 3/4  {usual}  elapsed 0:01:30  ETA 0:00:15",  # 1 left x (10 + 20) / 2 s
-        "tiny 4/4  reward 0.500  accuracy 75.0%  1,234 tok/s  entropy 0.1235  elapsed 0:01:33",
+        "tiny 4/4  reward 0.500  accuracy 75.0% (iteration 3)  1,234 tok/s  entropy 0.1235  elapsed 0:01:33",
     ]
+
+
+def test_time_that_compiling_took_is_shown_once_wherever_it_was(clock):
+    stream = io.StringIO()
+    with Progress(3, label="tiny", stream=stream) as bar:
+        for seconds in (75.0, 0.5, 2.0):
+            bar._compiled.seconds += seconds
+            bar.advance(reward=0.5)
+    lines = stream.getvalue().splitlines()[1:]
+    took = ["  compiling took 0:01:15", "", "  compiling took 0:00:02"]
+    assert [re.findall("  compiling took [0-9:]+", line) for line in lines] == [[t] if t else [] for t in took]
+
+
+def test_a_finished_run_does_not_say_that_it_begins():
+    stream = io.StringIO()
+    with Progress(3, label="tiny", stream=stream, done=3):
+        pass
+    assert stream.getvalue() == ""
 
 
 def test_a_long_line_stays_one_line_in_a_pipe():

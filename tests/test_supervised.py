@@ -211,3 +211,12 @@ def test_a_worked_answer_with_an_end_inside_is_left_out(tokenizer):
     )
     assert batches.skipped_by == {"token that ends a turn inside the worked response": 1}
     assert not (next(batches).tokens == 2).any(), "<|im_start|> is text here"
+
+
+def test_the_rise_of_the_loss_between_stages_is_explained_in_its_lines():
+    config = tiny.get_config()  # 1000 steps, the last 250 with terse answers
+    told = [coldstart._stage(config, report) for report in range(10)]
+    says = "(since step 750, 60% of the answers come without the work, and are harder to predict)"
+    assert told == [None] * 7 + [says] * 3
+    config.coldstart.terse_steps = 0
+    assert not any(coldstart._stage(config, report) for report in range(10))

@@ -118,7 +118,7 @@ def test_a_finished_run_is_left_as_it_is(tiny_run, capsys):
     before = (workdir / "metrics.jsonl").read_text()
     assert train(config, workdir) == facts
     said = capsys.readouterr().out
-    assert f"curves: tensorboard --logdir={workdir}/tb\n" in said
+    assert f"already finished: 2 iterations are done in {workdir}; --config.iterations=4 goes on\n" in said
     assert "mean@" not in said, "it is not evaluated again"
     assert (workdir / "metrics.jsonl").read_text() == before
 

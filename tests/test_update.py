@@ -485,7 +485,7 @@ MATRICES = {f"attention.{name}" for name in "qkvo"} | {"mlp.gate", "mlp.up", "ml
     ],
 )
 def test_weight_decay_shrinks_matrices_and_leaves_out_what_the_field_names(no_decay, left_out):
-    """Of a policy, a critic and adapters, one beside the router; the gradient is zero, so that decay is all there is."""
+    """Of a policy, a critic and adapters, one beside the router; the gradient is zero, so that only decay is left."""
     adapters = Adapters(rank=2, expert_rank=2, targets=(*TARGETS,))
     beside = lora.split(transformer.abstract(CONFIG, adapters=adapters)[1])[0]
     kinds = {
@@ -494,7 +494,9 @@ def test_weight_decay_shrinks_matrices_and_leaves_out_what_the_field_names(no_de
         **{f"layers.0.mlp.router{which}": "router" for which in ("", "_adapter.a", "_adapter.b")},
         **{f"layers.0.{name}": "norm" for name in ("attention_norm", "mlp_norm")},
         **{f"layers.0.attention.{name}_norm.scale": "norm" for name in "qk"},
-        **{"norm": "norm", "embed": "embed", "head": "head"},
+        "norm": "norm",
+        "embed": "embed",
+        "head": "head",
     }
     rule, _ = optimizer(learning_rate=1.0, weight_decay=0.5, no_decay=no_decay)
     seen = set()

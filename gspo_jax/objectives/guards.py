@@ -13,7 +13,7 @@ MOST_GATED = 0.02
 def rounding_warning(objective: Objective, gated: float, *, recomputed: bool) -> str | None:
     """Return a one-sentence warning if too many responses are gated in mini-batch 0, where only rounding moves ratios.
 
-    `gated` is the first mini-batch's `clip_fraction/sequence`. It takes tokens that the current policy sampled, or, with
+    `gated` is the first mini-batch's `clip_fraction/sequence`. It takes tokens that the current policy sampled or, with
     `recomputed`, old log-probs that are its own.
     """
     if gated <= MOST_GATED:
@@ -25,8 +25,8 @@ def rounding_warning(objective: Objective, gated: float, *, recomputed: bool) ->
     )
     if recomputed:
         return (
-            f"{says}, although the old log-probs are recomputed: two passes of the trainer over the same weights differ; "
-            "use --config.model.dtype=float32 or wider bounds, and please report it"
+            f"{says}, although the old log-probs are recomputed: two passes of the trainer over the same weights "
+            "differ, which is a fault to report; use --config.model.dtype=float32 or wider bounds"
         )
     return (
         f"{says}: {objective.name} does not tolerate the sampler's log-probs as the old policy's here; use "

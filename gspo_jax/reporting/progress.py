@@ -20,16 +20,21 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from gspo_jax.parallel.compilation import watch_compilation
+from gspo_jax.parallel.compilation import CompileCounter, watch_compilation
 
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "reward": lambda x: f"reward {x:.3f}",
-    "accuracy": lambda x: f"accuracy {x:.1%}",
+    "accuracy": lambda x: f"accuracy {x[0]:.1%} (iteration {x[1]})",  # evaluations are rare
     "clip_fraction": lambda x: f"clipped {x:.1%}",
     "flip_rate": lambda x: f"flipped {x:.1%}",
     "tokens_per_s": lambda x: f"{x:,.0f} tok/s",
+    "cross_entropy": lambda x: f"cross_entropy {x:.4g}",
+    "stage": str,
+    "compile_s": lambda x: f"compiling took {duration(x)}",
 }
 """Formats of the usual numbers of `Progress.advance`; any other is shown as `name value`."""
+LEAST_COMPILE_S = 1.0
+"""Seconds of compilation that are worth showing."""
 ETA_WINDOW = 50
 """Number of most recent iterations from which the ETA is estimated."""
 
@@ -56,6 +61,8 @@ class Progress:
         self._phase = ""
         self._compiling = False
         self._stop_watching = lambda: None
+        self._compiled = CompileCounter()
+        self._compile_shown_s = 0.0
         self._shown: dict[str, Any] = {}
         self._durations: list[float] = []
         self._started = self._iteration_started = time.monotonic()
@@ -80,7 +87,7 @@ class Progress:
         if self._live is not None:
             self._stop_watching = watch_compilation(self._compile)
             self._safely(self._live.start)
-        else:
+        elif self._done < self._total:
             since = f" from iteration {self._done + 1}" if self._done else ""
             count = f"{self._total} iteration{'s' if self._total != 1 else ''}"
             self.say(f"{self._label}: {count}{since}; the first one compiles and does not count for the ETA")
@@ -88,6 +95,7 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         self._stop_watching()
+        self._compiled.stop()
         self._phase, self._compiling = "", False
         if self._live is not None:
             self._safely(self._live.stop)
@@ -99,15 +107,26 @@ class Progress:
     def _compile(self, begins: bool) -> None:
         self._compiling = begins
 
-    def advance(self, **shown: float | None) -> None:
-        """End an iteration and show numbers (see FORMATS); for None, a terminal keeps showing the previous number."""
+    def keep(self, **shown: Any) -> None:
+        """Show numbers (see FORMATS) on a terminal's bar, until there are others of the same names."""
+        self._shown |= shown
+
+    def advance(self, **shown: Any) -> None:
+        """End an iteration and show numbers (see FORMATS); for None, a terminal keeps showing the previous number.
+
+        The time that compilation took since the iteration before is shown, too, wherever it was.
+        """
         now = time.monotonic()
         if self._done > self._first:  # the first iteration compiles
             self._durations = [*self._durations, now - self._iteration_started][-ETA_WINDOW:]
         self._iteration_started = now
         self._done += 1
         fresh = {name: value for name, value in shown.items() if value is not None}
-        self._shown |= fresh
+        self._shown.pop("compile_s", None)
+        compiled_s, self._compile_shown_s = self._compiled.seconds - self._compile_shown_s, self._compiled.seconds
+        if compiled_s >= LEAST_COMPILE_S:
+            fresh["compile_s"] = compiled_s
+        self.keep(**fresh)
         if self._live is None:
             numbers = "".join("  " + number for number in _shown(fresh))
             self.say(f"{self._label} {self._done}/{self._total}{numbers}  {self._clock()}")

@@ -144,7 +144,8 @@ class Scorer:
         asked = {name: [self._scores(name, record) for record in records] for name in self._weights}
         outcomes = self.outcomes(rows, asked)
         for name, results in outcomes.items():
-            self._watches[name].report(*(list(itertools.compress(each, asked[name])) for each in (rows, results)))
+            mine = asked[name]
+            self._watches[name].report(list(itertools.compress(rows, mine)), list(itertools.compress(results, mine)))
         by_name = {
             name: np.asarray([math.nan if o.value is None else o.value for o in outcomes[name]], np.float32)
             for name in self._weights

@@ -1,5 +1,6 @@
 """A run's log: metrics, samples, evaluations, progress and warnings."""
 
+import importlib.util
 import itertools
 import math
 import shlex
@@ -46,12 +47,12 @@ class RunLog:
         *,
         writer: MetricsWriter | None = None,
         samples: SamplesWriter | None = None,
-        evaluations: Sequence[dict[str, float]] = (),
+        evaluations: Sequence[tuple[int, dict[str, float]]] = (),
     ):
         """`writer` and `samples` are None on every process but the first; `evaluations` are from before a resume."""
         self.progress, self._writer, self._samples = progress, writer, samples
         self.evaluations = list(evaluations)
-        """Every evaluation so far, by metric name."""
+        """Every evaluation so far: iterations done before it, and its metrics by name."""
         self._warned: set[str] = set()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -86,11 +87,19 @@ class RunLog:
             self.write(step - len(metrics) + 1 + i, row)
         self.guard_ratios(metrics)
 
-    def evaluated(self, step: int, result: Evaluation) -> None:
-        """Record a held-out evaluation on the line of its last update."""
-        self.evaluations.append(result.metrics())
-        self.write(step, self.evaluations[-1])
+    def evaluated(self, step: int, iteration: int, result: Evaluation) -> None:
+        """Record a held-out evaluation after an iteration, on the line of its last update."""
+        self.evaluations.append((iteration, result.metrics()))
+        self.write(step, result.metrics())
+        self.progress.keep(accuracy=self._accuracy())
         self.progress.say(f"update {step}: {result}")
+
+    def _accuracy(self) -> tuple[float, int] | None:
+        """The newest accuracy, and the iterations done before it; None before the first evaluation."""
+        if not self.evaluations:
+            return None
+        iteration, metrics = self.evaluations[-1]
+        return metrics["eval/accuracy"], iteration
 
     def measured(self, step: int, label: str, facts: dict[str, Any]) -> None:
         """Record a benchmark's result on the line of its last update; only the first process has it."""
@@ -105,7 +114,7 @@ class RunLog:
             clip_fraction=float(metrics[-1]["clip_fraction/sequence"]),
             flip_rate=metrics[-1].get("routing/flip_rate"),
             tokens_per_s=tokens_per_s,
-            accuracy=self.evaluations[-1]["eval/accuracy"] if self.evaluations else None,
+            accuracy=self._accuracy(),
         )
 
     def keep_samples(self, step: int, scored: Scored, tokenizer: Tokenizer, *, count: int) -> None:
@@ -129,7 +138,7 @@ class RunLog:
 
     def summary(self, title: str) -> dict[str, dict[str, float]]:
         """Print and return the first and the last evaluation."""
-        first, last = self.evaluations[0], self.evaluations[-1]
+        (_, first), (_, last) = self.evaluations[0], self.evaluations[-1]
         rows = [{"": name, "first": first[name], "last": last[name]} for name in first]
         self.progress.table(rows, title=title)
         return {"first": first, "last": last}
@@ -161,8 +170,8 @@ class RunLog:
     def guard_rounding(self, objective: Objective, first: Metrics, *, stale: int, recomputed: bool) -> None:
         """Warn if rounding gates responses in the first mini-batch of an iteration.
 
-        `stale` tokens of older policies, of partial rollouts, are off-policy and rightly gated, unless old log-probs are
-        `recomputed`.
+        Responses with `stale` tokens, which older policies sampled in partial rollouts, are off-policy and rightly
+        gated, unless old log-probs are `recomputed`.
         """
         if recomputed or not stale:
             text = rounding_warning(objective, float(first["clip_fraction/sequence"]), recomputed=recomputed)
@@ -202,10 +211,24 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
         yield RunLog(progress, writer=writer, samples=samples, evaluations=evaluations)
 
 
-def earlier_evaluations(workdir: Path) -> list[dict[str, float]]:
-    """Evaluations recorded in metrics.jsonl, oldest first."""
+def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:
+    """Evaluations recorded in metrics.jsonl, oldest first: iterations done, 0 for the first policy, and metrics."""
     rows = [row for row in read_metrics(workdir) if "eval/accuracy" in row]
-    return [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
+    return [
+        (row.get("iteration", 0), {name: value for name, value in row.items() if name.startswith("eval/")})
+        for row in rows
+    ]
+
+
+def opening_lines(folder: str, *, done: int, total: int, resumed: bool) -> list[str]:
+    """What a run says at its start: where its curves are, if they can be looked at here, and where it goes on."""
+    found = [f"curves: tensorboard --logdir={folder}/tb"] if importlib.util.find_spec("tensorboard") else []
+    if done >= total:
+        return [
+            *found,
+            f"already finished: {done} iterations are done in {folder}; --config.iterations={2 * done} goes on",
+        ]
+    return [*found, f"resuming from iteration {done} in {folder}"] if resumed else found
 
 
 def iteration_metrics(clock: Clock, rounds: Rounds, sampler: Sampler) -> dict[str, Any]:

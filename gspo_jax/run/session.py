@@ -325,7 +325,7 @@ class Run:
             result = evaluate.evaluate(
                 self.player, self.held_out, self.tokenizer, self.scorer, key, mesh, correct=correct
             )
-            self.log.evaluated(step, result)
+            self.log.evaluated(step, self.boundary.done, result)
             accuracy = result.accuracy
         for label, (taken, batches) in self.benchmarks.items():
             if self._is_due(self.config.benchmarks[label].every, self.boundary.done):
@@ -450,9 +450,9 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         phases.saved = checkpointer.latest
         log = stack.enter_context(log_lib.open_log(config, files.local, after_step=start.step, done=start.iteration))
         phases.show = log.progress.phase
-        log.progress.say(f"curves: tensorboard --logdir={files.name}/tb")
-        if start.step is not None:
-            log.progress.say(f"resuming from iteration {start.iteration} in {place}")
+        resumed = start.step is not None
+        for text in log_lib.opening_lines(files.name, done=start.iteration, total=config.iterations, resumed=resumed):
+            log.progress.say(text)
         log.guard_config(made.objective, group_size=config.sampling.group_size)
         held_out = data.held_out_prompts(config, tokenizer, records["test"])
         log.guard_held_out(start.held_out, held_out.content)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -76,7 +77,8 @@ class Filter:
         objective = self.objective
         if objective.critic is not None:
             objective = dataclasses.replace(objective, advantage=group_centered)
-        rewards = Rewards(self.shaping.rewards(scored), trainable, scored.step_rewards, scored.steps)
+        columns: tuple[Any, ...] = self.shaping.rewards(scored), trainable, scored.step_rewards, scored.steps
+        rewards = Rewards(*columns)
         advantages = np.asarray(_advantages(objective, rewards, group_size=self.shaping.group_size))
         if advantages.ndim == 1:
             return trainable & (advantages != 0)

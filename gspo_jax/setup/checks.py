@@ -172,13 +172,13 @@ def _check_filter(config: ConfigDict) -> None:
     name, rounds, known = config.sampling.filter, config.sampling.rounds, [*config.rewards, *config.step_rewards]
     if name and name not in known:
         raise UserError(
-            f"sampling.filter is {name!r}, which is not among the config's rewards; {choices(name, known)}, or leave it "
-            "empty"
+            f"sampling.filter is {name!r}, which is not among the config's rewards; {choices(name, known)}, or leave "
+            "it empty"
         )
     if name and rounds == 1:
         raise UserError(
-            f"sampling.filter is {name!r}, but sampling.rounds is 1, so that no group is replaced; use more rounds, such "
-            "as 4, or leave it empty"
+            f"sampling.filter is {name!r}, but sampling.rounds is 1, so that no group is replaced; use more rounds, "
+            "such as 4, or leave it empty"
         )
 
 

@@ -71,8 +71,8 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW with global-norm gradient clipping, and its learning-rate schedule.
 
-    `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up. Parameters whose path
-    has one of the words `no_decay` in it, some of NO_DECAY, are left out of the decay.
+    `schedule` is "constant" or "cosine" (to zero at `total_updates`), each after a linear warm-up. Parameters with a
+    word of `no_decay`, some of NO_DECAY, in their path are not decayed.
 
     Raises:
       UserError: the schedule or a word is unknown.
