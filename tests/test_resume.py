@@ -130,7 +130,7 @@ def write_rows(file: Path, numbers: range, **fields: object) -> None:
 
 @pytest.mark.faults
 def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path, capsys):
-    """One after the other; with all put back it goes on, and longer, and held-out rows that changed are said."""
+    """One after the other; with all put back it goes on, and longer; changed held-out rows and functions are said."""
     folder, rows, held_out, judge, shots = (
         tmp_path / name for name in ("model", "rows.jsonl", "held_out.jsonl", "judge.py", "shots.jsonl")
     )
@@ -163,7 +163,6 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
         ),
         (rows, lambda: write_rows(rows, range(20), hint="even"), "they differ in hint; put them back"),
         (rows, lambda: write_rows(rows, range(1, 21)), "they differ in answer, prompt as tokens, question"),
-        (judge, lambda: judge.write_text(JUDGE.replace("VALUE", "0")), r"^functions.judge \(judge.py\) changed since"),
         (
             shots,
             lambda: shots.write_text('{"prompt": "1+1=", "completion": "3"}'),
@@ -182,12 +181,14 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
             train(config, tmp_path / "run")
         file.write_bytes(before)
     write_rows(held_out, range(20, 30), answer="7")
+    judge.write_text(JUDGE.replace("VALUE", "0"))
     config.iterations = 2
     capsys.readouterr()
     train(config, tmp_path / "run")
     said = capsys.readouterr().out
     assert "resuming from iteration 1" in said
     assert "the held-out records differ from those before (answer" in said
+    assert "functions.judge (judge.py) changed since the run was saved: do not compare" in said
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,14 @@ class RunLog:
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
             )
 
+    def guard_functions(self, edited: Sequence[str]) -> None:
+        """Warn if own functions are not those that a resumed run was saved with; `edited` names them."""
+        if edited:
+            self.warn(
+                f"{' and '.join(edited)} changed since the run was saved: do not compare what depends on them from here "
+                "on with earlier numbers"
+            )
+
     def guard_held_out(self, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
         """Warn if the held-out records are not those that a resumed run was saved with; by their digests."""
         if before is not None and (changed := changes(before, now)):

@@ -81,6 +81,8 @@ class Start:
     """Digests that a checkpoint keeps to compare with, by what messages call their object."""
     held_out: Mapping[str, str] | None
     """Digests of the held-out records, by field, when the checkpoint was saved; None for a new run."""
+    edited: list[str]
+    """The config's own functions whose files differ from those when the checkpoint was saved; empty for a new run."""
     unfinished: Episodes | None
     """Partial rollouts in flight; None if there are none."""
     evaluated: bool
@@ -113,9 +115,15 @@ def start(
         weights = engine.load(folder)
         first = {"iteration": 0, "step": None, "unfinished": None, "evaluated": False, "key": keys.run_key(config)}
         base = digest_tree(weights.frozen) if jax.tree.leaves(weights.frozen) else None
-        state, frozen, held_out = engine.begin(weights), weights.frozen, None
         return Start(
-            **first, state=state, frozen=frozen, base=base, reference=reference, inputs=read, held_out=held_out
+            **first,
+            state=engine.begin(weights),
+            frozen=weights.frozen,
+            base=base,
+            reference=reference,
+            inputs=read,
+            held_out=None,
+            edited=[],
         )
     run = restored.run
     _check_inputs(run["inputs"], read, files.name)
@@ -130,6 +138,7 @@ def start(
         reference=reference,
         inputs=read,
         held_out=run["held_out"],
+        edited=[name for name in changes(run["inputs"], read) if name.startswith(inputs.FUNCTION)],
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
         evaluated=run["evaluated"],
     )
@@ -214,8 +223,11 @@ def _without_weights(read: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_inputs(saved: Mapping[str, str], here: Mapping[str, str], workdir: str) -> None:
-    """Raise a UserError if something that a run reads differs from what it was when the checkpoint was saved."""
-    if changed := changes(saved, here):
+    """Raise a UserError if something that a run reads differs from what it was when the checkpoint was saved.
+
+    Not so for functions of the user's own, since a run that one of them has ended goes on once it is mended.
+    """
+    if changed := [name for name in changes(saved, here) if not name.startswith(inputs.FUNCTION)]:
         raise UserError(
             f"{' and '.join(changed)} changed since the run in {workdir} was saved; put back what was there, or start "
             "another run with another --workdir"

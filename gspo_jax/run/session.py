@@ -456,6 +456,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         log.guard_config(made.objective, group_size=config.sampling.group_size)
         held_out = data.held_out_prompts(config, tokenizer, records["test"])
         log.guard_held_out(start.held_out, held_out.content)
+        log.guard_functions(start.edited)
         player = sampling.make_player(config, tokenizer, made.sampler, replies)
         run = Run(
             config=config,

@@ -18,6 +18,9 @@ MODEL_FILES = (CONFIG, *tokenizer.FILES)
 SHAPE = f"{CONFIG} of the model"
 """What messages call the file that has the model's shape."""
 
+FUNCTION = "functions."
+"""How what messages call a function of the config's own begins."""
+
 
 def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
     """Digests of the files, beside data and weights, that responses and rewards depend on, by what messages call them.
@@ -35,7 +38,7 @@ def of_functions(config: ConfigDict) -> dict[str, str]:
     """Digests of the source files of the config's own functions, by the functions' names."""
     found = {}
     for name, files in functions.files(config).items():
-        found[f"functions.{name} ({', '.join(file.name for file in files)})"] = digest(list(map(file_digest, files)))
+        found[f"{FUNCTION}{name} ({', '.join(file.name for file in files)})"] = digest(list(map(file_digest, files)))
     return found
 
 
