@@ -90,7 +90,8 @@ def test_no_object_passes_for_another(sandbox, attack):
 
 def test_a_program_sees_no_test_and_changes_nothing_that_it_was_not_handed(sandbox):
     """What a test expects stays what it is, and the source of its classes with methods stays where it is."""
-    look = "import gc\ndef f(x):\n    x.clear()\n    return any('73' + '19' in repr(o) for o in gc.get_objects())"
+    look = "import gc\ndef f(x):\n    x.clear()\n    secret = str(7300 + len('x' * 19))\n"
+    look += "    return any(secret in repr(o) for o in gc.get_objects())"
     test = "class Secret:\n    def reveal(self):\n        return 7319\nwanted, given = [7319], [1]\n"
     unseen, kept = test + "assert f(given) is False and given == []", test + "f(given)\nassert wanted == []"
     assert functions(sandbox, look, tests=[unseen, kept]).passed == (True, False)

@@ -99,7 +99,8 @@ class _Tests:
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         for path, changes in _CHANGES.items():
-            self._watch(*path.split("."), changes)
+            module, _, name = path.partition(".")
+            self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
         for name in ("tests", "__main__"):
