@@ -163,8 +163,8 @@ class RunLog:
         """Warn if own functions are not those that a resumed run was saved with; `edited` names them."""
         if edited:
             self.warn(
-                f"{' and '.join(edited)} changed since the run was saved: do not compare what depends on them from here "
-                "on with earlier numbers"
+                f"{' and '.join(edited)} changed since the run was saved: do not compare what depends on them from "
+                "here on with earlier numbers"
             )
 
     def guard_held_out(self, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
