@@ -357,7 +357,12 @@ def begin(workdir):
     shapes, shardings = spec({"data": 8})
     none = SimpleNamespace(frozen=None)
     engine = SimpleNamespace(
-        state_shapes=shapes, shardings=shardings, load=lambda folder: none, begin=lambda weights: None
+        state_shapes=shapes,
+        shardings=shardings,
+        load=lambda folder: none,
+        begin=lambda weights: None,
+        policy=None,
+        meshes=SimpleNamespace(trainer=None),
     )
     return partial(resume.start, base(), engine, RunFolder(name="run", local=workdir), None, folder=workdir)
 
