@@ -228,11 +228,7 @@ def _given(row: Mapping[str, Any]) -> str:
 
 def _prompt(row: Mapping[str, Any], name: str) -> Record:
     """The prompt's fields: `question`, the last user turn, and `messages` if the row has a conversation."""
-    value = row
-    for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            raise Defect(f"no {name}", "set data.prompt to a field that they have")
-        value = value[key]
+    value = _field(row, name, "set data.prompt to a field that they have")
     if name == "question" or not (name == "messages" or isinstance(value, list)):
         return {"question": _text(value, name)} | ({VERBATIM: True} if name == "prompt" else {})
     turns = parse_messages(value)
@@ -279,17 +275,23 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _answer(row: dict[str, Any], name: str) -> str:
-    value: Any = row
-    for key in name.split("."):
-        if not isinstance(value, dict) or key not in value:
-            raise Defect(f"no {name}")
-        value = value[key]
+def _answer(row: Mapping[str, Any], name: str) -> str:
+    value = _field(row, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _text(value, name).strip()
     if not math.isfinite(value):
         raise Defect(f"{name} is not a finite number")
     return number_text(value)
+
+
+def _field(row: Mapping[str, Any], name: str, *remedy: str) -> Any:
+    """The field of a row called `name`, with dots into objects."""
+    value: Any = row
+    for key in name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise Defect(f"no {name}", *remedy)
+        value = value[key]
+    return value
 
 
 def _draw(record: Record) -> float:
