@@ -60,8 +60,14 @@ def test_what_is_not_certain_is_left_to_the_worker(completion, answer):
     assert verdict(completion, answer) is None
 
 
-def test_a_record_without_a_reference_is_left_to_the_worker():
-    assert certain.math_verify("", "#### 1", {}) is certain.math_verify_flexible("", "#### 1", {}) is None
+@pytest.mark.parametrize("record", [{}, {"answer": ["1"]}, {"answer": True}], ids=str)
+def test_a_record_without_a_reference_is_left_to_the_worker(record):
+    """The reward function then says what is wrong with it: a failed score."""
+    for completion in ("#### 1", "no"):
+        assert certain.math_verify_flexible("", completion, record) is None
+    assert certain.math_verify("", "#### 1", record) is None
+    with pytest.raises(ValueError if record else KeyError):
+        isolated.math_verify("", "#### 1", record)
 
 
 @pytest.mark.parametrize(

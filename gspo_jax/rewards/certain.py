@@ -32,7 +32,8 @@ def math_verify_flexible(prompt: str, completion: str, record: Record) -> float 
     found = announced(part)
     if found is not None:
         return _compared(found.text, record)
-    if _NUMBER_OR_MATH.search(part) is None and number(record.get("answer", "")) is not None:
+    reference = record.get("answer")
+    if isinstance(reference, str) and _NUMBER_OR_MATH.search(part) is None and number(reference) is not None:
         return 0.0
     return None
 
@@ -44,7 +45,8 @@ DECIDERS: dict[str, Callable[[str, str, Record], float | None]] = {
 
 
 def _compared(answer: str, record: Record) -> float | None:
-    if "answer" not in record:  # the reward function raises
+    reference = record.get("answer")
+    if not isinstance(reference, str):  # the reward function raises
         return None
-    verdict = same(answer, record["answer"])
+    verdict = same(answer, reference)
     return None if verdict is None else float(verdict)

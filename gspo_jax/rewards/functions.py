@@ -34,7 +34,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 def exact_answer(prompt: str, completion: str, record: Record) -> float:
     """Score 1 if the final answer is written like record["answer"], else 0.
 
-    As `answers.same` compares them: numbers by their values, choices by their letters, anything else as text.
+    As `comparison.same` compares them: numbers by their values, choices by their letters, anything else as text.
     """
     answer = final_answer(prompt, completion)
     return float(answer is not None and same(answer, record["answer"]) is True)

@@ -94,8 +94,14 @@ def _verified(text: str, reference: str) -> float:
     return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
 
 
+def _parse_reference(answer: Any) -> list[Any]:
+    if not isinstance(answer, str):
+        raise ValueError(f"the reference answer {answer!r:.200} is not a text")
+    return _parse_text(answer)
+
+
 @lru_cache(maxsize=1 << 12)  # a group shares its reference, and parsing it takes as long as parsing a response
-def _parse_reference(answer: str) -> list[Any]:
+def _parse_text(answer: str) -> list[Any]:
     value = number(answer)
     text = _as_latex(answer) if value is None else _digits(value)
     gold = parse(text if _DELIMITER.search(text) else f"${text}$", parsing_timeout=None)  # type: ignore[arg-type]
