@@ -19,6 +19,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.coldstart.steps = 10
     config.sampling.group_size = 4
     config.overlong.update({"penalty": 1.0, "cache": 24})
+    if config.sampling.rounds > 1:
+        config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
     config.eval.every = 1
     config.processes.heartbeat_s = 5
     return config

@@ -363,7 +363,7 @@ def test_a_sweep_that_is_stopped_and_killed_ends_with_the_runs_of_an_undisturbed
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("report*"))
     assert files == ["report", *(f"report/report{x}" for x in ("-narrow.png", ".html", ".png"))]
     table = [line for line in (folder / "report" / "results.md").read_text().splitlines() if line.startswith("| g")]
-    assert len(table) == 2
+    assert [line.split(" | ")[0] for line in table] == ["| grpo", "| gspo", "| grpo"], "two runs, and their difference"
 
     flags = ["--config.objective.name=grpo", f"--workdir={tmp_path / 'alone'}"]  # with a cold start of its own
     run_processes(1, "-m", "gspo_jax.train", TINY, *_fields(data, **ONE_DEVICE), *flags, seconds=900)
