@@ -107,7 +107,7 @@ MISTAKES = {
     f"{GSM8K} --config.model.folder=no/such": "no/such is not a folder",
     f"{GSM8K} --config.model.folder=docs": "docs/config.json does not exist",
     f"{GSM8K} --config.model.folder={ADDER}": "task gsm8k needs data.folder",
-    f"{GSM8K} --config.model.folder={ADDER} --config.data.folder=no": "no is no folder; set data.folder to the one with",
+    f"{GSM8K} --config.model.folder={ADDER} --config.data.folder=no": "no is no folder; set data.folder to the one",
     f"evaluate {TINY} --workdir=no": "no does not exist; give the --workdir of a run",
     f"evaluate {TINY} --workdir=docs": "docs holds no run: it has no coldstart",
     f"evaluate {TINY} --workdir=pyproject.toml": "pyproject.toml is not a folder; give the --workdir of a run",
