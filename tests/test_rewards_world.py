@@ -47,6 +47,14 @@ assert d=={'b':2}"""
         1,
     ),
     (
+        "hash without equality",
+        """class V:
+    def __hash__(self):
+        return 7""",
+        ["assert hash(V()) == 7 and V() != V()"],
+        1,
+    ),
+    (
         "nested alias",
         """def f(m):
     m[0].append(1)""",

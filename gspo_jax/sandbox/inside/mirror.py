@@ -327,7 +327,7 @@ class Remote(metaclass=MirrorType):
         return _program(self).do("deepcopy", self)
 
     def __hash__(self) -> int:
-        if not _header(self)["equal"]:
+        if "__hash__" not in _header(self)["operators"]:
             return object.__hash__(self)
         return int(_program(self).do("hash", self))
 
