@@ -250,6 +250,9 @@ def test_math_verify(verifier, completion, answer, expected):
 
 HANGS = {
     "power": r"\boxed{10^{10^{10}}}",
+    "tower": r"\boxed{9^{9^{9^{9}}}}",
+}
+TOO_LONG = {
     "brackets": r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
     "megabyte": r"\boxed{" + "1+" * 500_000 + "1}",
 }
@@ -257,7 +260,7 @@ HANGS = {
 
 @pytest.mark.faults
 def test_hanging_answers_are_killed_and_the_others_scored(verifier):
-    """An answer that hangs scores NaN in time and costs no worker; all other answers keep their scores."""
+    """An answer that hangs scores NaN in time and costs no worker, and one that is too long 0; others keep their scores."""
     fine = [r"\boxed{3}", r"\boxed{4}", UNCERTAIN] * 3
     expected = run(verifier, fine).total.tolist()
     before = pids(verifier)
@@ -268,6 +271,8 @@ def test_hanging_answers_are_killed_and_the_others_scored(verifier):
         assert np.isnan(scores.total[4]) and scores.failures == 1, name
         assert np.delete(scores.total, 4).tolist() == expected, name
         assert took < TIMEOUT_S + 1, (name, took)
+    for name, answer in TOO_LONG.items():
+        assert run(verifier, [*fine, answer]).total.tolist() == [*expected, 0], name
     assert pids(verifier) == before
     assert run(verifier, fine).total.tolist() == expected
 
