@@ -260,7 +260,7 @@ TOO_LONG = {
 
 @pytest.mark.faults
 def test_hanging_answers_are_killed_and_the_others_scored(verifier):
-    """An answer that hangs scores NaN in time and costs no worker, and one that is too long 0; others keep their scores."""
+    """An answer that hangs scores NaN in time and costs no worker, one that is too long 0; others keep their scores."""
     fine = [r"\boxed{3}", r"\boxed{4}", UNCERTAIN] * 3
     expected = run(verifier, fine).total.tolist()
     before = pids(verifier)
