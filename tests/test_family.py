@@ -147,6 +147,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
         data, arg="dapo,runlocal", model__folder=str(ADDER), sampling__max_response_length=18, iterations=2
     )
     config.sampling.slots, config.overlong.cache = 64, 6
+    config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
     config.reference.kl_weight = 0.01
     config.training.old_logprobs = "recompute"
     config.mismatch.correction = "tis"
