@@ -366,7 +366,7 @@ def _decides(config: ConfigDict, name: str, row: dict[str, Any]) -> str:
 
 
 class Call(NamedTuple):
-    """What a sampling call samples."""
+    """Problems, and samples of each, that one sampling call makes."""
 
     problems: range
     """Numbers of the problems, among those in use."""

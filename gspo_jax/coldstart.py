@@ -81,7 +81,7 @@ def check_reuse(config: ConfigDict, folder: Path, *, may_change: tuple[str, ...]
         if before.get(name) != now.get(name) and not name.startswith(may_change):
             raise UserError(
                 f"{name} is {now.get(name)!r} here and {before.get(name)!r} in the cold start in {folder}; set it "
-                f"back, or have another one made: rm -r {folder}"
+                "back, or start another run with another --workdir"
             )
 
 

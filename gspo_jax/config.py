@@ -86,9 +86,8 @@ def base() -> ConfigDict:
     config.data.few_shot = ""  # file of worked examples, which come before every prompt as turns
     config.data.shots = 0  # use only this many examples, the first of the file; 0: all
     config.data.enable_thinking = placeholder(bool)  # for chat templates that ask, such as Qwen3's; None: their default
-    config.data.clock = (
-        CLOCK  # time that chat templates are told if they ask, such as "2026-12-24" or "2026-12-24T18:30"
-    )
+    # Time that chat templates are told if they ask, such as "2026-12-24" or "2026-12-24T18:30".
+    config.data.clock = CLOCK
 
     config.sampling = ConfigDict()
     config.sampling.group_size = 8  # responses per prompt

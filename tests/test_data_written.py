@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import score
-from gspo_jax.data import rows
+from gspo_jax.data import files, rows
 from gspo_jax.data.rows import Source
 from gspo_jax.data.written import number_text, widen
 
@@ -49,6 +49,7 @@ def test_answers_of_parquet_have_the_precision_of_their_column(tmp_path):
         "wide": pa.array([0.1, 1e-5], pa.float64()),
         "half": pa.array([np.float16(0.1), np.float16(2.5)], pa.float16()),
         "inner": pa.array([{"value": 0.7, "all": [0.1, None]}, None], inner),
+        "pairs": pa.array([[("x", 0.1)], None], pa.map_(pa.string(), pa.float32())),
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
 
@@ -59,6 +60,8 @@ def test_answers_of_parquet_have_the_precision_of_their_column(tmp_path):
     assert answers("answer") == answers("wide") == ["0.1", "0.00001"]
     assert answers("half") == ["0.1", "2.5"]
     assert answers("inner.value") == ["0.7"]
+    (first, _) = files.read(str(tmp_path / "rows.parquet"), "train")
+    assert first.content["pairs"] == [["x", 0.1]] and first.content["inner"]["all"] == [0.1, None]
 
 
 def test_answers_of_json_are_read_and_scored_as_numbers(tmp_path):

@@ -286,17 +286,18 @@ def test_ratios_of_one_after_an_update_are_warned_of_once():
 
 
 @pytest.mark.parametrize(
-    ("done", "resumed", "installed", "says"),
+    ("done", "installed", "extensible", "says"),
     [
-        (0, False, True, ["curves: tensorboard --logdir=runs/a/tb"]),
-        (0, False, False, []),
-        (3, True, False, ["resuming from iteration 3 in runs/a"]),
-        (9, True, False, ["already finished: 9 iterations are done in runs/a; --config.iterations=18 goes on"]),
+        (0, True, True, ["curves: tensorboard --logdir=runs/a/tb"]),
+        (0, False, True, []),
+        (3, False, True, ["resuming from iteration 3 in runs/a"]),
+        (9, False, True, ["already finished: 9 iterations are done in runs/a; --config.iterations=18 goes on"]),
+        (9, False, False, ["already finished: 9 iterations are done in runs/a"]),
     ],
 )
-def test_what_a_run_says_at_its_start(done, resumed, installed, says, monkeypatch):
+def test_what_a_run_says_at_its_start(done, installed, extensible, says, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
-    assert opening_lines("runs/a", done=done, total=9, resumed=resumed) == says
+    assert opening_lines("runs/a", done=done, total=9, resumed=done > 0, extensible=extensible) == says
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def test_a_cold_start_of_another_config_or_of_other_files_is_not_taken(tmp_path)
     for name, value in (("coldstart.steps", 3), ("data.test", "x.jsonl"), ("data.answer", "x"), ("seed", 5)):
         other = config.copy_and_resolve_references()
         other.update_from_flattened_dict({name: value})
-        with pytest.raises(UserError, match=rf"^{name} is {value!r} here and .* in the cold start in .*; .*: rm -r "):
+        says = rf"^{name} is {value!r} here and .* in the cold start in .*; .* another --workdir"
+        with pytest.raises(UserError, match=says):
             coldstart.check_reuse(other, folder, may_change=MAY_CHANGE)
     rows.write_text("2")
     with pytest.raises(

@@ -23,7 +23,7 @@ import numpy as np
 
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord
-from gspo_jax.data.written import has_narrow, widen, widen_as
+from gspo_jax.data.written import widen, widen_as, widened
 from gspo_jax.types import UserError
 
 FORMATS = ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"
@@ -49,7 +49,7 @@ class Defect(Exception):
     def __init__(self, name: str, remedy: str = "correct them") -> None:
         super().__init__(name)
         self.remedy = remedy
-        """What to do about rows that have it."""
+        """Remedy for rows that have it, in words that end a sentence."""
 
 
 class Row(NamedTuple):
@@ -308,7 +308,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             names = file.schema_arrow.names
             if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
                 raise UserError(f"{path} has two columns {twice[0]!r}; rename one")
-            narrow = {field.name: field.type for field in file.schema_arrow if has_narrow(field.type)}
+            schema = file.schema_arrow
+            narrow = {field.name: field.type for field in schema if _mapped(field.type, widened) != field.type}
             for batch in file.iter_batches():
                 for content in _without_times(batch).to_pylist():
                     number += 1
@@ -323,21 +324,26 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         ) from error
 
 
+def _mapped(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """A type of Parquet's with `change` of each type that it is made of."""
+    import pyarrow as pa
+    import pyarrow.types as is_
+
+    if is_.is_struct(kind):
+        return pa.struct([field.with_type(_mapped(field.type, change)) for field in kind])
+    if is_.is_map(kind):
+        return pa.map_(_mapped(kind.key_type, change), _mapped(kind.item_type, change))
+    if is_.is_list(kind) or is_.is_large_list(kind):
+        return (pa.list_ if is_.is_list(kind) else pa.large_list)(_mapped(kind.value_type, change))
+    if is_.is_fixed_size_list(kind):
+        return pa.list_(_mapped(kind.value_type, change), kind.list_size)
+    return change(kind)
+
+
 def _without_times(batch: Any) -> Any:
     """A batch of Parquet's with dates and times as texts, since Python's have neither their range nor resolution."""
     import pyarrow as pa
     import pyarrow.types as is_
-
-    def mapped(kind: Any, change: Callable[[Any], Any]) -> Any:
-        if is_.is_struct(kind):
-            return pa.struct([field.with_type(mapped(field.type, change)) for field in kind])
-        if is_.is_map(kind):
-            return pa.map_(mapped(kind.key_type, change), mapped(kind.item_type, change))
-        if is_.is_list(kind) or is_.is_large_list(kind):
-            return (pa.list_ if is_.is_list(kind) else pa.large_list)(mapped(kind.value_type, change))
-        if is_.is_fixed_size_list(kind):
-            return pa.list_(mapped(kind.value_type, change), kind.list_size)
-        return change(kind)
 
     def no_zone(kind: Any) -> Any:  # a text of a time in a zone would need the machine's table of zones
         return pa.timestamp(kind.unit) if is_.is_timestamp(kind) else kind
@@ -348,7 +354,7 @@ def _without_times(batch: Any) -> Any:
     columns = []
     for column in batch.columns:
         for change in (no_zone, text):
-            kind = mapped(column.type, change)
+            kind = _mapped(column.type, change)
             column = column if kind == column.type else column.cast(kind)
         columns.append(column)
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

@@ -89,7 +89,7 @@ class Tokenizer:
         self._template = None if source is None else chat.compile_template(source, time)
         unknown = text_of(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
-        self._added = _any_of(token.content for token in backend.get_added_tokens_decoder().values())
+        self._added = _any_of(token.content for token in added.values())
         self.behind = self._written_behind()
         self.eos_ids = self._with_end_of_turn(eos_ids)
         self._special = _any_of(token.content for token in self._special_tokens().values())
@@ -170,7 +170,7 @@ class Tokenizer:
 
     @property
     def special(self) -> list[str]:
-        """Texts of the special tokens, which `decode` leaves out unless told otherwise."""
+        """Texts of the special tokens, those that mark thoughts among them."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
 
     def encode(self, text: str) -> list[int]:
@@ -252,7 +252,7 @@ class Tokenizer:
         return behind.removeprefix(self.behind.rstrip())
 
     def _written_behind(self) -> str:
-        """What the chat template writes behind the last turn of a conversation, if that is the assistant's."""
+        """Text that the chat template writes behind the last turn of a conversation, if that is the assistant's."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         try:
             return self.chat(turns, add_generation_prompt=False).rpartition(_SAID)[2]

@@ -21,27 +21,25 @@ def widen(values: np.ndarray | np.generic) -> np.ndarray | np.generic:
     return values.astype(np.str_).astype(np.float64) if narrow else values
 
 
+def widened(kind: Any) -> Any:
+    """Return the pyarrow type to which a value of another one is widened, by `widen_as` where it is inside others."""
+    import pyarrow as pa
+
+    return pa.float64() if kind in (pa.float16(), pa.float32()) else kind
+
+
 def widen_as(value: Any, kind: Any) -> Any:
     """Return a value that pyarrow read with its narrow floats widened, by its pyarrow type."""
     import pyarrow.types as is_
 
     if value is None:
         return None
-    if is_.is_float16(kind) or is_.is_float32(kind):
+    if widened(kind) != kind:
         return float(widen(np.float16(value) if is_.is_float16(kind) else np.float32(value)))
     if is_.is_struct(kind) and isinstance(value, Mapping):
         return {field.name: widen_as(value[field.name], field.type) for field in kind}
+    if is_.is_map(kind):
+        return [(widen_as(key, kind.key_type), widen_as(inner, kind.item_type)) for key, inner in value]
     if is_.is_list(kind) or is_.is_large_list(kind) or is_.is_fixed_size_list(kind):
         return [widen_as(inner, kind.value_type) for inner in value]
     return value
-
-
-def has_narrow(kind: Any) -> bool:
-    """Return whether values of a pyarrow type have floats that `widen_as` widens."""
-    import pyarrow.types as is_
-
-    if is_.is_struct(kind):
-        return any(has_narrow(field.type) for field in kind)
-    if is_.is_list(kind) or is_.is_large_list(kind) or is_.is_fixed_size_list(kind):
-        return has_narrow(kind.value_type)
-    return is_.is_float16(kind) or is_.is_float32(kind)

@@ -54,7 +54,7 @@ _SUPPORTED = {
 _RESIDUAL = "pissa", "olora", "corda", "lora_ga"
 """Beginnings of `init_lora_weights` that take the first product off the model's weights; `peft` can put it back."""
 _MERGE = "merge it into the model with peft's merge_and_unload, and give that as model.folder without adapter.folder"
-"""What helps where an adapter is of a kind that is not supported."""
+"""Remedy for an adapter of a kind that is not supported."""
 _SWAPPED = (0, 19)
 """The version of peft since which a fused parameter [E, m, n] has A beside n, and not beside m."""
 
@@ -138,7 +138,7 @@ def _misshapen(folder: Path, module: str, pair: Pair, pairs: Mapping[str, Pair],
 
 
 def _unused(module: str, adapters: Adapters) -> str:
-    """What to do about an adapter that the config has no place for."""
+    """Remedy for an adapter that the config has no place for, in words that end a sentence."""
     name = module.rpartition(".")[2]
     name = "router" if name == "gate" else name
     targets = adapters.expert_targets if _EXPERT.fullmatch(module) else adapters.targets

@@ -309,7 +309,7 @@ def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
 
 
 def typical(run: Run, found: Iteration) -> Iteration:
-    """Of the iterations that `found` is the mean of, the one whose sampling takes most nearly as long."""
+    """One of the iterations that `found` is the mean of: that whose sampling takes most nearly as long as the mean."""
     mean = sum(_sampling_seconds(batch) for batch in found.sampled) / len(found.sampled)
     return mean_of(run, [min(found.sampled, key=lambda batch: abs(_sampling_seconds(batch) - mean))])
 

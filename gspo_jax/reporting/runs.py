@@ -26,7 +26,7 @@ LABELLED_BY_VALUE = ("name", "replay", "correction")
 
 
 class Metric(NamedTuple):
-    """What reports call a metric, and how they write its values."""
+    """Name of a metric in reports, and the form of its values."""
 
     title: str
     unit: str

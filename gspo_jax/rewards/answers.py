@@ -17,7 +17,7 @@ _MAX_ANNOUNCEMENTS = 64
 
 _BOX = r"(?:boxed|fbox|framebox)(?:\[[^][]{0,20}\])?\s{0,9}\{"
 BOX = re.compile(rf"\\{_BOX}")
-r"""What opens a box: `\boxed{`, `\boxed {`, `\fbox{`, `\framebox[w]{`."""
+r"""Openings of a box: `\boxed{`, `\boxed {`, `\fbox{`, `\framebox[w]{`."""
 _SIGNS = "####", "box", "nswer", "NSWER"
 """Texts of which every announcement has one."""
 _BEFORE_SIGN = 6
@@ -118,7 +118,7 @@ def boxed_content(text: str, start: int) -> str | None:
 
 
 class _Read(NamedTuple):
-    """What stands behind an announcement."""
+    """Text behind an announcement, and whether it is a value."""
 
     text: str
     end: int

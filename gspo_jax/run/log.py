@@ -228,14 +228,15 @@ def earlier_evaluations(workdir: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
-def opening_lines(folder: str, *, done: int, total: int, resumed: bool) -> list[str]:
-    """What a run says at its start: where its curves are, if they can be looked at here, and where it goes on."""
+def opening_lines(folder: str, *, done: int, total: int, resumed: bool, extensible: bool) -> list[str]:
+    """Lines at the start of a run: where its curves are, if they can be looked at here, and where it goes on.
+
+    An `extensible` one may have more iterations than it began with.
+    """
     found = [f"curves: tensorboard --logdir={folder}/tb"] if importlib.util.find_spec("tensorboard") else []
     if done >= total:
-        return [
-            *found,
-            f"already finished: {done} iterations are done in {folder}; --config.iterations={2 * done} goes on",
-        ]
+        longer = f"; --config.iterations={2 * done} goes on" if extensible else ""
+        return [*found, f"already finished: {done} iterations are done in {folder}{longer}"]
     return [*found, f"resuming from iteration {done} in {folder}"] if resumed else found
 
 

@@ -57,6 +57,7 @@ rate falls over all of them.
 
 
 _REFERENCE = "the weights of the reference policy"
+"""What messages call them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ def check_same_run(
                 f"{name} is {ours.get(name)!r} here and {theirs.get(name)!r} in the run in {workdir}; "
                 f"set it back, or start another run with another {flag}"
             )
-    falling = [name for name in learning.schedules(config) if ours[name] == "cosine"]
+    falling = learning.falling(config)
     if falling and ours["iterations"] != theirs["iterations"]:
         raise UserError(
             f"iterations is {ours['iterations']} here and {theirs['iterations']} in the run in {workdir}, over which "

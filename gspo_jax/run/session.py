@@ -33,7 +33,7 @@ from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Responses, Round, Scored, start_round
 from gspo_jax.run.shaping import Filter, Shaping
 from gspo_jax.run.stragglers import slowest
-from gspo_jax.setup import data, keys, policy, sampling
+from gspo_jax.setup import data, keys, learning, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.storage import PUBLISH_S, RunFolder, check_place, open_folder
@@ -451,7 +451,8 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         log = stack.enter_context(log_lib.open_log(config, files.local, after_step=start.step, done=start.iteration))
         phases.show = log.progress.phase
         resumed = start.step is not None
-        for text in log_lib.opening_lines(files.name, done=start.iteration, total=config.iterations, resumed=resumed):
+        where = {"done": start.iteration, "total": config.iterations, "resumed": resumed}
+        for text in log_lib.opening_lines(files.name, **where, extensible=not learning.falling(config)):
             log.progress.say(text)
         log.guard_config(made.objective, group_size=config.sampling.group_size)
         held_out = data.held_out_prompts(config, tokenizer, records["test"])

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -49,14 +48,6 @@ def load(config: ConfigDict) -> dict[str, Function]:
         except references.BadReference as error:
             raise UserError(f"functions.{name}: {error}") from error
     return loaded
-
-
-def files(config: ConfigDict) -> dict[str, list[Path]]:
-    """The source files of the config's own functions: a function's module, and where it is defined if that is another.
-
-    A function without any, such as one that Python itself has, has none here.
-    """
-    return {name: references.files(reference) for name, reference in own(config).items()}
 
 
 def check_calls(config: ConfigDict, kind: str, name: str, *arguments: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from gspo_jax import references
 from gspo_jax.data import tokenizer
 from gspo_jax.data.contents import digest, file_digest
 from gspo_jax.models.config_json import CONFIG
@@ -37,7 +38,8 @@ def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
 def of_functions(config: ConfigDict) -> dict[str, str]:
     """Digests of the source files of the config's own functions, by the functions' names."""
     found = {}
-    for name, files in functions.files(config).items():
+    for name, reference in functions.own(config).items():
+        files = references.files(reference)
         found[f"{FUNCTION}{name} ({', '.join(file.name for file in files)})"] = digest(list(map(file_digest, files)))
     return found
 

@@ -16,6 +16,7 @@ from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.setup import functions, sampling
 from gspo_jax.setup import policy as policy_lib
+from gspo_jax.setup.fields import at
 from gspo_jax.training import packing
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring
@@ -83,9 +84,10 @@ def total_updates(config: ConfigDict) -> int:
     return config.iterations * config.training.minibatches
 
 
-def schedules(config: ConfigDict) -> list[str]:
-    """The fields that say how the learning rates of a run go on after their warm-up."""
-    return ["optimizer.schedule", *(["critic.optimizer.schedule"] if make_objective(config).critic else [])]
+def falling(config: ConfigDict) -> list[str]:
+    """Fields by which a learning rate falls over all iterations, so that another number of them changes the run."""
+    used = ["optimizer.schedule", *(["critic.optimizer.schedule"] if make_objective(config).critic else [])]
+    return [name for name in used if at(config, name) == "cosine"]
 
 
 def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:

@@ -22,6 +22,7 @@ NOT_OF_ANSWERS = {
     "data.options.": "of the run's own data",
     "sampling.partial.": "of training batches",
     "sampling.rounds": "of training batches",
+    "sampling.filter": "of training batches",
     "step_rewards.": "a benchmark has none",
     "scoring.workers": "how many responses are scored at a time",
     "overlong.": "of training: no score of its own",
