@@ -293,14 +293,14 @@ def router_logits(weights, rollout) -> list:
 
 @pytest.fixture(scope="module")
 def expected_losses(rollout, olds):
-    """Return the gradient of 0.3 · balance loss + 0.01 · z-loss with gspo's token weights, and both mean losses.
+    """Return the gradient of 0.3 · balance loss + 0.01 · z-loss, means over tokens, and both mean losses.
 
     Computed from the full router probabilities of every token.
     """
     mask, experts = rollout.mask, olds["r2"].routes.experts[:, S:]
     shares = [np.bincount(experts[mask][:, layer].ravel(), minlength=E) for layer in range(CONFIG.num_layers)]
     shares = [jnp.asarray(counts / counts.sum(), jnp.float32)[None, None] for counts in shares]
-    of_tokens = mask / mask.sum(axis=1, keepdims=True) / len(mask)
+    of_tokens = mask / mask.sum()
 
     def loss(w):
         logits = router_logits(w, rollout)
