@@ -51,7 +51,7 @@ def test_a_sampler_s_copy_is_rounded_but_for_norms_and_routers(precision):
 
 @pytest.mark.slow
 def test_sampler_and_trainer_differ_by_the_precision_of_the_weights(data, tmp_path):
-    """The KL of a batch hangs on its rarest token, so that the mean difference of log-probs tells bfloat16 from int8."""
+    """The KL of a batch hangs on its rarest token, so the mean difference of log-probs tells bfloat16 from int8."""
     kl, mean = {}, {}
     for precision in ("", "bfloat16", "int8"):
         config = settings(data, model__folder=str(ADDER), iterations=1, sampling__weights_dtype=precision)
