@@ -1407,6 +1407,25 @@ print(a, input())""",
         1,
     ),
     (
+        "dev stdin",
+        {"inputs": ["3 4\n"], "outputs": ["7 1"]},
+        "",
+        """first = open('/dev/stdin').read()
+assert first == open('/dev/fd/0', 'rb').read().decode() == input() + chr(10)
+print(sum(map(int, first.split())), len(list(open('/dev/stdin'))))""",
+        1,
+    ),
+    (
+        "dev stdin is for reading",
+        {"inputs": ["1"], "outputs": ["refused"]},
+        "",
+        """try:
+    open('/proc/self/fd/0', 'w')
+except OSError:
+    print('refused')""",
+        1,
+    ),
+    (
         "eof",
         {"inputs": [""], "outputs": ["end"]},
         "",

@@ -9,6 +9,7 @@ import errno
 import os
 import platform
 import resource
+import stat
 import struct
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ _INSIDE = 1000
 # From linux/sched.h, linux/mount.h, linux/prctl.h and linux/capability.h.
 _NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS."""
-_NO_SETUID, _NO_DEVICES = 2, 4
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT = 1, 2, 4, 32
 _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 4, 38, 22, 2
 _CAPABILITIES_VERSION = 0x20080522
 
@@ -42,11 +43,13 @@ class Limits:
     """Bytes that it may print."""
 
 
-def enter(limits: Limits) -> None:
+def enter(limits: Limits, stdin: int) -> None:
     """Move the children that this process will fork into new namespaces, where they see only themselves.
 
-    They have an empty temporary folder, shared memory folder and /proc of their own. If this process is root's, it
-    first becomes nobody's: what runs in it must never be root outside, and limits of processes do not hold for root.
+    They have an empty temporary folder and shared memory folder of their own, and a /proc with nothing but the content
+    of the file that will be their standard input, if it is one: what /dev/stdin and /dev/fd/0 lead to. If this process
+    is root's, it first becomes nobody's: what runs in it must never be root outside, and limits of processes do not
+    hold for root.
 
     Raises:
       OSError: the kernel refuses.
@@ -68,7 +71,14 @@ def enter(limits: Limits) -> None:
     options = f"size={limits.disk_bytes},nr_inodes=4096,mode=1777".encode()
     for folder in (b"/tmp", b"/dev/shm"):
         _call("mount", b"tmpfs", folder, b"tmpfs", _NO_SETUID | _NO_DEVICES, options)
-    _call("mount", b"tmpfs", b"/proc", b"tmpfs", 1 | _NO_SETUID | _NO_DEVICES, b"size=0,mode=555")
+    _call("mount", b"tmpfs", b"/proc", b"tmpfs", _NO_SETUID | _NO_DEVICES, b"mode=755")
+    if stat.S_ISREG(os.fstat(stdin).st_mode):
+        os.makedirs("/proc/self/fd")
+        with open("/proc/self/fd/0", "wb") as file:
+            copied = 0
+            while part := os.sendfile(file.fileno(), stdin, copied, 1 << 24):
+                copied += part
+    _call("mount", None, b"/proc", None, _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES, None)
 
 
 def confine(limits: Limits, *, isolated: bool) -> None:
@@ -183,7 +193,7 @@ def _filter_calls() -> None:
     _call("prctl", _SET_SECCOMP, _FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 
 
-def _call(name: str, *arguments: int | bytes) -> None:
+def _call(name: str, *arguments: int | bytes | None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments):
         code = ctypes.get_errno()

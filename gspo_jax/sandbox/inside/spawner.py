@@ -83,7 +83,7 @@ def _start(play: Callable[[], None], limits: Limits, descriptors: Sequence[int],
     why, ready = os.pipe()
     try:
         if isolated:
-            enter(limits)
+            enter(limits, descriptors[0])
         pid = os.fork()
         if pid == 0:
             _play(play, limits, descriptors, ready, isolated=isolated)
