@@ -341,6 +341,13 @@ BESIDE_BOXES = [
     Row("<|begin_of_box|>15<|end_of_box|>", "16", False, "GLM's box"),
     Row("\\boxed{12}\\boxed{13}", "13", False, "two boxes side by side are two answers"),
     Row("\\boxed{12}\n\n\\boxed{12}", "12", True, "one answer twice"),
+    Row("$y=-\\boxed{\\frac{1}{2}}$", "-\\frac{1}{2}", True, "a sign before a fraction"),
+    Row("$\\boxed{x-1}\\sqrt{2}$", "\\sqrt{2}(x-1)", True, "a factor behind a sum", mathematics=True),
+    Row("\\boxed{2.5}\\times10^{6}", "2500000", True, "a power of ten behind a decimal"),
+    Row("\\boxed{4}^2", "4", False, "a power behind a box"),
+    Row("\\boxed{4}!", "4", True, "an exclamation"),
+    Row("\\boxed{3} apples and \\boxed{5} pears", "5", False, "two boxes with their units"),
+    Row("The answer is \\boxed{A}\\boxed{B}\\boxed{C}", "C", False, "three boxes side by side"),
 ]
 
 REMARKS = [
@@ -372,6 +379,9 @@ REMARKS = [
     Row("#### 18\nOne might think the answer is 14.", "18", True, "what others may think"),
     Row("#### 18\nSome may think the answer is 14, but that is wrong.", "14", False, "what others may think"),
     Row("#### 14\nI think the answer is 18.", "18", True, "what the writer thinks"),
+    Row("#### 3. Answer\n\n18", "18", True, "a numbered heading that announces"),
+    Row("#### 18. So Tom has 18 apples.", "18", True, "a sentence, and no heading"),
+    Row("The answer is 18. Some might say that the answer is 20 dollars.", "18", True, "what others may say"),
 ]
 
 CHOICES = [
@@ -404,6 +414,10 @@ CHOICES = [
     Row("The answer is C as well as D.", "C", False, "two choices"),
     Row("\\boxed{a = 2b}", "a = 3b", False, "equations are no choices"),
     Row("\\boxed{A, C}", "A,C", True, "two choices are asked for"),
+    Row("The answer is (B) A and C are right", "B", True, "with its text"),
+    Row("The answer is D, all of the above", "D", True, "with its text"),
+    Row("The answer is A, I think", "A", True, "a remark"),
+    Row("The answer is D, A and B", "D", False, "three choices"),
 ]
 
 MORE_THAN_A_NUMBER = [
@@ -469,6 +483,19 @@ MORE_THAN_A_NUMBER = [
     Row("#### 1 1/2 hours", "1.5", True, "a mixed number and its unit"),
     Row("The answer is 2 1/4 cups.", "2.25", True, "a mixed number and its unit", mathematics=True),
     Row("#### 1 1/2 hours", "1", False, "a mixed number and its unit"),
+    Row("#### two thirds of 12", "12", False, "a part of it"),
+    Row("#### The cost is not 12", "12", False, "what it is not"),
+    Row("#### 12 minutes past 3", "12", False, "a time"),
+    Row("#### 12, alternatively 13", "12", False, "two answers"),
+    Row("#### 12 (maybe 13)", "13", False, "two answers"),
+    Row("#### 12 unless 13", "12", False, "two answers"),
+    Row("\\boxed{v = 5\\text{ m/s}, t = 3\\text{ s}}", "5", False, "two quantities in a box"),
+    Row("\\boxed{12 \\text{ (or } 13)}", "13", False, "two answers in a box"),
+    Row("#### xy + 1", "1", False, "letters before an operator are no words"),
+    Row("The answer is $2xy + 3$.", "3+2xy", True, "letters in a formula are no words", mathematics=True),
+    Row("The answer is a total of .5 miles.", "0.5", True, "a decimal without its zero", mathematics=True),
+    Row("The answer is sqrt(2) cm.", "\\sqrt{2}", True, "the name of a function is no word", mathematics=True),
+    Row("\\boxed{10\\text{ N}\\cdot\\text{m}}", "10", True, "a product of units"),
 ]
 
 MORE_SCALES = [

@@ -38,7 +38,7 @@ _DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _DIGIT = re.compile(r"\d")
 _WORDS = re.compile(
-    r"(?<![A-Za-z])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\(\s*or\b|[→|&]|->"
+    r"(?<![A-Za-z0-9])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\(\s*or\b|[→|&]|->"
 )
 _PROSE = re.compile(rf"{_WORDS.pattern}|\\[([]|(?<!\\)\$")
 _TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|[mh]box)\s*\{(?!\s*(?:and|or)\b[^A-Za-z]*\})[^{}]*[A-Za-z]")

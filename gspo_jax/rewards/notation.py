@@ -21,6 +21,7 @@ _VULGAR = re.compile("\\s?([\u00bc-\u00be\u2150-\u215e])")
 _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), text)
     for pattern, text in (
+        (r"\s*\\(?:times|cdot)(?![A-Za-z])\s*", " × "),
         (
             r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt)|[mh]box|boldsymbol|bm|emph|underline"
             r"|(?:text)?color\s*\{[^{}]*\})\s*\{([^{}]*)\}",
@@ -35,7 +36,6 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\{\s*,\s*\}", ","),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", "°"),
         (r"(?<=[0-9])\s*\^\s*\{\s*(th|st|nd|rd)\s*\}", r"\1"),
-        (r"\s*\\(?:times|cdot)(?![A-Za-z])\s*", " × "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\pounds(?![A-Za-z])", "£"),
         (r"\\([$%#&_])", r"\1"),
@@ -48,7 +48,7 @@ def plain(text: str) -> str:
     r"""Return a text without the signs that only set it: `\(\text{12{,}000 cm}\)` is 12,000 cm."""
     text = _ADORNED.sub("", spelled(text).translate(_CHARACTERS))
     if "\\" in text or "$" in text or "{" in text:
-        for pattern, to in _LATEX[:1] * 2 + _LATEX:  # a style may stand in another
+        for pattern, to in _LATEX[:2] * 2 + _LATEX:  # a style may stand in another
             text = pattern.sub(to, text)
     text = _STARS.sub("", text).strip(" *_`\"'")
     return " ".join(text.rstrip(".,;").split())

@@ -47,11 +47,11 @@ _CENTS = re.compile(  # $5 and 20 cents | 5 dollars 20 cents
     r"([0-9]{1,2})(?:\s*(?:cents?|pence)|\s*¢)"
 )
 _UNIT = re.compile(  # apples per day | km/h | m^2 | °C | $
-    rf"(?:[ /·.'’\"-]++|[^\W\d_]++(?:\^\{{?-?[1-3]\}}?)?+|[°¢{MONEY}]++)*+"
+    rf"(?:[ /·×.'’\"-]++|[^\W\d_]++(?:\^\{{?-?[1-3]\}}?)?+|[°¢{MONEY}]++)*+"
 )
 _NO_UNIT = re.compile(
     # 5x | 5/n | 5 pi | 5 and | 5 times 3
-    rf"[\s/·{MONEY}-]*(?:(?:[b-fijknopqrt-zBDEGHIKMO-UX-Zπ]|pi|or|and|to|plus|minus|times\s+\S|over|squared|cubed|half"
+    rf"[\s/·×{MONEY}-]*(?:(?:[b-fijknopqrt-zBDEGHIKMO-UX-Zπ]|pi|or|and|to|plus|minus|times\s+\S|over|squared|cubed|half"
     r"|halves|sin|cos|tan|log|ln|exp|sqrt|mod|remainder)(?![^\W\d_])|a\s*$"
     # billions, thirds, and how other languages count: 5 Millionen
     rf"|{SCALE_WORDS}(?![^\W\d_])|grand\s*$|(?i:ten-|[a-z]*illion|mill[oó]n|тыс|млн|млрд)"
@@ -86,7 +86,8 @@ _CHANGED = re.compile(  # more than | half of | is not
 _FORMULA = re.compile(
     r"(?:\\[A-Za-z]+|(?:sqrt|pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^A-Za-z\\]|\\.)++"
 )
-_OPERATED = re.compile(r"[-+*/^×]\s|.*(?:→|->|[0-9]\s*[|&]\s*[0-9]|\([^()]*\Z)")
+_VARIABLE = re.compile(r"[A-Za-z](?:\s*[-+*/^×]\s|[-+*/^×])")  # xy + 1
+_UNSURE = re.compile(r".*(?:→|->|[0-9]\s*[|&]\s*[0-9]|\([^()]*\Z)")
 _REASONED = re.compile(rf"\W*{REASONS}")
 _TWO_EQUATIONS = re.compile(r"=[^=]*(?:[,;]|\band\b|\bor\b)[^=]*=")
 
@@ -127,7 +128,7 @@ def _stated(text: str) -> str | None:
     lead = _LEAD.match(text)
     assert lead is not None  # it may be empty
     said = text[lead.end() :]
-    if _CHANGED.search(lead[0]):
+    if _CHANGED.search(lead[0]) or _VARIABLE.match(text, max(0, len(lead[0].rstrip()) - 1)):
         return None
     if tail := TAIL.search(said):
         if re.search(r"\d", said[tail.start() :]) and not _REASONED.match(said, tail.start()):
@@ -136,7 +137,7 @@ def _stated(text: str) -> str | None:
     if number(said) is not None:
         return said
     formula = _FORMULA.match(said)
-    if formula is None or _OPERATED.match(formula[0]):
+    if formula is None or _UNSURE.match(formula[0]):
         return None
     unit = said[len(formula[0].rstrip()) :]
     return formula[0].strip() if _is_unit(unit) else None
