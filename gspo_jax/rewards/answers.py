@@ -1,7 +1,7 @@
 r"""Where a response announces its final answer, as a person reads it.
 
-All math rewards read answers here and compare them by comparison.py, so that they agree on what was announced and on
-what is a number. Everything is linear in the response's length.
+All math rewards read answers here and compare them by comparison.py, so that they agree on what was announced and, by
+quantities.py, on what is a number. Everything is linear in the response's length.
 """
 
 import collections
@@ -104,10 +104,11 @@ class Announcement(NamedTuple):
 def announced(text: str) -> Announcement | None:
     r"""Return the last announcement with something behind it, or None.
 
-    An answer is announced by `####`, a box, `<answer>`, "answer:" or "answer is". Boxes joined by commas, "and" or "or"
-    are one announcement. Behind "The answer is correct." there is nothing. What does not begin as a value does, behind
-    `####` or words, counts only if no value was announced: `\boxed{12} The answer is easily checked.` is 12, and "The
-    answer is Friday." is Friday.
+    An answer is announced by `####`, a box, `<answer>`, "answer:", "answer is" or "correct option is". Boxes side by
+    side, or joined by commas, "and" or "or", are one announcement. There is nothing behind "The answer is correct.",
+    "A wrong answer is" and the `####` of a numbered heading. Three things count only if no value was announced: what
+    does not begin as a value does, a remark, and what is only supposed. `\boxed{12} The answer is 2 digits long.` is
+    12, and "The answer is Friday." is Friday.
     """
     sign = max(map(text.rfind, _SIGNS))
     if sign < 0:
