@@ -379,6 +379,7 @@ REMARKS = [
     Row("#### 18\nOne might think the answer is 14.", "18", True, "what others may think"),
     Row("#### 18\nSome may think the answer is 14, but that is wrong.", "14", False, "what others may think"),
     Row("#### 14\nI think the answer is 18.", "18", True, "what the writer thinks"),
+    Row("#### 14\nNo, we may conclude that the answer is 18.", "18", True, "what the writer concludes"),
     Row("#### 3. Answer\n\n18", "18", True, "a numbered heading that announces"),
     Row("#### 18. So Tom has 18 apples.", "18", True, "a sentence, and no heading"),
     Row("The answer is 18. Some might say that the answer is 20 dollars.", "18", True, "what others may say"),
@@ -418,6 +419,7 @@ CHOICES = [
     Row("The answer is D, all of the above", "D", True, "with its text"),
     Row("The answer is A, I think", "A", True, "a remark"),
     Row("The answer is D, A and B", "D", False, "three choices"),
+    Row("The answer is C) and D)", "C", False, "two choices"),
 ]
 
 MORE_THAN_A_NUMBER = [

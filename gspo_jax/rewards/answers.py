@@ -74,7 +74,8 @@ _REMARK = re.compile(  # 3 less than | 2 digits long
 )
 _WRONG = re.compile(r"\b(?i:wrong|incorrect|false|na[iï]ve|mistaken|tempting)[ \t*_]+\Z")  # a wrong answer is
 _SUPPOSED = re.compile(  # one might think that the answer is | if it were 5, the answer would be
-    r"\b(?i:(?:may|might|could|would)(?:[ \t]+\w+){0,2}?[ \t]+(?:think|say|believe|assume|guess|conclude|expect)"
+    r"\b(?i:(?<!we )(?<!i )(?:may|might|could|would)(?:[ \t]+\w+){0,2}?[ \t]+"
+    r"(?:think|say|believe|assume|guess|conclude|expect)"
     r"|if\b(?=.*\bwould[ \t]+be\b))\b[^.!?\n]*\Z"
 )
 _MAX_BEFORE = 80
