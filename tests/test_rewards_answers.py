@@ -41,7 +41,7 @@ def test_what_needs_no_worker_is_judged_alike(name):
         score = getattr(certain, name)(*given)
         decided += score is not None
         assert score in (None, getattr(isolated, name)(*given)), row
-    assert decided > 0.75 * len(ROWS)
+    assert decided > 0.7 * len(ROWS)
 
 
 @pytest.mark.parametrize(("opening", "closing"), PAIRS)
