@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gspo_jax.rewards import comparison, functions
+from gspo_jax.rewards import functions, quantities
 
 
 def score(name, completion, **record):
@@ -151,8 +151,8 @@ def test_hostile_completions_cost_nothing(name, hostile):
 
 def test_a_number_may_be_anything_and_costs_nothing():
     start = time.perf_counter()
-    assert comparison.number("-" + " " * 100_000 + "!") is None
-    assert comparison.number("") is comparison.number("$") is comparison.number("-.") is None
+    assert quantities.number("-" + " " * 100_000 + "!") is None
+    assert quantities.number("") is quantities.number("$") is quantities.number("-.") is None
     assert time.perf_counter() - start < 0.5
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gspo_jax.rewards import answer_part, answers, certain, comparison, functions, isolated
+from gspo_jax.rewards import answer_part, answers, certain, comparison, functions, isolated, notation, quantities
 from gspo_jax.rewards.environments import countdown_feedback
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.thoughts import PAIRS
@@ -41,7 +41,7 @@ def test_what_needs_no_worker_is_judged_alike(name):
         score = getattr(certain, name)(*given)
         decided += score is not None
         assert score in (None, getattr(isolated, name)(*given)), row
-    assert decided > 0.8 * len(ROWS)
+    assert decided > 0.7 * len(ROWS)
 
 
 @pytest.mark.parametrize(("opening", "closing"), PAIRS)
@@ -130,6 +130,23 @@ def test_answers_that_are_the_same_have_one_form(texts, canonical):
             "\\boxed{1}, ",
         ),
         *("answer is ", "answer to a ", "answer (", "Answer\n", "<answer>", "**", "\\[", "$", "1 ", "1,", "a", " "),
+        *(
+            "correct option is ",
+            "<|begin_of_box|>",
+            "Here is my thought process:",
+            "#### 1. A",
+            "½",
+            ", or A",
+            "\\text{a}",
+        ),
+        *(
+            "if the answer would be ",
+            "might think the answer is ",
+            "-\\boxed1\\pi ",
+            "$ million",
+            "</think>'",
+            "<|channel|>",
+        ),
     ],
 )
 def test_hostile_completions_cost_little(piece):
@@ -139,5 +156,7 @@ def test_hostile_completions_cost_little(piece):
     answers.announced(part or "")
     assert time.process_time() - begun < 1.0
     begun = time.process_time()
-    comparison.same(piece * (answers.MAX_CHARACTERS // len(piece)), "12")
+    text = piece * (notation.MAX_CHARACTERS // len(piece))
+    comparison.same(text, "12")
+    quantities.stated(text)
     assert time.process_time() - begun < 0.1

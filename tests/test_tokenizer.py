@@ -76,9 +76,11 @@ def test_marks_of_thoughts_are_said_even_if_they_are_special(trained, tmp_path):
     """Users add <think> as special tokens; without them a thought would pass for the answer."""
     trained.save(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    backend.add_special_tokens(["<think>", "</think>", "<|extra|>"])
+    backend.add_special_tokens(["<think>", "</think>", "<|extra|>", "<|channel|>", "<|message|>"])
     backend.save(str(tmp_path / "tokenizer.json"))
     own = Tokenizer.load(tmp_path)
+    in_parts = "<|channel|>analysis<|message|>5"  # gpt-oss: each mark is several tokens
+    assert own.decode(own.encode(in_parts)) == in_parts
     ids = own.encode("<think>5</think>#### 5<|extra|><|im_end|>")
     assert len(ids) < 12 and own.decode(ids) == "<think>5</think>#### 5"
     assert own.decode(ids, skip_special=False).endswith("<|extra|><|im_end|>")

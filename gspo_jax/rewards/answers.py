@@ -1,24 +1,26 @@
 r"""Where a response announces its final answer, as a person reads it.
 
-All math rewards read answers here and compare them by comparison.py, so that they agree on what was announced and on
-what is a number. Everything is linear in the response's length.
+All math rewards read answers here and compare them by comparison.py, so that they agree on what was announced and, by
+quantities.py, on what is a number. Everything is linear in the response's length.
 """
 
 import collections
 import re
 from typing import NamedTuple
 
+from gspo_jax.rewards.comparison import BOUND
+from gspo_jax.rewards.notation import DECORATION, MAX_CHARACTERS
+from gspo_jax.rewards.quantities import MONEY, SCALE_WORDS, SHORT_SCALES
 from gspo_jax.thoughts import answer_part
 
-MAX_CHARACTERS = 200
-"""Maximum characters of a final answer, or of a number in a step. Longer ones score 0: every function stays linear."""
 _MAX_ANNOUNCEMENTS = 64
 """Announcements that are read, counted from the end of a response; in earlier ones there is no answer."""
 
 _BOX = r"(?:boxed|fbox|framebox)(?:\[[^][]{0,20}\])?\s{0,9}\{"
 BOX = re.compile(rf"\\{_BOX}")
 r"""Openings of a box: `\boxed{`, `\boxed {`, `\fbox{`, `\framebox[w]{`."""
-_SIGNS = "####", "box", "nswer", "NSWER"
+_GLM_BOX = "<|begin_of_box|>", "<|end_of_box|>"
+_SIGNS = "####", "box", "nswer", "NSWER", "ption", "hoice"
 """Texts of which every announcement has one."""
 _BEFORE_SIGN = 6
 """Characters before a sign in which an announcement begins, as a rule."""
@@ -28,11 +30,14 @@ _ADVERBS = (
     r"|of course|in fact|certainly|definitely|surely|probably|(?:most )?likely"
 )
 _ANNOUNCEMENT = re.compile(
-    r"[#\\<Aa](?:"  # one of few characters, which are found fast
+    r"[#\\<AaOoCc](?:"  # one of few characters, which are found fast
     # #### | #### Final Answer, a heading
     r"(?P<mark>(?<=#)###++(?:[ \t*_]*(?i:the\s+)?(?i:final\s+)?(?:[Aa]nswer|ANSWER)[ \t*_:]*(?=\n))?)"
-    rf"|(?P<box>(?<=\\){_BOX})|(?P<tag>(?<=<)answer>)"
-    r"|(?<=[Aa])(?<![A-Za-z0-9][Aa])(?:nswers?|NSWERS?)(?:"
+    # a box, \boxed5, GLM's box
+    rf"|(?P<box>(?<=\\)(?:{_BOX}|boxed\s{{0,9}}(?=[0-9]))|(?<=<){re.escape(_GLM_BOX[0][1:])})|(?P<tag>(?<=<)answer>)"
+    # answer | correct option | final choice
+    r"|(?:(?<=[Aa])(?<![A-Za-z0-9][Aa])(?:nswers?|NSWERS?)"
+    r"|(?:(?<=orrect [OoCc])|(?<=inal [OoCc])|(?<=est [OoCc]))(?:ption|hoice))(?:"
     r"(?P<heading>[ \t*_]*$)"
     # answer: | **Answer**: | "answer": | the answer is | answers are | the answer to part (a) would be
     rf"|(?:[ \t]+(?:to|of|for|in|choice|option)\b{_OTHER_WORDS})?(?:[ \t]*\([^()\n]{{0,40}}\)|,[ \t]\w{{1,12}},)?"
@@ -40,27 +45,51 @@ _ANNOUNCEMENT = re.compile(
     rf"(?:,?[ \t]+(?:{_ADVERBS})\b,?)*)))",
     re.MULTILINE,
 )
-_BEFORE_HEADING = re.compile(r"(?:\A|\n)[ \t#*_]*(?i:the[ \t]+)?(?i:final[ \t]+)?\Z")
-_MAX_BEFORE_HEADING = 30
+_BEFORE_HEADING = re.compile(r"(?:\A|\n)[ \t#*_]*(?:[0-9]{1,2}[.)][ \t*_]+)?(?i:the[ \t]+)?(?i:final[ \t]+)?\Z")
 _SHORT = re.compile(r"[ \t]*+(-?[0-9]++(?:\.[0-9]++)?+)\.?[ \t]*+(?=\n|\Z)")  # most answers, at once
-_GAP = re.compile(r"(?:[\s*_`:>]|(?<=\n)[-•][ ])*+")
-_LINE = re.compile(r"(?:[^\n<]|<(?![/|]))*+")  # up to the end of the line, </answer> or <|im_end|>
+_GAP = re.compile(rf"(?:[\s*_`:{DECORATION}]|(?<=\n)(?:>|[-•][ ])|<(?:b|i|u|p|em|strong|span|div|code)>)*+")
+# up to the end of the line, </answer>, <|im_end|> or <eos>
+_LINE = re.compile("(?:[^\n\r\u2028\u2029<]|<(?![/|\uff5c]|[A-Za-z_]{1,20}[|/]?>))*+")
+_HEADING = re.compile(r"[0-9]{1,2}[.)][ \t*_]+[^\s*_<][^\n]{0,99}+(?<![.!?])(?=\n|\Z)")  # 1. Multiply
 _MATH = re.compile(r"\$\$.*?\$\$|\$.*?\$|\\\[.*?\\\]|\\\(.*?\\\)", re.DOTALL)  # which may span lines
+_BARE = re.compile(r"[0-9]++(?:[.,/][0-9]++)*+")
 _SENTENCE_END = re.compile(r"(?<!Rs)[.!?](?=[\s*\"')]|$)")
 _NOTHING_BETWEEN = re.compile(r"\\(?:q?quad|text|mathrm|[()[\],;: ])|[\s${}~]")
-_BETWEEN_BOXES = re.compile(r"(?:[,;]|[,;]?(?:and|or))(?:[A-Za-z](?:_?\w{1,3})?=)?")
+_BETWEEN_BOXES = re.compile(r"(?:(?:[,;]|[,;]?[A-Za-z]{0,12}(?:and|or))(?:[A-Za-z](?:_?\w{1,3})?=)?)?")
 _MAX_BETWEEN_BOXES = 60
 _JUDGED = re.compile(  # the answer is correct. | the answer is not 5
-    r"not\b|(?:in|un)?(?:correct|right|wrong|valid|verified|confirmed|consistent|reasonable|plausible|sensible|clear)\b"
+    r"not\b|(?:[0-9]+\s*\\?%\s+|[a-z]+ly\s+)?(?:in|un)?(?:correct|right|wrong|valid|verified|confirmed|consistent"
+    r"|reasonable|plausible|sensible|clear|accurate|sure|certain)\b"
     r"(?=\s*(?:[.,;:!)*]|$|(?:because|since|as|and|so|if|for|when|by|with)\b))",
     re.IGNORECASE,
 )
 _VALUE = re.compile(
-    r"[\s\"'‘“(\[{]*(?:[-+−–±≈~]?\s*(?:US|Rs\.?)?[€£¥₹$]?\s*[-+−–]?\.?\d"  # 12 | -$5 | .5
-    r"|[\\$∞√π∅]|(?:sqrt|pi|sin|cos|tan|log|ln|exp)\b"  # \frac | $x$ | sqrt(2)
-    r"|[a-z](?![\w'’]|\s+[a-z]{2})|[A-HJ-Z](?![\w'’]))"  # x = 5 | n(n+1) | C
+    rf"[\s\"'‘“(\[{{]*(?:(?:[-+−–±≈~]|negative\s|minus\s)?\s*(?:US|Rs\.?)?[{MONEY}]?\s*[-+−–]?\.?\d"  # 12 | -$5 | .5
+    rf"|(?!\$?\s*(?:{BOUND.pattern}))[\\$∞√π∅]|(?:sqrt|pi|sin|cos|tan|log|ln|exp)\b"  # \frac | $x$ | sqrt(2)
+    r"|[a-z](?![\w'’]|\s+[a-z]{2})|[A-HJ-Z](?![\w'’]|-\w))"  # x = 5 | n(n+1) | C
 )
 """How a value begins, rather than words about one."""
+_REMARK = re.compile(  # 3 less than | 2 digits long
+    r"\\?[$\d.,]+\s*\\?%?[\s-]+(?:(?:\w+\s+)?than|of|times|digits?|mod)\b"
+)
+_WRONG = re.compile(r"\b(?i:wrong|incorrect|false|na[iï]ve|mistaken|tempting)[ \t*_]+\Z")  # a wrong answer is
+_SUPPOSED = re.compile(  # one might think that the answer is | if it were 5, the answer would be
+    r"\b(?i:(?<!we )(?<!i )(?:may|might|could|would)(?:[ \t]+\w+){0,2}?[ \t]+"
+    r"(?:think|say|believe|assume|guess|conclude|expect)"
+    r"|if\b(?=.*\bwould[ \t]+be\b))\b[^.!?\n]*\Z"
+)
+_MAX_BEFORE = 80
+"""Characters before an announcement that are read to see whether it is meant."""
+_SIGN = re.compile(r"(?:\A|[=$(\[:\s])[-−](?:\\?\$)?\Z")
+_SCALE_BEHIND = re.compile(  # million | $ million | \text{ million} | \% | K
+    rf"(?:[ \t*~$]|\\[,;: )\]])*+(?:\\(?:text|mathrm|mbox)\s*\{{\s*)?"
+    rf"({SCALE_WORDS}(?![^\W_])|\\?%|(?i:per\s?cent)\b)|\$?({SHORT_SCALES})(?![^\W_])"
+)
+_ATOM = re.compile(r"[\w.,\\{} ]+\Z")  # 5 | \frac{1}{2} | 5 million
+_FACTOR_BEHIND = re.compile(  # \pi | \times 10^6, but not the gap of \times 3 = 15
+    r"\s*(?:\\(?:times|cdot|pi|sqrt|[dt]?frac)(?![A-Za-z])|\^|(?<=\})[A-Za-z](?![A-Za-z]))"
+    r"(?:\\[A-Za-z]+|[^=<>$\n.,;\\]){0,40}+(?!\s*[=<>])"
+)
 _EMPTY = " \n\t.?…_"
 """What is no answer alone."""
 
@@ -76,10 +105,11 @@ class Announcement(NamedTuple):
 def announced(text: str) -> Announcement | None:
     r"""Return the last announcement with something behind it, or None.
 
-    An answer is announced by `####`, a box, `<answer>`, "answer:" or "answer is". Boxes joined by commas, "and" or "or"
-    are one announcement. Behind "The answer is correct." there is nothing. What does not begin as a value does, behind
-    `####` or words, counts only if no value was announced: `\boxed{12} The answer is easily checked.` is 12, and "The
-    answer is Friday." is Friday.
+    An answer is announced by `####`, a box, `<answer>`, "answer:", "answer is" or "correct option is". Boxes side by
+    side, or joined by commas, "and" or "or", are one announcement. There is nothing behind "The answer is correct.",
+    "A wrong answer is" and the `####` of a numbered heading. Three things count only if no value was announced: what
+    does not begin as a value does, a remark, and what is only supposed. `\boxed{12} The answer is 2 digits long.` is
+    12, and "The answer is Friday." is Friday.
     """
     sign = max(map(text.rfind, _SIGNS))
     if sign < 0:
@@ -128,21 +158,23 @@ class _Read(NamedTuple):
 
 def _read(text: str, announcement: re.Match[str]) -> _Read | None:
     """What stands behind an announcement, or None if nothing does."""
-    end = announcement.end()
+    start, end = announcement.span()
     if announcement["box"]:
-        content = boxed_content(text, end)
-        if content is None or not content.strip(_EMPTY):
-            return None
-        return _Read(content.strip(), end + len(content) + 1, is_value=True)
-    if announcement["heading"] is not None:
-        begin = announcement.start()
-        if not _BEFORE_HEADING.search(text, max(0, begin - _MAX_BEFORE_HEADING), begin):
-            return None
+        return _read_box(text, announcement)
+    before = max(0, start - _MAX_BEFORE)
+    if announcement["heading"] is not None and not _BEFORE_HEADING.search(text, before, start):
+        return None
+    marked = announcement["mark"] or announcement["tag"]
+    if not marked and _WRONG.search(text, before, start):
+        return None
+    supposed = not marked and _SUPPOSED.search(text, before, end) is not None
     if short := _SHORT.match(text, end):
-        return _Read(short[1], end, is_value=True)
+        return _Read(short[1], end, is_value=not supposed)
     gap = _GAP.match(text, end)
     assert gap is not None  # it may be empty
     begin, most = gap.end(), gap.end() + MAX_CHARACTERS + 1
+    if announcement["mark"] and _HEADING.match(text, begin):
+        return None
     math = _MATH.match(text, begin, most) if text[begin : begin + 1] in ("$", "\\") else None
     line = _LINE.match(text, begin if math is None else math.end(), most)
     assert line is not None
@@ -151,10 +183,48 @@ def _read(text: str, announcement: re.Match[str]) -> _Read | None:
         said = said[: max(0, said.rfind(" "))]
     if sentence := _SENTENCE_END.search(said):
         said = said[: sentence.start()]
+    if said.count("|") % 2:  # the border of a table
+        said = said.rstrip().removesuffix("|")
     said = said.strip(' \t*_`"' if "{" in said else ' \t*_`"}')  # {"answer": "12"}
     if not said.strip(_EMPTY) or (not announcement["mark"] and _JUDGED.match(said)):
         return None
-    return _Read(said, end, bool(announcement["tag"]) or _VALUE.match(said) is not None)
+    if announcement["tag"]:
+        return _Read(said, end, is_value=True)
+    is_remark = supposed or (not marked and _REMARK.match(said) is not None)
+    return _Read(said, end, is_value=not is_remark and _VALUE.match(said) is not None)
+
+
+def _read_box(text: str, box: re.Match[str]) -> _Read | None:
+    """The content of a box with what belongs to it: a sign before it, a scale, a percent sign or a factor behind it."""
+    content, end = _content(text, box)
+    content = content.strip()
+    if not content.strip(_EMPTY):
+        return None
+    if scale := _SCALE_BEHIND.match(text, end):
+        content = f"{content} {scale[1] or scale[2]}"
+    elif factor := _FACTOR_BEHIND.match(text, end):
+        content = _bracketed(content) + factor[0].rstrip()
+    if _SIGN.search(text, max(0, box.start() - _MAX_BEFORE), box.start()):
+        content = f"-{_bracketed(content)}"
+    return _Read(content, end, is_value=True)
+
+
+def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
+    """What stands in a box, "" if it does not close in time, and where the box ends."""
+    end = box.end()
+    if box["box"].endswith("{"):
+        content = boxed_content(text, end) or ""
+        return content, end + len(content) + 1
+    if box["box"].endswith(">"):
+        closing = max(end, text.find(_GLM_BOX[1], end, end + MAX_CHARACTERS + len(_GLM_BOX[1])))
+        return text[end:closing], closing + len(_GLM_BOX[1])
+    bare = _BARE.match(text, end)
+    assert bare is not None  # it begins with a digit
+    return bare[0], bare.end()
+
+
+def _bracketed(text: str) -> str:
+    return text if _ATOM.match(text) else f"({text})"
 
 
 def _search(text: str) -> Announcement | None:
@@ -165,9 +235,11 @@ def _search(text: str) -> Announcement | None:
     for announcement in reversed(collections.deque(_ANNOUNCEMENT.finditer(text), maxlen=_MAX_ANNOUNCEMENTS)):
         found = _read(text, announcement)
         if following:
-            gap = text[found.end : begin] if found is not None and announcement["box"] else ""
+            gap = "" if found is None else text[found.end : begin]
             if (
                 found is None
+                or not announcement["box"]
+                or found.end > begin
                 or len(gap) > _MAX_BETWEEN_BOXES
                 or not _BETWEEN_BOXES.fullmatch(_NOTHING_BETWEEN.sub("", gap))
             ):

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gspo_jax.rewards.answers import announced
-from gspo_jax.rewards.comparison import number, same
+from gspo_jax.rewards.comparison import same
+from gspo_jax.rewards.quantities import number
 from gspo_jax.thoughts import answer_part
 
 Record = dict[str, Any]

@@ -11,8 +11,9 @@ from fractions import Fraction
 
 from gspo_jax import references
 from gspo_jax.rewards import blocks
-from gspo_jax.rewards.answers import MAX_CHARACTERS, final_answer
+from gspo_jax.rewards.answers import final_answer
 from gspo_jax.rewards.functions import Record, evaluate, expression_value
+from gspo_jax.rewards.notation import MAX_CHARACTERS
 from gspo_jax.rewards.scorer import check_names
 
 __all__ = ["calculator", "countdown_feedback", "python"]

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from gspo_jax.rewards.answers import BOX, MAX_CHARACTERS, boxed_content, final_answer
-from gspo_jax.rewards.comparison import plain, same
+from gspo_jax.rewards.answers import BOX, boxed_content, final_answer
+from gspo_jax.rewards.comparison import same
+from gspo_jax.rewards.notation import MAX_CHARACTERS, plain
 from gspo_jax.thoughts import answer_part
 
 __all__ = ["answer_format", "countdown", "exact_answer"]

@@ -11,10 +11,12 @@ from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Expr
 
 from gspo_jax.rewards import certain
 from gspo_jax.rewards.answers import Announcement, announced
-from gspo_jax.rewards.comparison import CURRENCY, SCALE_WORDS, Number, number
+from gspo_jax.rewards.notation import spelled
+from gspo_jax.rewards.quantities import CURRENCY, SCALE_WORDS, Number, number, stated
 from gspo_jax.thoughts import answer_part
 
 __all__ = ["math_verify", "math_verify_flexible"]
@@ -34,17 +36,20 @@ _GROUPS = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|~|[\u00a0\u2009\u202f]|\{,\}|,\\!)
 _ESCAPED_DOLLAR = re.compile(r"\\\$\s*")
 _DECIMAL_COMMA = re.compile(r"-?[0-9]+,[0-9]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_PROSE = re.compile(
-    r"(?<![A-Za-z])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\\[([]|(?<!\\)\$"
+_DIGIT = re.compile(r"\d")
+_WORDS = re.compile(
+    r"(?<![A-Za-z0-9])(?!(?:and|or|sqrt|pi|sin|cos|tan|log|ln|exp|infinity|inf)\b)[A-Za-z]{2,}|\(\s*or\b|[→|&]|->"
 )
+_PROSE = re.compile(rf"{_WORDS.pattern}|\\[([]|(?<!\\)\$")
+_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|[mh]box)\s*\{(?!\s*(?:and|or)\b[^A-Za-z]*\})[^{}]*[A-Za-z]")
 _NO_PRICE = re.compile(r"\$(?![0-9])")
 _UNICODE = str.maketrans(
-    {"²": "^2", "³": "^3"}
-    | {"∞": "\\infty ", "π": "\\pi ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne "}
+    {"∞": "\\infty ", "π": "\\pi ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne "}
     | {"×": "\\times ", "·": "\\cdot ", "÷": "\\div "}
 )
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
 _MIXED = re.compile(r"(?<![0-9.,/^])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9])")
+_TINY, _RELATIVE, _ZERO = 1e-5, 1e-6, 1e-90
 _DELIMITER = re.compile(r"(?<!\\)\$|\\[([]|\\boxed")
 
 
@@ -83,15 +88,40 @@ def verified(answer: Announcement, reference: str) -> float:
 
 
 def _said(answer: Announcement) -> str:
-    """A text in which math-verify finds this answer."""
-    value = number(answer.text)
-    text = _as_latex(answer.text) if value is None else _digits(value)
-    return f"\\boxed{{{text}}}" if answer.boxed or _is_formula(text) else f"The answer is {text}"
+    """A text in which math-verify finds this answer; of a sentence with digits the one number or formula it states."""
+    said, in_math = answer.text, answer.boxed
+    if number(said) is None and _DIGIT.search(said) and _is_sentence(answer):
+        said, in_math = stated(said), True
+        if said is None:
+            return ""
+    value = number(said)
+    text = _as_latex(said) if value is None else _digits(value)
+    return f"\\boxed{{{text}}}" if in_math or _is_formula(text) else f"The answer is {text}"
+
+
+def _is_sentence(answer: Announcement) -> bool:
+    """Return whether an answer has words; letters that stand together in math mode are variables."""
+    if "\\begin" in answer.text:
+        return False
+    if answer.boxed:
+        return _TEXT.search(answer.text) is not None
+    return _WORDS.search(_COMMAND.sub(" ", answer.text)) is not None
 
 
 def _verified(text: str, reference: str) -> float:
     gold = _parse_reference(reference)
-    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))  # type: ignore[arg-type]
+    said = parse(text, parsing_timeout=None)  # type: ignore[arg-type]
+    equal = verify(gold, said, timeout_seconds=None)  # type: ignore[arg-type]
+    return float(equal and not _tiny_and_different(gold, said))
+
+
+def _tiny_and_different(gold: list[Any], said: list[Any]) -> bool:
+    """Return whether two numbers differ that both are 0 in the six decimals to which math-verify rounds."""
+    if not all(isinstance(one[0], Expr) and one[0].is_comparable for one in (gold, said)):
+        return False
+    right, other = gold[0].evalf(), said[0].evalf()
+    difference = abs(right - other)
+    return bool(max(abs(right), abs(other)) < _TINY and difference > max(_RELATIVE * abs(right), _ZERO))
 
 
 def _parse_reference(answer: Any) -> list[Any]:
@@ -118,7 +148,7 @@ def _plain_numbers(text: str) -> str:
 
 def _as_latex(text: str) -> str:
     """Return an answer or a reference with plain numbers, without the dollars of prices, and with signs as LaTeX."""
-    text = _plain_numbers(text)
+    text = _plain_numbers(spelled(text))
     if not _NO_PRICE.search(text):
         text = text.replace("$", "")
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text.translate(_UNICODE))

@@ -7,8 +7,8 @@ so they must not hang. To add one, write it here and list its name in `__all__`.
 import re
 from collections import Counter
 
-from gspo_jax.rewards.answers import MAX_CHARACTERS
 from gspo_jax.rewards.functions import Record, ascii_operators
+from gspo_jax.rewards.notation import MAX_CHARACTERS
 
 __all__ = ["countdown_steps"]
 
