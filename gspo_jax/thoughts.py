@@ -21,7 +21,7 @@ PAIRS = (
 )
 """What opens and what closes a thought, by the families that are trained to write it, and by usual prompts.
 
-Words open one only where a response begins.
+Words open one only where a response begins, and close only one that is open.
 """
 MARKS = frozenset(text for pair in PAIRS for mark in pair for text in (mark, *re.findall("<[^<>]*>", mark)))
 """All of them and their parts, of which a tokenizer may have some as special tokens: gpt-oss has `<|channel|>`."""
@@ -54,6 +54,8 @@ def answer_part(prompt: str, completion: str) -> str | None:
     for found in _MARK.finditer(completion):
         closing = _CLOSING_OF.get(found[0])
         if _is_quoted(completion, found) if closing is None else _is_mentioned(completion, found):
+            continue
+        if closing is None and found[0][0].isalpha() and found[0] not in left_open:
             continue
         if closing is None:
             left_open.discard(found[0])

@@ -567,6 +567,7 @@ MORE_THOUGHTS = [
     ),
     Row("13?\n[BEGIN FINAL RESPONSE]\n\\boxed{12}", "12", True, "Apriel", prompt="Here are my reasoning steps:\n"),
     Row("Here is my thought process:\n\\boxed{12}", "12", False, "Granite, cut off"),
+    Row("So it is \\boxed{12}. Here is my response: done.", "12", True, "words that close no thought"),
     Row(
         "Here is my thought process:\n\\boxed{12}\nHere is my response:\nI do not know.",
         *("12", False, "Granite"),
