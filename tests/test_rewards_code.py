@@ -64,7 +64,7 @@ def scored():
     ],
 )
 def test_which_program_is_judged(completion, entry_point, program):
-    assert choose(code.programs_of(PROMPT, completion, entry_point)) == program
+    assert choose(code.programs_of(PROMPT, completion, entry_point=entry_point)) == program
 
 
 def test_in_a_conversation_the_question_is_what_the_completion_goes_on_from():
