@@ -167,6 +167,8 @@ class Judge:
                 channel.send({"program": request["program"], "prelude": request["prelude"]})
                 output, said = running.read(read, errors)
                 why = running.ended_badly()
+                if why:
+                    _raise_broken(channel)
             except _Stopped as stop:
                 return "", str(stop)
             except (OSError, ValueError):  # it is too long, or its process has ended
@@ -304,6 +306,12 @@ class _Processes:
             return self._pids
         ours = (1, os.getpid(), self._spawner.pid)
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]
+
+
+def _raise_broken(channel: Channel) -> None:
+    """Raise Broken if a process that has ended said through its channel that the program is not at fault."""
+    with contextlib.suppress(EOFError, OSError):
+        raise Broken(channel.receive()["broken"])
 
 
 def _file_of(content: bytes) -> BinaryIO:

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import os
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from .channel import Channel
 from .mirror import BrokenTest, MirrorType, Program
-from .world import describe, shared_source
+from .world import describe, given_parts, shared_source
 
 _CHANGES: dict[str, Callable[..., bool]] = {
     "builtins.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
@@ -117,14 +118,17 @@ class _Tests:
         program, names, job = self.program, self._names, self._job
         program.tests.append(job["setup"])
         world = shared_source(job["setup"]) if job["setup"] else {}
-        program.names = program.do("load", "\n".join(world.values()))
+        entry = job["entry_point"]
+        given, left = given_parts(job["given"], re.split(r"\W", entry)[0]) if entry else ("", set())
+        program.names = program.do("load", "\n".join([*world.values(), given]))
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         with contextlib.suppress(BrokenTest):  # a prompt in words, with code in it
             self._run(job["given"])
         program.broken = ""
-        entry = job["entry_point"]
+        for name in left.intersection(names, program.names):
+            del names[name]
         for name, value in list(names.items()):
-            if isinstance(value, type) and value.__module__ == "tests" and name != entry:
+            if isinstance(value, type) and value.__module__ == "tests" and name not in left:
                 program.pair(value)
         self._run(job["setup"])
         if entry is not None:
