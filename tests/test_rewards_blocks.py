@@ -58,7 +58,10 @@ def indented(text, columns):
         (f"```\nx = 1\n```\nBetter:\n{FENCED}", F),
         (f"{FENCED}Better:\n```\nx = 1\n```", "x = 1\n"),
         (f"{FENCED}Better:\n{DOCUMENTED}", G),  # a fence in a docstring, behind a draft
+        (f"{FENCED}Better:\n```\n{G}```\nOutput:\n```\n2\n```\n", G),
         (f"{DOCUMENTED}Better:\n{FENCED}", F),
+        (f"{FENCED}Its signature:\n```python\ndef f(x: int) -> int: ...\n```\n", F),
+        ("```python\ndef f(x: int) -> int: ...\n```\n", "def f(x: int) -> int: ...\n"),
         *(
             (f"```python\n{F}```{end}", F)
             for end in (
@@ -169,7 +172,7 @@ def test_the_program_defines_what_is_called(blocks, names, program):
 def test_a_body_in_a_block_goes_on_from_the_prompt():
     prompt = "def f(x):\n    # the same\n"
     for response in ("```python\n    return x\n```\n", "    return x\n```\n", "    return x\n"):
-        assert choose(code.programs_of("", response, entry_point="f", given=prompt)) == prompt + "    return x\n"
+        assert choose(code.programs_of("", response, entry_point="f", given=(prompt,))) == prompt + "    return x\n"
 
 
 PRINTS = ("print(2 * int(input()))\n", "import sys\nsys.stdout.write(input())\n", F + "print(f(1))\n")

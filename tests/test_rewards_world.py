@@ -1560,7 +1560,7 @@ print(math.floor(x[0] + 1))
     ("stubs wrong", {"test": STUB_CHECK, "entry_point": "search"}, STUBS, WRITTEN.replace("not None", "None"), 0),
     ("stubs left", {"test": STUB_CHECK, "entry_point": "search"}, STUBS, "def search(root, v):\n    return v == 5", 0),
     *(
-        (f"{what}, {kind}", {"test": HELP_CHECK, "entry_point": "most"}, HELPERS, program, score)
+        (f"{what}, {kind}", {"test": HELP_CHECK, "entry_point": "most"}, given, program, score)
         for kind, program, score in (
             ("right", "def most(xs: List[int]) -> int:\n    return double(max(xs)) + ONE", 1),
             ("in a block", "```python\ndef most(xs: List[int]) -> int:\n    return double(max(xs)) + ONE\n```", 1),
@@ -1570,7 +1570,13 @@ print(math.floor(x[0] + 1))
             ("its own helper", "def double(x):\n    return 7\ndef most(xs):\n    return double(xs) + 1", 0),
             ("nothing", "def other(xs):\n    return 1", 0),
         )
-        for what in ("what the prompt gives",)
+        for what, given in (
+            ("what the prompt gives", HELPERS),
+            (
+                "what its block gives",
+                f"<user>Complete this, it's easy:\n\n```python\n{HELPERS}```<|end|>\n<assistant>\n",
+            ),
+        )
     ),
     *(
         (f"a solution's skeleton, {kind}", {"test": TWICE, "entry_point": "Solution().twice"}, SKELETON, program, score)

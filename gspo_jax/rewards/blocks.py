@@ -17,13 +17,14 @@ _MARKER = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?=[ \t])")
 _BEGINS = frozenset("`~<>-*+0123456789")
 """What a line that opens a container or a block begins with."""
 _PYTHON = re.compile(r"\{?[ .]*(?:i?python|py)[\d.]*(?![\w-])|[\w./-]+\.py\b", re.IGNORECASE)
+_DOCSTRINGS = ('"""', "'''")
 _TAB = 4
 _DEEPEST = 20
 """Containers on one line; what is nested more deeply is no code that anybody would write."""
 _MOST_BLOCKS = 16
 """Blocks that may be the program, from the last on."""
 _MOST_LONGER = (4, 8)
-"""Blocks tagged as Python whose fences may be read otherwise, from the last on, and other ends that each may have."""
+"""Blocks whose fences may be read otherwise, from the last on, and other ends that each may have."""
 _MOST_CHARACTERS = 1 << 20
 """Characters of all candidates together, behind the first."""
 
@@ -45,9 +46,9 @@ def programs(text: str) -> list[str]:
     """Return the blocks that may be a program, best first: tagged as Python or not tagged, the last one first.
 
     A block that does not compile may end at another fence: at a later one if a docstring holds fences, or at one within
-    a line. So behind each block that is tagged as Python come those that begin with it and end elsewhere. A first fence
-    that has no tag may close a block which was opened before the text; what follows from that comes last. Without any
-    fence, blocks that are indented by four spaces count.
+    a line. So behind each block that is tagged as Python, or ends in a docstring, come those that begin with it and end
+    elsewhere. A first fence that has no tag may close a block which was opened before the text; what follows from that
+    comes last. Without any fence, blocks that are indented by four spaces count.
     """
     lines = _lines(text)
     fenced = list(_blocks(lines))
@@ -55,12 +56,12 @@ def programs(text: str) -> list[str]:
         indented = _indented(lines)
         return [found for block in reversed(indented) for found in (_fenced_in(block) or [block])][:_MOST_BLOCKS]
     found: list[str] = []
-    tagged = 0
+    longer = 0
     for fence, end in [block for block in reversed(fenced) if _may_be_python(block[0])][:_MOST_BLOCKS]:
         found.append(_content(lines, fence, end))
-        tagged += bool(fence.info)
-        if fence.info and tagged <= _MOST_LONGER[0]:
+        if longer < _MOST_LONGER[0] and (fence.info or any(found[-1].count(quotes) % 2 for quotes in _DOCSTRINGS)):
             found += _with_other_ends(lines, fence, end)
+            longer += 1
     first = fenced[0][0]
     if first.line > 0 and _CLOSES.match(lines[first.line].lstrip(" \t>")):
         found += programs(f"{first.mark}python\n{text}")

@@ -40,11 +40,12 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
     or the asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
     """
     tests = [record["test"]] if "test" in record else list(record["test_list"])
-    entry_point, given = record["entry_point"] if "test" in record else None, ""
+    entry_point = record["entry_point"] if "test" in record else None
+    given: tuple[str, ...] = ()
     if entry_point is not None:
         # The prompt itself may be a conversation, of which the question is a part.
         texts = (record.get("prompt"), record.get("question"), prompt)
-        given = next((text for text in texts if isinstance(text, str) and _defines(text, entry_point)), "")
+        given = next(filter(None, (_given(text, entry_point) for text in texts if isinstance(text, str))), ())
     asked = {
         "tests": tests,
         "given": given,
@@ -89,26 +90,33 @@ def score(name: str, verdict: Verdict) -> float:
 
 
 def programs_of(
-    prompt: str, text: str, tests: Sequence[str] = (), entry_point: str | None = None, given: str = ""
+    prompt: str, text: str, tests: Sequence[str] = (), entry_point: str | None = None, given: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Return the sources in a text that may be its program, best first; the sandbox takes the first that compiles.
 
     First come those that define the entry point, or a function that the tests call; without tests, those that print. A
-    text that does not define the entry point goes on from `given`, which does, as its blocks may; or else from the
+    text that does not define the entry point goes on from one of `given`, which do, as its blocks may; or else from the
     prompt. A block that the prompt leaves open goes on in the text.
     """
     opened = blocks.left_open(prompt)
     found = [*(blocks.programs(opened + text) if opened else ()), *blocks.programs(text)]
-    whole = text
+    whole = [text]
     if entry_point is not None and not _defines(text, entry_point):
-        whole = (given or prompt) + text
-        found += [given + block for block in found if given]
-    found = [whole, *found]  # fences in a text that compiles stand in its docstrings
+        whole = [source + text for source in given or [prompt]]
+        found += [source + block for source in given for block in found]
+    found = [*whole, *found]  # fences in a text that compiles stand in its docstrings
     if entry_point is None and not tests:
         return tuple(sorted(found, key=lambda source: not _PRINTS.search(source)))
     called = {name for test in tests for name in _CALLED.findall(test)}
     names = {_name(entry_point)} if entry_point else called.difference(vars(builtins)) or called
     return tuple(sorted(found, key=lambda source: _distance(source, names)))
+
+
+def _given(text: str, entry_point: str) -> tuple[str, ...]:
+    """Return a question that defines the entry point, and its blocks that do, as it may be in words."""
+    if not _defines(text, entry_point):
+        return ()
+    return (text, *(block for block in blocks.programs(text) if _defines(block, entry_point)))
 
 
 def _distance(source: str, names: set[str]) -> int:

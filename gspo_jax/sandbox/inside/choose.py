@@ -5,15 +5,17 @@ import builtins
 import sys
 from collections.abc import Sequence
 
+from .world import DEFINITIONS, is_unfinished
+
 _ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def choose(sources: Sequence[str]) -> str:
-    """Return the first source that compiles, and is neither the output of a program nor an example of its use.
+    """Return the first source that compiles, and is neither the output of a program nor about one.
 
-    Output such as `42`, `[1, 2]` or `YES` compiles, too: expressions that call nothing. An example defines nothing, and
-    calls what only another source does. If there is no such source, return the first that does something, or the first.
+    Output such as `42`, `[1, 2]` or `YES` compiles, too: expressions that call nothing. A source is about a program if
+    it holds no body of a function, and calls nothing, or what only another source defines: a signature, or an example.
+    If there is no such source, return the first that does something, or the first.
     """
     if len(sources) == 1:
         return sources[0]
@@ -22,7 +24,7 @@ def choose(sources: Sequence[str]) -> str:
         tree = _parsed(source)
         if tree is None or not _does_something(tree):
             continue
-        if not _is_example(tree, sources):
+        if not _is_about_another(tree, sources):
             return source
         acting.append(source)
     return (*acting, *sources)[0]
@@ -44,15 +46,19 @@ def _does_something(tree: ast.Module) -> bool:
     )
 
 
-def _is_example(tree: ast.Module, sources: Sequence[str]) -> bool:
+def _is_about_another(tree: ast.Module, sources: Sequence[str]) -> bool:
     nodes = list(ast.walk(tree))
-    if any(isinstance(node, _DEFINITIONS) for node in nodes):
+    definitions = [node for node in nodes if isinstance(node, DEFINITIONS)]
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    if not all(map(is_unfinished, definitions)):
         return False
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if definitions and not calls:
+        return True
+    called = {function.id for function in calls if isinstance(function, ast.Name)} - vars(builtins).keys()
     called -= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    called -= {node.name for node in definitions}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in sys.stdlib_module_names:
             called -= {name.asname or name.name for name in node.names}
-    called -= vars(builtins).keys()
     others = filter(None, map(_parsed, sources)) if called else ()
-    return any(isinstance(node, _DEFINITIONS) and node.name in called for other in others for node in other.body)
+    return any(isinstance(node, DEFINITIONS) and node.name in called for other in others for node in other.body)

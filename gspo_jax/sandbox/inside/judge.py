@@ -93,8 +93,9 @@ class Judge:
         Args:
           request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
             before it, and `limits`, fields of Limits; and
-            for functions: `tests`, sources that each raise if the program fails; `given` and `setup`, sources that are
-            run before them; `entry_point`, None or the function that `check` of every test is called with;
+            for functions: `tests`, sources that each raise if the program fails; `given`, what the prompt may give,
+            sources of which the first that compiles is run before them; `setup`, a source that is, too; `entry_point`,
+            None or the function that `check` of every test is called with;
             for whole programs: `inputs` and `expected`, a text each for every test, `compare`, a name of compare.py,
             or `checker`, the source of `check(input, expected, output)`; `stop`, True to stop at the first failure;
             to see what a program prints: `inputs` with one text, and no `expected`. The reply is then `{"output",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .channel import Channel
+from .choose import choose
 from .mirror import BrokenTest, MirrorType, Program
 from .world import describe, given_parts, shared_source
 
@@ -119,11 +120,12 @@ class _Tests:
         program.tests.append(job["setup"])
         world = shared_source(job["setup"]) if job["setup"] else {}
         entry = job["entry_point"]
-        given, left = given_parts(job["given"], re.split(r"\W", entry)[0]) if entry else ("", set())
+        prompt = choose(job["given"]) if job["given"] else ""
+        given, left = given_parts(prompt, re.split(r"\W", entry)[0]) if entry else ("", set())
         program.names = program.do("load", "\n".join([*world.values(), given]))
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         with contextlib.suppress(BrokenTest):  # a prompt in words, with code in it
-            self._run(job["given"])
+            self._run(prompt)
         program.broken = ""
         for name in left.intersection(names, program.names):
             del names[name]

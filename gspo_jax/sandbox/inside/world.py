@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 WHY_CHARACTERS = 200
 """Characters of the reason why a program or test failed."""
 
@@ -46,18 +46,18 @@ def given_parts(prompt: str, entry: str) -> tuple[str, set[str]]:
         tree = ast.parse(prompt)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "", set()
-    left = {node.name for node in tree.body if isinstance(node, _DEFINITIONS) and _is_unfinished(node)} | {entry}
-    given = (node for node in tree.body if not (isinstance(node, _DEFINITIONS) and node.name in left))
+    left = {node.name for node in tree.body if isinstance(node, DEFINITIONS) and is_unfinished(node)} | {entry}
+    given = (node for node in tree.body if not (isinstance(node, DEFINITIONS) and node.name in left))
     return "\n".join(map(ast.unparse, given)), left
 
 
-def _is_unfinished(node: ast.stmt) -> bool:
+def is_unfinished(node: ast.stmt) -> bool:
     """Return whether a definition has no body, or one of its methods has none; those of abstract classes need none."""
     if isinstance(node, ast.ClassDef):
         if any("Protocol" in ast.unparse(base) for base in node.bases):
             return False
         methods = [part for part in ast.walk(node) if isinstance(part, _FUNCTIONS)]
-        return any(map(_is_unfinished, methods)) if methods or node.bases else not any(map(_does, node.body))
+        return any(map(is_unfinished, methods)) if methods or node.bases else not any(map(_does, node.body))
     assert isinstance(node, _FUNCTIONS)
     return not any(map(_does, node.body)) and not any("abstract" in ast.unparse(by) for by in node.decorator_list)
 
