@@ -75,6 +75,10 @@ def indented(text, columns):
         ),
         *((f"```python\n{F.strip()}{end}", F.strip()) for end in ("```", "```\n\nDone.", "```.\n")),
         (f"```python\n{F}``` is what you asked for.\n", F),
+        *(
+            2 * (f"```python\n{F}{broken}f(\n```",)  # nothing compiles
+            for broken in ("# ```\n", "```py\n", "x = '```'\n")
+        ),
         (f"{F}```\n", F),  # the block was opened before the response
         (f"{F}```\n\nIt doubles:\n\n```python\nprint(f(1))\n```\n", F),
         (f"{F}```<|im_end|>", F),

@@ -151,8 +151,16 @@ def _may_be_python(fence: _Fence) -> bool:
 
 
 def _with_other_ends(lines: Sequence[str], fence: _Fence, end: int) -> list[str]:
-    """Return a block as it is if it ends at other marks behind its fence than the line `end`."""
-    others = (n for n in range(fence.line + 1, len(lines)) if n != end and fence.mark in lines[n])
+    """Return a block as it is if it ends at other marks behind its fence than the line `end`.
+
+    A mark in a comment is none, nor is one that opens a block of Python.
+    """
+
+    def ends(line: str) -> bool:
+        before, mark, behind = line.partition(fence.mark)
+        return mark != "" and "#" not in before and not _PYTHON.match(behind.strip())
+
+    others = (number for number in range(fence.line + 1, len(lines)) if number != end and ends(lines[number]))
     return [
         _content(lines, fence, other) + _content([lines[other].partition(fence.mark)[0]], fence._replace(line=-1), 1)
         for other in itertools.islice(others, _MOST_LONGER[1])
