@@ -1127,6 +1127,7 @@ SKELETON = """class Solution:
     def twice(self, x: int) -> int:
         pass
 """
+TWICE_IT = "class Solution:\n    def twice(self, x):\n        return 2 * x"
 TWICE = """def check(candidate):
     assert candidate(2) == 4
 """
@@ -1590,6 +1591,20 @@ print(math.floor(x[0] + 1))
                 1,
             ),
         )
+    ),
+    *(
+        (f"a prompt {what}", {"test": TWICE, "entry_point": "Solution().twice"}, first + SKELETON, TWICE_IT, score)
+        for what, first, score in (
+            ("with an annotation of nothing", "from typing import List\nclass Old:\n    x: Tree = Tree(1)\n", 1),
+            ("that imports numpy", "import numpy\n", None),
+        )
+    ),
+    (
+        "a skeleton with unknown types",
+        {"test": TWICE, "entry_point": "Solution().twice"},
+        SKELETON.replace("int", "Optional[Tree]"),
+        TWICE_IT,
+        1,
     ),
     (
         "the prompt's block",

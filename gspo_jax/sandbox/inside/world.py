@@ -36,19 +36,21 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:WHY_CHARACTERS]
 
 
-def given_parts(prompt: str, entry: str) -> tuple[str, set[str]]:
-    """Return what a prompt gives to the program, as a source, and the names that it leaves the program to define.
+def given_source(prompt: str, entry: str) -> str:
+    """Return what a prompt gives beside the function or class that it asks for, as a source; in words it gives nothing.
 
-    Left to the program are its entry, and functions and classes without a body: nothing but a docstring, `pass`, `...`
-    or NotImplementedError, in any method. A prompt in words gives nothing.
+    It does not give what it leaves to the program as well: functions and classes without a body, with nothing but a
+    docstring, `pass`, `...` or NotImplementedError in one of their methods.
     """
     try:
         tree = ast.parse(prompt)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "", set()
-    left = {node.name for node in tree.body if isinstance(node, DEFINITIONS) and is_unfinished(node)} | {entry}
-    given = (node for node in tree.body if not (isinstance(node, DEFINITIONS) and node.name in left))
-    return "\n".join(map(ast.unparse, given)), left
+        return ""
+    return "\n".join(
+        ast.unparse(node)
+        for node in tree.body
+        if not (isinstance(node, DEFINITIONS) and (node.name == entry or is_unfinished(node)))
+    )
 
 
 def is_unfinished(node: ast.stmt) -> bool:
