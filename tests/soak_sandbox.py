@@ -20,7 +20,7 @@ from gspo_jax.parallel import processes
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 
 ATTACKS = [file.read_text() for file in sorted((Path(__file__).parent / "attacks" / "forgeries").iterdir())]
-TESTS = {"tests": ["assert f(1) == 2"], "given": "", "setup": "", "entry_point": None}
+TESTS = {"tests": ["assert f(1) == 2"], "given": [], "setup": "", "entry_point": None}
 WALL_S = 1.0
 SLACK = {"processes": 4, "descriptors": 4, "bytes": 64 << 20}
 """How much each may be above its value after the first minute: a program may be running at the time of a look."""

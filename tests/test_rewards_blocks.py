@@ -9,6 +9,9 @@ from gspo_jax.sandbox.inside.choose import choose
 
 F = "def f(x):\n    return x\n"
 FENCED = f"```python\n{F}```\n"
+G = 'def f(x):\n    """\n```\nf(1)\n```\n    """\n    return 2 * x\n'
+DOCUMENTED = f"```python\n{G}```\n"
+USAGE = "```python\nprint(f(1))\n```\n"
 
 
 def indented(text, columns):
@@ -54,6 +57,31 @@ def indented(text, columns):
         ),
         (f"```\nx = 1\n```\nBetter:\n{FENCED}", F),
         (f"{FENCED}Better:\n```\nx = 1\n```", "x = 1\n"),
+        (f"{FENCED}Better:\n{DOCUMENTED}", G),  # a fence in a docstring, behind a draft
+        (f"{FENCED}Better:\n```\n{G}```\nOutput:\n```\n2\n```\n", G),
+        (f"{DOCUMENTED}Better:\n{FENCED}", F),
+        (f"{FENCED}Its signature:\n```python\ndef f(x: int) -> int: ...\n```\n", F),
+        ("```python\ndef f(x: int) -> int: ...\n```\n", "def f(x: int) -> int: ...\n"),
+        *(
+            (f"```python\n{F}```{end}", F)
+            for end in (
+                "<|eot_id|>",
+                "<|im_end|>",
+                "<|endoftext|>",
+                "<｜end▁of▁sentence｜>",
+                "<end_of_turn>",
+                "<eos>\n",
+            )
+        ),
+        *((f"```python\n{F.strip()}{end}", F.strip()) for end in ("```", "```\n\nDone.", "```.\n")),
+        (f"```python\n{F}``` is what you asked for.\n", F),
+        *(
+            2 * (f"```python\n{F}{broken}f(\n```",)  # nothing compiles
+            for broken in ("# ```\n", "```py\n", "x = '```'\n")
+        ),
+        (f"{F}```\n", F),  # the block was opened before the response
+        (f"{F}```\n\nIt doubles:\n\n```python\nprint(f(1))\n```\n", F),
+        (f"{F}```<|im_end|>", F),
         (f"{FENCED}Cut off:\n```python\ndef f(x):\n    return (", F),
         (f"```js\nf\n```\n{F}", f"```js\nf\n```\n{F}"),
         ("```python\ndef f():\n    '''\n```\nf()\n```\n    '''\n```\n", "def f():\n    '''\n```\nf()\n```\n    '''\n"),
@@ -82,14 +110,108 @@ def test_the_program_is_the_last_block_that_is_python_and_compiles(text, program
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    "prompt",
+    ["Write f.\n```python\n", "Write f.\n```python", "```py\n1\n```\nWrite f.<|im_end|>\n~~~\n", "```python\nx = "],
+)
+def test_a_block_that_the_prompt_opens_goes_on_in_the_response(prompt):
+    opened = "x = " if prompt.endswith("= ") else ""
+    mark = "~~~" if "~" in prompt else "```"
+    for behind in ("", "\nIt is right.\n"):
+        response = f"1\n{F}{mark}\n{behind}"
+        assert choose(code.programs_of(prompt, response)).strip() == f"{opened}1\n{F}".strip()
+    assert choose(code.programs_of(prompt, f"1\n{mark}\nBetter:\n{DOCUMENTED}")) == G
+
+
+@pytest.mark.parametrize("prompt", ["", "Why?\n```\nx = (", "Mind the ```python\nfence<|im_end|>\n"])
+def test_a_prompt_that_leaves_a_block_open_by_mistake_hides_no_program(prompt):
+    assert choose(code.programs_of(prompt, f"So:\n{FENCED}")) == F
+    assert choose(code.programs_of(prompt, f"So:\n{FENCED}or\n{DOCUMENTED}.")) == G
+
+
+DEFINED = (
+    *(
+        F,
+        "async " + F,
+        "f = lambda x: x\n",
+        "f: Callable = lambda x: x\n",
+        "f, g = 1, 2\n",
+        "g, f = 1, 2\n",
+        "g = f = 1\n",
+    ),
+    *("from operator import neg as f\n", "from a import (\n    f,\n)\n", "from operator import f, g\n"),
+    *(f"if True:\n{indented(F, 4)}", "try:\n    f = 1\nexcept ValueError:\n    pass\n", "class f:\n    pass\n"),
+)
+
+
+@pytest.mark.parametrize("program", DEFINED)
+@pytest.mark.parametrize(
+    "names", [{"entry_point": "f"}, {"tests": ["assert f(1) == 1"]}, {"tests": ["assert sorted(f(1)) == [1]"]}]
+)
+def test_a_block_that_shows_how_to_call_it_is_not_the_program(program, names):
+    for usage in (USAGE, "```\nf(1)\n```\n", "```python\nsorted = f(1) == 1\nassert f(2) == 2\n```"):
+        assert choose(code.programs_of("", f"```python\n{program}```\nUsage:\n{usage}", **names)) == program
+
+
+SOLUTION = f"class Solution:\n{indented(F, 4)}"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "names", "program"),
     [
-        (f"{FENCED}Usage:\n```python\nprint(f(1))\n```", {"entry_point": "f"}),
-        (f"{FENCED}Usage:\n```python\nprint(f(1))\n```", {"tests": ["assert f(1) == 1"]}),
+        ((SOLUTION, "s = Solution()\nprint(s.f(1))\n"), {"entry_point": "Solution().f"}, 0),
+        ((SOLUTION, "s = Solution()\nprint(s.f(1))\n"), {"tests": ["assert Solution().f(1) == 1"]}, 0),
+        ((SOLUTION, F), {"tests": ["assert Solution().f(1) == 1"]}, 0),
+        ((SOLUTION, F), {"tests": ["assert f(1) == 1"]}, 1),
+        ((F, SOLUTION), {"tests": ["assert f(1) == 1"]}, 0),
+        ((F, "from solution import f\nprint(f(1))\n"), {"tests": ["assert f(1) == 1"]}, 0),
+        ((F, G), {"tests": ["assert f(1) == 1"]}, 1),
+        ((SOLUTION, SOLUTION + "# better\n"), {"entry_point": "Solution().f"}, 1),
     ],
 )
-def test_a_block_that_shows_how_to_call_it_is_not_the_program(text, names):
-    assert choose(code.programs_of("", text, **names)) == F
+def test_the_program_defines_what_is_called(blocks, names, program):
+    response = "Or:\n".join(f"````python\n{block}````\n" for block in blocks)
+    assert choose(code.programs_of("", response, **names)) == blocks[program]
+
+
+def test_a_body_in_a_block_goes_on_from_the_prompt():
+    prompt = "def f(x):\n    # the same\n"
+    for response in ("```python\n    return x\n```\n", "    return x\n```\n", "    return x\n"):
+        assert choose(code.programs_of("", response, entry_point="f", given=(prompt,))) == prompt + "    return x\n"
+
+
+PRINTS = ("print(2 * int(input()))\n", "import sys\nsys.stdout.write(input())\n", F + "print(f(1))\n")
+BEHIND = (
+    *("Input: 2\nOutput: 4", "n: 1", "O(n)", "O(n * m)", "y = 2 * x", "max(a, b)", "dp[i] = dp[i-1] + dp[i-2]"),
+    *("assert f(2) == 4", "import sys", "x = 1", "input()", F),
+)
+
+
+@pytest.mark.parametrize("program", PRINTS)
+@pytest.mark.parametrize("behind", BEHIND)
+def test_a_whole_program_prints(program, behind):
+    for tag in ("", "python"):
+        assert choose(code.programs_of("", f"```python\n{program}```\nso:\n```{tag}\n{behind}\n```\n")) == program
+    assert choose(code.programs_of("", f"```\n{behind}\n```\nso:\n```\n{program}```\n")) == program
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        "print(f(5))\n",
+        "assert f(2) == 2\nprint('ok')\n",
+        "for x in range(3):\n    print(f(x))\n",
+        "from solution import f\nprint(f(5))\n",
+    ],
+)
+def test_a_block_that_only_calls_what_another_one_defines_is_not_the_whole_program(usage):
+    program = F + "print(f(int(input())))\n"
+    assert choose(code.programs_of("", f"```python\n{program}```\nUse:\n```python\n{usage}```\n")) == program
+    for broken in (
+        usage.replace("f(", "Counter("),
+        F + usage,
+        "from os import abc as f\n" + usage,
+    ):  # a name that nobody has
+        assert choose(code.programs_of("", f"```python\n{program}```\n```python\n{broken}```\n")) == broken
 
 
 @pytest.mark.parametrize(
@@ -113,10 +235,21 @@ def test_a_turn_ends_in_a_program_only_if_its_block_closes_there(turn, program):
     [
         *("```a\n", "```\n", "```\nx\n```\n", "`", "\n", " ", "> ", "- ", "1. a\n", "- a\n  ", "> ```\n", "~~~\n"),
         *("\t", "```python\nx\n", "- ```\n", "    x\n", "def f(x):\n", "- - - -\n", "<a>", "<a> ", "1. "),
+        *(
+            "f,",
+            "f = ",
+            "f: ",
+            "import f,\n",
+            "import (\n",
+            "from f import f",
+            "def ",
+            "f\n```\n",
+            "```python\nf = '``` '\n```\n",
+        ),
     ],
 )
 def test_hostile_responses_cost_little(piece):
     text, begun = piece * (50_000 // len(piece)), time.process_time()
-    found = code.programs_of("def f(x):\n", text, "f")
+    found = code.programs_of("def f(x):\n", text, entry_point="f")
     blocks.last_of_text(text)
     assert time.process_time() - begun < 1 and sum(map(len, found)) < 10 * len(text)

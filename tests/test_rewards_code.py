@@ -64,13 +64,13 @@ def scored():
     ],
 )
 def test_which_program_is_judged(completion, entry_point, program):
-    assert choose(code.programs_of(PROMPT, completion, entry_point)) == program
+    assert choose(code.programs_of(PROMPT, completion, entry_point=entry_point)) == program
 
 
 def test_in_a_conversation_the_question_is_what_the_completion_goes_on_from():
     record, chat = {**TRIPLE, "question": PROMPT}, f"<user>\n{PROMPT}<assistant>\n"
     request = code.code_tests(chat, "    return 3 * x", record, timeout_s=1.0)
-    assert request.program == (PROMPT + "    return 3 * x",) and request.asked["given"] == PROMPT
+    assert request.program == (PROMPT + "    return 3 * x",) and request.asked["given"] == (PROMPT,)
 
 
 def test_functions_are_tested_with_what_the_prompt_gives(scored):

@@ -1060,6 +1060,77 @@ CHECK = """def check(candidate):
     except BadInput as e:
         assert str(e) == 'blue'
 """
+STREAMS = "import sys\nprint(sys.stdin.name, sys.stdout.name, sys.stderr.name)"
+FILE = """import os
+os.chdir(os.path.dirname(os.path.abspath(__file__)))
+name = os.path.basename(__file__)
+print(name, os.path.isabs(__file__))"""
+STUBS = """class Node:
+    def __init__(self, v):
+        self.v = v
+        self.l = self.r = None
+
+class Queue:
+    def put(self, v):
+        raise NotImplementedError
+
+def insert(root, v):
+    'TODO'
+
+def search(root, v):
+    # TODO
+    pass
+"""
+WRITTEN_ON = """
+class Queue:
+    def __init__(self):
+        self.vs = []
+    def put(self, v):
+        self.vs.append(v)
+
+def insert(root, v):
+    if root is None:
+        return Node(v)
+    if v < root.v:
+        root.l = insert(root.l, v)
+    else:
+        root.r = insert(root.r, v)
+    return root
+
+def search(root, v):
+    while root and root.v != v:
+        root = root.l if v < root.v else root.r
+    return root is not None
+"""
+WRITTEN = f"```python\n{WRITTEN_ON}```\n"
+STUB_CHECK = """def check(candidate):
+    root, q = None, Queue()
+    for x in [3, 1, 5]:
+        root = insert(root, x)
+        q.put(x)
+    assert candidate(root, 5) and not candidate(root, 4) and q.vs == [3, 1, 5] and isinstance(root, Node)
+"""
+HELPERS = """from typing import List
+
+ONE = 1
+
+def double(x):
+    return 2 * x
+
+def most(xs: List[int]) -> int:
+    'Return twice the greatest and one.'
+"""
+HELP_CHECK = """def check(candidate):
+    assert candidate([1, 3]) == double(3) + 1
+"""
+SKELETON = """class Solution:
+    def twice(self, x: int) -> int:
+        pass
+"""
+TWICE_IT = "class Solution:\n    def twice(self, x):\n        return 2 * x"
+TWICE = """def check(candidate):
+    assert candidate(2) == 4
+"""
 RECORDS = [
     (
         "leetcode setup",
@@ -1461,6 +1532,88 @@ print(math.floor(x[0] + 1))
         "print(all(map(callable, (exit, quit, help, copyright, credits, license))) and 'exit' in repr(exit))",
         1,
     ),
+    *(
+        (name, {"inputs": [given], "outputs": [printed]}, "", program, score)
+        for name, given, printed, program, score in (
+            ("carriage returns", "abc\r\nx\r\n", "4", "print(len(input()))", 1),
+            ("no translated line ends", "abc\r\nx\r\n", "3", "print(len(input()))", 0),
+            ("a lone carriage return", "a\rb\n", "1", "import sys\nprint(len(sys.stdin.readlines()))", 1),
+            ("stdin's name", "", "<stdin> <stdout> <stderr>", STREAMS, 1),
+            ("the program's file", "", "program.py True", FILE, 1),
+            ("a program without numpy", "1", "1", "import numpy\nprint(input())", 0),
+        )
+    ),
+    (
+        "stdin prelude broken",
+        {"inputs": ["1"], "outputs": ["1"], "prelude": "import numpy"},
+        "",
+        "print(input())",
+        None,
+    ),
+    ("stdin prelude wrong", {"inputs": ["1"], "outputs": ["1"], "prelude": "x = ("}, "", "print(input())", None),
+    ("stdin prelude ends", {"inputs": ["1"], "outputs": ["1"], "prelude": "exit(0)"}, "", "print(input())", None),
+    ("functions without numpy", {"test_list": ["assert f(1) == 1"]}, "", "import numpy\ndef f(x):\n    return x", 0),
+    ("numpy in a call", {"test_list": ["assert f(1) == 1"]}, "", "def f(x):\n    import numpy\n    return x", 0),
+    ("numpy in a test", {"test_list": ["import numpy\nassert f(1) == 1"]}, "", "def f(x):\n    return x", None),
+    ("file of functions", {"test_list": ["assert f() == 'program.py'"]}, "", FILE + "\ndef f():\n    return name", 1),
+    ("stubs", {"test": STUB_CHECK, "entry_point": "search"}, STUBS, WRITTEN, 1),
+    ("stubs in the prompt, goes on", {"test": STUB_CHECK, "entry_point": "search"}, STUBS, WRITTEN_ON, 1),
+    ("stubs wrong", {"test": STUB_CHECK, "entry_point": "search"}, STUBS, WRITTEN.replace("not None", "None"), 0),
+    ("stubs left", {"test": STUB_CHECK, "entry_point": "search"}, STUBS, "def search(root, v):\n    return v == 5", 0),
+    *(
+        (f"{what}, {kind}", {"test": HELP_CHECK, "entry_point": "most"}, given, program, score)
+        for kind, program, score in (
+            ("right", "def most(xs: List[int]) -> int:\n    return double(max(xs)) + ONE", 1),
+            ("in a block", "```python\ndef most(xs: List[int]) -> int:\n    return double(max(xs)) + ONE\n```", 1),
+            ("goes on", "    return double(max(xs)) + ONE", 1),
+            ("a body in a block", "```python\n    return double(max(xs)) + ONE\n```", 1),
+            ("wrong", "def most(xs: List[int]) -> int:\n    return max(xs) + ONE", 0),
+            ("its own helper", "def double(x):\n    return 7\ndef most(xs):\n    return double(xs) + 1", 0),
+            ("nothing", "def other(xs):\n    return 1", 0),
+        )
+        for what, given in (
+            ("what the prompt gives", HELPERS),
+            (
+                "what its block gives",
+                f"<user>Complete this, it's easy:\n\n```python\n{HELPERS}```<|end|>\n<assistant>\n",
+            ),
+        )
+    ),
+    *(
+        (f"a solution's skeleton, {kind}", {"test": TWICE, "entry_point": "Solution().twice"}, SKELETON, program, score)
+        for kind, program, score in (
+            ("right", "```python\nclass Solution:\n    def twice(self, x):\n        return 2 * x\n```", 1),
+            ("wrong", "```python\nclass Solution:\n    def twice(self, x):\n        return x\n```", 0),
+            ("left", "```python\nprint(Solution().twice(1))\n```", 0),
+            (
+                "shown",
+                "class Solution:\n    def twice(self, x):\n        return 2 * x\n```\n```\nSolution().twice(1)\n```",
+                1,
+            ),
+        )
+    ),
+    *(
+        (f"a prompt {what}", {"test": TWICE, "entry_point": "Solution().twice"}, first + SKELETON, TWICE_IT, score)
+        for what, first, score in (
+            ("with an annotation of nothing", "from typing import List\nclass Old:\n    x: Tree = Tree(1)\n", 1),
+            ("that imports numpy", "import numpy\n", None),
+        )
+    ),
+    (
+        "a skeleton with unknown types",
+        {"test": TWICE, "entry_point": "Solution().twice"},
+        SKELETON.replace("int", "Optional[Tree]"),
+        TWICE_IT,
+        1,
+    ),
+    (
+        "the prompt's block",
+        {"test": TWICE, "entry_point": "f"},
+        "Write.\n```python\n",
+        "def f(x):\n    return 2 * x\n```",
+        1,
+    ),
+    ("the prompt's block, wrong", {"test": TWICE, "entry_point": "f"}, "```\n", "def f(x):\n    return x\n```", 0),
 ]
 """What is tried, a record, a prompt, a completion and its score."""
 

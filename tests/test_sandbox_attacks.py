@@ -64,7 +64,7 @@ def inside(box):
 
 
 def functions(sandbox, program, wall_s=WALL_S, tests=TESTS):
-    asked = {"tests": tests, "given": "", "setup": "", "entry_point": None}
+    asked = {"tests": tests, "given": [], "setup": "", "entry_point": None}
     return sandbox.judge(Request(program, asked, wall_s))
 
 

@@ -1,28 +1,30 @@
 """Code blocks of a response, by the rules of CommonMark (spec.commonmark.org, 4.4 and 4.5), in linear time.
 
 Fences count in lists and quotes as well as outside them. Three liberties, for what models write: a fence may stand
-behind a tag (`</think>```python`), and a closing one before a closing tag; a line of a block in a list may begin left
-of the list; and a tag on a line of its own begins no HTML block, so that a fence may follow it.
+behind a tag (`</think>```python`), and a closing one before a tag (`</answer>`, `<|im_end|>`); a line of a block in a
+list may begin left of the list; and a tag on a line of its own begins no HTML block, so that a fence may follow it.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _OPENS = re.compile(r"(?:</?[\w|-]{1,40}>[ \t]*)*(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>.*)")
-_CLOSES = re.compile(r"[ \t]*(?P<mark>`{3,}|~{3,})[ \t]*(?:</[\w|-]{1,40}>[ \t]*)*[\r\n]*\Z")
+_CLOSES = re.compile(r"[ \t]*(?P<mark>`{3,}|~{3,})[ \t]*(?:<[^\s<>]{1,40}>[ \t]*)*[\r\n]*\Z")
 _MARKER = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?=[ \t])")
 _BEGINS = frozenset("`~<>-*+0123456789")
 """What a line that opens a container or a block begins with."""
 _PYTHON = re.compile(r"\{?[ .]*(?:i?python|py)[\d.]*(?![\w-])|[\w./-]+\.py\b", re.IGNORECASE)
+_DOCSTRINGS = ('"""', "'''")
 _TAB = 4
 _DEEPEST = 20
 """Containers on one line; what is nested more deeply is no code that anybody would write."""
 _MOST_BLOCKS = 16
 """Blocks that may be the program, from the last on."""
 _MOST_LONGER = (4, 8)
-"""Blocks tagged as Python that may go on behind a fence, from the last on, and fences that each may go on behind."""
+"""Blocks whose fences may be read otherwise, from the last on, and other ends that each may have."""
 _MOST_CHARACTERS = 1 << 20
 """Characters of all candidates together, behind the first."""
 
@@ -43,29 +45,44 @@ class _Fence(NamedTuple):
 def programs(text: str) -> list[str]:
     """Return the blocks that may be a program, best first: tagged as Python or not tagged, the last one first.
 
-    Where a block does not compile, a fence in it may have been that of a docstring; behind the blocks come those that
-    go on to a later fence. Without any fence, blocks that are indented by four spaces count.
+    A block that does not compile may end at another fence: at a later one if a docstring holds fences, or at one within
+    a line. So behind each block that is tagged as Python, or ends in a docstring, come those that begin with it and end
+    elsewhere. A first fence that has no tag may close a block which was opened before the text; what follows from that
+    comes last. Without any fence, blocks that are indented by four spaces count.
     """
     lines = _lines(text)
     fenced = list(_blocks(lines))
     if not fenced:
         indented = _indented(lines)
         return [found for block in reversed(indented) for found in (_fenced_in(block) or [block])][:_MOST_BLOCKS]
-    blocks = [(fence, end) for fence, end in reversed(fenced) if not fence.info or _PYTHON.match(fence.info)]
-    found = [_content(lines, *block) for block in blocks[:_MOST_BLOCKS]]
-    tagged = [fence for fence, _ in blocks if fence.info][: _MOST_LONGER[0]]
-    for fence in tagged:
-        behind = range(fence.line + 1, len(lines))
-        ends = [end for end in behind if fence.mark in lines[end] and _closes(fence, lines[end])]
-        found += [_content(lines, fence, end) for end in ends[1 : 1 + _MOST_LONGER[1]]]
+    found: list[str] = []
+    longer = 0
+    for fence, end in [block for block in reversed(fenced) if _may_be_python(block[0])][:_MOST_BLOCKS]:
+        found.append(_content(lines, fence, end))
+        if longer < _MOST_LONGER[0] and (fence.info or any(found[-1].count(quotes) % 2 for quotes in _DOCSTRINGS)):
+            found += _with_other_ends(lines, fence, end)
+            longer += 1
+    first = fenced[0][0]
+    if first.line > 0 and _CLOSES.match(lines[first.line].lstrip(" \t>")):
+        found += programs(f"{first.mark}python\n{text}")
     return _bounded([block for block in found if block.strip()])
+
+
+def left_open(text: str) -> str:
+    """Return what a text that ends within a block says from the block's fence on, or "" if it ends in none."""
+    lines = _lines(text)
+    *_, last = (None, *_blocks(lines))
+    if last is None or last[1] < len(lines) or not _may_be_python(last[0]):
+        return ""
+    only_fence = last[0].line == len(lines) - 1 and not text.endswith("\n")
+    return "".join(lines[last[0].line :]) + "\n" * only_fence
 
 
 def last_of_text(text: str) -> str | None:
     """Return the block that closes in the last line of a text, white space aside, if it may be a program."""
     lines = _lines(text.rstrip())
     *_, last = (None, *_blocks(lines))
-    if last is None or last[1] != len(lines) - 1 or (last[0].info and not _PYTHON.match(last[0].info)):
+    if last is None or last[1] != len(lines) - 1 or not _may_be_python(last[0]):
         return None
     return _content(lines, *last)
 
@@ -127,6 +144,27 @@ def _closes(fence: _Fence, line: str) -> bool:
     if rest is None or closes is None or fence.mark not in closes["mark"]:
         return False
     return rest[0] in "`~" or _indent(rest, 0)[0] < fence.within + _TAB
+
+
+def _may_be_python(fence: _Fence) -> bool:
+    return not fence.info or _PYTHON.match(fence.info) is not None
+
+
+def _with_other_ends(lines: Sequence[str], fence: _Fence, end: int) -> list[str]:
+    """Return a block as it is if it ends at other marks behind its fence than the line `end`.
+
+    A mark in a comment is none, nor is one that opens a block of Python.
+    """
+
+    def ends(line: str) -> bool:
+        before, mark, behind = line.partition(fence.mark)
+        return mark != "" and "#" not in before and not _PYTHON.match(behind.strip())
+
+    others = (number for number in range(fence.line + 1, len(lines)) if number != end and ends(lines[number]))
+    return [
+        _content(lines, fence, other) + _content([lines[other].partition(fence.mark)[0]], fence._replace(line=-1), 1)
+        for other in itertools.islice(others, _MOST_LONGER[1])
+    ]
 
 
 def _content(lines: Sequence[str], fence: _Fence, end: int) -> str:

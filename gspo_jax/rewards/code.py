@@ -2,12 +2,13 @@
 
 A function here takes (prompt, completion, record), returns a request to the sandbox, and does not run the program. The
 program is the last code block of the completion that is tagged as Python or not tagged and compiles (blocks.py finds
-them, the sandbox compiles). Without one it is the completion, or the prompt and the completion if the record has a
-`test` and the completion does not define its `entry_point`. record["prelude"], if there is one, is run before it.
-Functions run in the trainer's process, so they must be linear in the completion's length. To add a reward, write a
-function here and list its name in `__all__`.
+them, the sandbox compiles), of those that define what is called, or print. Without one it is the completion, or the
+prompt and the completion if the record has a `test` and the completion does not define its `entry_point`.
+record["prelude"], if there is one, is run before it. Functions run in the trainer's process, so they must be linear in
+the completion's length. To add a reward, write a function here and list its name in `__all__`.
 """
 
+import builtins
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,17 @@ __all__ = ["code_stdin", "code_stdin_share", "code_tests", "code_tests_share"]
 
 Record = dict[str, Any]
 _COMPARISON = "token"
-_CALLED = re.compile(r"\b([A-Za-z_]\w*)\s*\(")
+_WORD = re.compile(r"\w+")
+_CALLED = re.compile(r"(?<![.\w])([A-Za-z_]\w*)\s*\(")
+_BINDS = re.compile(
+    r"^(?P<indent>[ \t]*)(?:"
+    r"(?:async +)?(?:def|class) +(?P<defined>\w+)"
+    r"|(?P<assigned>[A-Za-z_]\w*(?: *[,=] *[A-Za-z_]\w*)*) *(?::[^=\n]*)?=(?!=)"
+    r"|(?:from [\w.]+ )?import (?P<imported>\([^()]*|[^()\n]*))",
+    re.MULTILINE,
+)
+"""A line that gives names a value, by its look."""
+_PRINTS = re.compile(r"print|write|stdout")
 
 
 def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
@@ -29,19 +40,20 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
     or the asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
     """
     tests = [record["test"]] if "test" in record else list(record["test_list"])
-    entry_point, given = record["entry_point"] if "test" in record else None, ""
+    entry_point = record["entry_point"] if "test" in record else None
+    given: tuple[str, ...] = ()
     if entry_point is not None:
         # The prompt itself may be a conversation, of which the question is a part.
         texts = (record.get("prompt"), record.get("question"), prompt)
-        given = next((text for text in texts if isinstance(text, str) and defines(text, entry_point)), "")
-        prompt = given or prompt
+        given = next(filter(None, (_given(text, entry_point) for text in texts if isinstance(text, str))), ())
     asked = {
         "tests": tests,
         "given": given,
         "setup": record.get("test_setup_code") or "",
         "entry_point": entry_point,
     }
-    return Request(programs_of(prompt, completion, entry_point, tests), asked, timeout_s, record.get("prelude") or "")
+    sources = programs_of(prompt, completion, tests, entry_point, given)
+    return Request(sources, asked, timeout_s, record.get("prelude") or "")
 
 
 def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s: float) -> Request:
@@ -77,20 +89,54 @@ def score(name: str, verdict: Verdict) -> float:
     return share if name.endswith("_share") else float(share == 1)
 
 
-def programs_of(prompt: str, text: str, entry_point: str | None = None, tests: Sequence[str] = ()) -> tuple[str, ...]:
+def programs_of(
+    prompt: str, text: str, tests: Sequence[str] = (), entry_point: str | None = None, given: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return the sources in a text that may be its program, best first; the sandbox takes the first that compiles.
 
-    A source that defines `entry_point`, or a function that the tests call, comes before one that does not.
+    First come those that define the entry point, or a function that the tests call; without tests, those that print. A
+    text that does not define the entry point goes on from one of `given`, which do, as its blocks may; or else from the
+    prompt. A block that the prompt leaves open goes on in the text.
     """
-    whole = text if entry_point is None or defines(text, entry_point) else prompt + text
-    found = (whole, *blocks.programs(text))  # fences in a text that compiles stand in its docstrings
-    names = [entry_point] if entry_point else sorted({name for test in tests for name in _CALLED.findall(test)})
-    if len(found) == 1 or not names:
-        return found
-    return tuple(sorted(found, key=lambda source: not defines(source, *names)))
+    opened = blocks.left_open(prompt)
+    found = [*(blocks.programs(opened + text) if opened else ()), *blocks.programs(text)]
+    whole = [text]
+    if entry_point is not None and not _defines(text, entry_point):
+        whole = [source + text for source in given or [prompt]]
+        found += [source + block for source in given for block in found]
+    found = [*whole, *found]  # fences in a text that compiles stand in its docstrings
+    if entry_point is None and not tests:
+        return tuple(sorted(found, key=lambda source: not _PRINTS.search(source)))
+    called = {name for test in tests for name in _CALLED.findall(test)}
+    names = {_name(entry_point)} if entry_point else called.difference(vars(builtins)) or called
+    return tuple(sorted(found, key=lambda source: _distance(source, names)))
 
 
-def defines(source: str, *names: str) -> bool:
-    """Return whether a source defines one of the names at its top level, by the look of its lines: it is not parsed."""
-    either = "|".join(map(re.escape, names))
-    return re.search(rf"^(?:(?:async )?def|class) (?:{either})\b|^(?:{either}) *=", source, re.MULTILINE) is not None
+def _given(text: str, entry_point: str) -> tuple[str, ...]:
+    """Return a question that defines the entry point, and its blocks that do, as it may be in words."""
+    if not _defines(text, entry_point):
+        return ()
+    return (text, *(block for block in blocks.programs(text) if _defines(block, entry_point)))
+
+
+def _distance(source: str, names: set[str]) -> int:
+    """Return 0 if a source defines one of the names at its top level, 1 if it binds one elsewhere, 2 if it does not.
+
+    This goes by the look of its lines; it is not parsed. Methods bind their names elsewhere, and so do imports, which
+    may be those of an example.
+    """
+    nearest = 2
+    for line in _BINDS.finditer(source):
+        bound = line["defined"] or line["assigned"] or line["imported"] or ""
+        if not names.isdisjoint(_WORD.findall(bound)):
+            nearest = min(nearest, int(bool(line["indent"] or line["imported"])))
+    return nearest
+
+
+def _defines(source: str, entry_point: str) -> bool:
+    return _distance(source, {_name(entry_point)}) == 0
+
+
+def _name(entry_point: str) -> str:
+    """Return the name that an entry point such as `Solution().solve` begins with."""
+    return re.split(r"\W", entry_point, maxsplit=1)[0]

@@ -93,8 +93,9 @@ class Judge:
         Args:
           request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
             before it, and `limits`, fields of Limits; and
-            for functions: `tests`, sources that each raise if the program fails; `given` and `setup`, sources that are
-            run before them; `entry_point`, None or the function that `check` of every test is called with;
+            for functions: `tests`, sources that each raise if the program fails; `given`, what the prompt may give,
+            sources of which the first that compiles is run before them; `setup`, a source that is, too; `entry_point`,
+            None or the function that `check` of every test is called with;
             for whole programs: `inputs` and `expected`, a text each for every test, `compare`, a name of compare.py,
             or `checker`, the source of `check(input, expected, output)`; `stop`, True to stop at the first failure;
             to see what a program prints: `inputs` with one text, and no `expected`. The reply is then `{"output",
@@ -167,6 +168,8 @@ class Judge:
                 channel.send({"program": request["program"], "prelude": request["prelude"]})
                 output, said = running.read(read, errors)
                 why = running.ended_badly()
+                if why:
+                    _raise_broken(channel)
             except _Stopped as stop:
                 return "", str(stop)
             except (OSError, ValueError):  # it is too long, or its process has ended
@@ -304,6 +307,12 @@ class _Processes:
             return self._pids
         ours = (1, os.getpid(), self._spawner.pid)
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in ours]
+
+
+def _raise_broken(channel: Channel) -> None:
+    """Raise Broken if a process that has ended said through its channel that the program is not at fault."""
+    with contextlib.suppress(EOFError, OSError):
+        raise Broken(channel.receive()["broken"])
 
 
 def _file_of(content: bytes) -> BinaryIO:

@@ -7,6 +7,7 @@ process can only fail.
 
 import atexit
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -20,20 +21,24 @@ from .world import describe, new_module
 
 
 def run_program() -> None:
-    """Run a program as `python program.py` does, with the descriptors 0, 1 and 2; it comes through 3."""
+    """Run a program as `python program.py` does, with the descriptors 0, 1 and 2; it comes through 3.
+
+    If its prelude fails, that goes back through 3, which is closed when the program begins.
+    """
     channel = Channel.of(3)
     job = channel.receive()
-    channel.socket.close()
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115  # for good
-        for number, mode in enumerate(("r", "w", "w"))
-    )
+    sys.stdin, sys.stdout, sys.stderr = map(_standard_stream, range(3))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv = ["program.py"]
+    names = new_module("__main__")
+    try:
+        exec(compile(job["prelude"], "prelude.py", "exec"), names)
+    except BaseException as error:
+        channel.send({"broken": f"the prelude: {describe(error)}"})
+        os._exit(1)
+    channel.socket.close()
     code = 1
     try:
-        names = new_module("__main__")
-        exec(compile(job["prelude"], "prelude.py", "exec"), names)
         exec(compile(choose(job["program"]), "program.py", "exec"), names)
         code = 0
     except SystemExit as end:
@@ -48,6 +53,14 @@ def run_program() -> None:
         with contextlib.suppress(BaseException):
             stream.flush()
     os._exit(code & 0xFF)
+
+
+def _standard_stream(number: int) -> io.TextIOWrapper:
+    """Return standard input, output or error as the interpreter makes them, which translates no line ends."""
+    raw = io.FileIO(number, "w" if number else "r", closefd=False)
+    raw.name = ("<stdin>", "<stdout>", "<stderr>")[number]
+    buffer = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="surrogateescape", newline="\n")
 
 
 def check_output() -> None:

@@ -1,18 +1,19 @@
 """The process of the tests: runs them against a program in another process, and tells the judge which passed."""
 
 import builtins
-import contextlib
 import importlib
 import os
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .channel import Channel
+from .choose import choose
 from .mirror import BrokenTest, MirrorType, Program
-from .world import describe, shared_source
+from .world import describe, given_source, shared_source
 
 _CHANGES: dict[str, Callable[..., bool]] = {
     "builtins.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
@@ -117,14 +118,18 @@ class _Tests:
         program, names, job = self.program, self._names, self._job
         program.tests.append(job["setup"])
         world = shared_source(job["setup"]) if job["setup"] else {}
-        program.names = program.do("load", "\n".join(world.values()))
-        # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
-        with contextlib.suppress(BrokenTest):  # a prompt in words, with code in it
-            self._run(job["given"])
-        program.broken = ""
         entry = job["entry_point"]
-        for name, value in list(names.items()):
-            if isinstance(value, type) and value.__module__ == "tests" and name != entry:
+        given = given_source(choose(job["given"]), re.split(r"\W", entry)[0]) if entry and job["given"] else ""
+        program.names = program.do("load", "\n".join([*world.values(), given]))
+        # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
+        try:
+            self._run(given)
+        except (BrokenTest, Exception) as error:  # it was written to be read, and not to be run
+            if self.lacks(error):
+                raise
+        program.broken = ""
+        for value in list(names.values()):
+            if isinstance(value, type) and value.__module__ == "tests":
                 program.pair(value)
         self._run(job["setup"])
         if entry is not None:

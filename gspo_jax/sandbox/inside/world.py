@@ -3,11 +3,14 @@
 import ast
 import builtins
 import enum
+import os
 import site
 import sys
 import types
 from typing import Any
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 WHY_CHARACTERS = 200
 """Characters of the reason why a program or test failed."""
 
@@ -20,9 +23,10 @@ def add_builtins() -> None:
 
 
 def new_module(name: str) -> dict[str, Any]:
-    """Return the names of a new module."""
+    """Return the names of a new module; `__file__` is one, though there is no such file."""
     module = types.ModuleType(name)
     module.__builtins__ = builtins  # type: ignore[attr-defined]
+    module.__file__ = os.path.abspath(sys.argv[0] if name == "__main__" else f"{name}.py")
     sys.modules[name] = module
     return vars(module)
 
@@ -30,6 +34,42 @@ def new_module(name: str) -> dict[str, Any]:
 def describe(error: BaseException) -> str:
     """Return what an exception says, in a line."""
     return f"{type(error).__name__}: {error}"[:WHY_CHARACTERS]
+
+
+def given_source(prompt: str, entry: str) -> str:
+    """Return what a prompt gives beside the function or class that it asks for, as a source; in words it gives nothing.
+
+    It does not give what it leaves to the program as well: functions and classes without a body, with nothing but a
+    docstring, `pass`, `...` or NotImplementedError in one of their methods.
+    """
+    try:
+        tree = ast.parse(prompt)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    return "\n".join(
+        ast.unparse(node)
+        for node in tree.body
+        if not (isinstance(node, DEFINITIONS) and (node.name == entry or is_unfinished(node)))
+    )
+
+
+def is_unfinished(node: ast.stmt) -> bool:
+    """Return whether a definition has no body, or one of its methods has none; those of abstract classes need none."""
+    if isinstance(node, ast.ClassDef):
+        if any("Protocol" in ast.unparse(base) for base in node.bases):
+            return False
+        methods = [part for part in ast.walk(node) if isinstance(part, _FUNCTIONS)]
+        return any(map(is_unfinished, methods)) if methods or node.bases else not any(map(_does, node.body))
+    assert isinstance(node, _FUNCTIONS)
+    return not any(map(_does, node.body)) and not any("abstract" in ast.unparse(by) for by in node.decorator_list)
+
+
+def _does(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Raise):
+        return statement.exc is None or "NotImplementedError" not in ast.unparse(statement.exc)
+    return not isinstance(statement, ast.Pass) and not (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def shared_source(source: str) -> dict[str, str]:
