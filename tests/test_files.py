@@ -89,6 +89,7 @@ def test_what_a_file_says(name, tmp_path):
             LINES + b'1+1=,2\n"1+1=,2\n' + b"1+1=,2\n" * 9,
             "a quote of the row at line 3 is not closed; close it",
         ),
+        ("a.csv", b"question,r\xe9ponse\n1+1=,2\n", "has names of columns that are not UTF-8; save it as UTF-8"),
         ("a.csv", b'question,"answer\n' + b"1+1=,2\n" * 9, "the header is not CSV .*; correct its quotes"),
         ("a.jsonl.gz", ROW, r"cannot be read: Not a gzipped file .*; restore it"),
         ("a.jsonl.gz", gzip.compress(ROW * 99)[:-20], "cannot be read: Compressed file ended .*; restore it"),
@@ -426,3 +427,17 @@ def test_conversations_and_examples_have_fields_by_name_too(tmp_path):
     wanted = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     assert coldstart.load(config)[0]["messages"] == wanted == list(setup_data.prompt_style(config).shots)
     assert setup_data.sources(config) == {}, "of the task arithmetic"
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages", "asked"])
+def test_messages_in_a_cell_are_messages(field, tmp_path):
+    turns = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+1="},
+    ]
+    named = {"prompt": field} if field == "asked" else {}
+    (record,) = read_rows(tmp_path, {field: json.dumps(turns), "answer": "3"}, **named)
+    assert record["messages"] == turns and record["question"] == "+1=" and not record.get("verbatim_prompt")
+    with pytest.raises(UserError, match=f"are {field} has messages as a text that is not JSON; write them as JSON"):
+        read_rows(tmp_path, {field: str(turns), "answer": "3"}, **named)

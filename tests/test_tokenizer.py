@@ -399,6 +399,25 @@ def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog
     assert loaded.user_turn("again") == f"{space}<|im_start|>user:{closing}<|im_start|>assistant:"
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "eos_ids"),
+    [
+        ("", "<|im_end|>\n", (1, 0)),
+        ("<|endoftext|>", "<|im_end|>", (1, 0)),
+        ("", "\n", (0,)),
+        ("<|endoftext|>", "", (0,)),
+    ],
+)
+def test_a_turn_that_is_closed_only_by_the_next_one(start, end, eos_ids, trained, tmp_path, untried):
+    template = f"{start}{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}"
+    template += f"{{% if not loop.last %}}{{{{ '{end}' }}}}{{% endif %}}{{% endfor %}}"
+    template += f"{{% if add_generation_prompt %}}{{{{ '{end}<|im_start|>assistant:' }}}}{{% endif %}}"
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings={"eos_token": "<|endoftext|>"}, template=template))
+    assert (loaded.eos_ids, loaded.behind) == (eos_ids, "")
+    space = "" if end.startswith("<") and not end.endswith("\n") else end.removeprefix("<|im_end|>")
+    assert loaded.user_turn("again") == f"{space}<|im_start|>user:again{end}<|im_start|>assistant:"
+
+
 def test_what_is_said_has_no_special_tokens(trained, tmp_path):
     settings = decoder(**{"274": {"content": "<think>", "special": False, "normalized": False}})
     loaded = Tokenizer.load(folder_with(tmp_path, trained, settings=settings, template=QWEN_LIKE))

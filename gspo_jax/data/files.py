@@ -318,6 +318,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
             names = [name.lstrip(_MARK).strip() for name in next(lines, [])]
         except csv.Error as error:
             raise UserError(f"{path}: the header is not CSV ({error}); correct its quotes") from error
+        if any(re.search("[\udc80-\udcff]", name) for name in names):
+            raise UserError(f"{path} has names of columns that are not UTF-8; save it as UTF-8")
         if len(names) == 1 and (wrong := re.search(r"[;\t|]", names[0])):
             raise UserError(f"{path} separates its columns by {wrong[0]!r}; save it with commas")
         twice = [name for name, count in collections.Counter(names).items() if name and count > 1]

@@ -9,6 +9,7 @@ import collections
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ SOURCE = "data_source"
 """Field of a record that names its source, if sources have names; a row's own field of that name is replaced."""
 
 _HELD_OUT_SEED = b"held out"
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
+"""Beginning of a text that is a list of messages, as in a cell of CSV."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,11 @@ def _is_usable(row: Mapping[str, Any], name: str) -> bool:
 def _prompt(row: Mapping[str, Any], name: str) -> Record:
     """The prompt's fields: `question`, the last user turn, and `messages` if the row has a conversation."""
     value = _field(row, name, "set data.prompt to a field that they have")
+    if name != "question" and isinstance(value, str) and _MESSAGES.match(value):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Defect(f"{name} has messages as a text that is not JSON", "write them as JSON") from None
     if name == "question" or not (name == "messages" or isinstance(value, list)):
         return {"question": _text(value, name)} | ({VERBATIM: True} if name == "prompt" else {})
     turns = parse_messages(value)

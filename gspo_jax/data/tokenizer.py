@@ -296,9 +296,22 @@ class Tokenizer:
             return ""
         return behind if found else ""
 
+    def _written_between(self) -> str:
+        """Text that the chat template writes behind an assistant's turn that a user's turn follows, without its own."""
+        turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
+        try:
+            first, _, between, _ = self.chat(turns, add_generation_prompt=False).split(_SAID)
+        except (UserError, ValueError):  # a template that rejects them, or leaves one out
+            return ""
+        opening, closing = (re.split(f"({self._added.pattern})", text) for text in (first, between))
+        while opening and closing and opening[-1] == closing[-1]:
+            opening.pop()
+            closing.pop()
+        return "".join(closing)
+
     def _with_end_of_turn(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """The EOS ids, that of the token with which the chat template ends a turn first."""
-        written = self.behind.strip()
+        written = self.behind.strip() or self._written_between().strip()
         found = self._added.match(written)
         end = None if found is None else self._backend.token_to_id(found[0])
         if end is None:
