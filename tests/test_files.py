@@ -134,6 +134,7 @@ FOLDERS = {
         "has 2 data sets .*, such as .*/data/train_gen.parquet$", ""),
     ("x/data/train.jsonl", "x/data/test.jsonl", "x/data/train_socratic.jsonl", "x/data/old/train.jsonl"): (
         ["x/data/train.jsonl"], ["x/data/test.jsonl"]),
+    ("train/algebra.jsonl", "train/geometry.jsonl"): (["train/algebra.jsonl", "train/geometry.jsonl"], ""),
     ("train.jsonl", "train.parquet"): ("has rows twice, in .*/train.jsonl and .*/train.parquet; remove one", ""),
     ("train.jsonl", "train.jsonl.gz"): ("has rows twice, in .*/train.jsonl and .*/train.jsonl.gz; remove one", ""),
     ("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"): ("has 2 of 3 files, such as ", ""),
@@ -353,12 +354,19 @@ def test_conversations_are_the_messages_whatever_is_beside_them(tmp_path):
     assert [turn["content"] for turn in record["messages"]] == ["1+1=", "2"]
 
 
-def test_a_file_is_no_folder_of_both_splits(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(ROW)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows-00000-of-00001.jsonl"])
+def test_a_file_is_no_folder_of_both_splits(name, tmp_path):
+    (tmp_path / name).write_bytes(ROW)
     config = tiny.get_config()
-    config.data.task, config.data.folder = "jsonl", str(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match=r"which is no folder; set it to one, or data\.train to a file"):
+    config.data.task, config.data.folder, config.data.options = (
+        "jsonl",
+        str(tmp_path / name.replace("-00000-of-00001.jsonl", "")),
+        {},
+    )
+    with pytest.raises(UserError, match=r"a file, which would be held out too; set data\.train to it"):
         setup_data.sources(config)
+    config.data.train, config.data.folder, config.data.held_out = config.data.folder, "", 0.0
+    assert len(setup_data.load_records(config, "train")) == 1
 
 
 def read_rows(tmp_path, *given, **fields):

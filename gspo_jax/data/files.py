@@ -89,10 +89,14 @@ def read(place: str, split: str, *, alone: bool = False) -> Iterator[Row]:
         if (count := _part(path)[1]) and int(count) > 1:
             logging.warning("%s is one of %d files; %s stands for all of them", path, int(count), _whole(path))
     else:
-        parts = [file for file in path.parent.glob("*-of-*") if file.name.endswith(FORMATS) and _whole(file) == path]
-        found = _complete(path, sorted(parts)) or [path]
+        found = _complete(path, parts(path)) or [path]
     for file in found:
         yield from _read_file(file)
+
+
+def parts(path: Path) -> list[Path]:
+    """The files whose names are `path`, a number and a suffix, in order."""
+    return sorted(file for file in path.parent.glob("*-of-*") if file.name.endswith(FORMATS) and _whole(file) == path)
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -156,12 +160,12 @@ def find(folder: Path, split: str, *, alone: bool = False) -> list[Path]:
 
 def _complete(place: Path, files: list[Path]) -> list[Path]:
     """The files of one data set; raises UserError if some are missing, or some of their rows are there twice."""
-    seen: dict[str, Path] = {}
+    seen: dict[tuple[str, str], Path] = {}
     for file in files:
         number, count = _part(file)
         if int(count or len(files)) > len(files):
             raise UserError(f"{place} has {len(files)} of {int(count)} files, such as {file}; download the others")
-        other = seen.setdefault(number, file)
+        other = seen.setdefault((_SHARD.sub("", _stem(file)), number), file)
         if other is not file:
             raise UserError(f"{place} has rows twice, in {other} and {file}; remove one of them")
     return files

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from gspo_jax.data import rows, tasks
+from gspo_jax.data import files, rows, tasks
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, PromptStyle, eval_batches, prompt_batches
 from gspo_jax.data.records import Record
 from gspo_jax.data.rows import Source
@@ -68,8 +68,8 @@ def sources(config: ConfigDict) -> dict[str, Source]:
     for name, source in data.sources.items():
         if not source.train:
             raise UserError(f"data.sources.{name}.train is empty; give a file or folder")
-    if data.folder and not Path(data.folder).is_dir():
-        raise UserError(f"data.folder is {data.folder!r}, which is no folder; set it to one, or data.train to a file")
+    if Path(data.folder).is_file() or files.parts(Path(data.folder)):
+        raise UserError(f"data.folder is {data.folder!r}, a file, which would be held out too; set data.train to it")
     instruction = data.instruction or ""
     if not given["data.sources"]:
         train, test = data.train or data.folder, data.test or data.folder
