@@ -402,9 +402,12 @@ def test_a_field_that_is_named_has_no_other_role(name, tmp_path):
 
 def test_empty_texts_about_a_row_are_absent_in_every_format(tmp_path):
     empty = {"system": "", "instruction": "", "worked": " ", "id": "", "prompt": "", "reasoning_content": ""}
-    turns = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1=", "reasoning_content": ""}]
-    records = read_rows(tmp_path, READ | empty, {"messages": turns, "answer": "2"} | empty, READ)
+    user = {"role": "user", "content": "1+1=", "reasoning_content": ""}
+    turns = [[{"role": "system", **content}, user] for content in ({"content": ""}, {"content": None})]
+    records = read_rows(tmp_path, READ | empty, *({"messages": said, "answer": "2"} | empty for said in turns))
     assert [record["worked"] for record in records] == ["2"] * 3
+    (tmp_path / "said.jsonl").write_text(json.dumps(READ | {"messages": "", "completion": "", "worked": ""}))
+    assert rows.conversations(str(tmp_path / "said.jsonl"))[0]["messages"][1]["content"] == "2"
     style = pipeline.PromptStyle("Add.")
     wanted = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     assert [pipeline.conversation(record, style) for record in records] == [wanted] * 3

@@ -446,7 +446,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Defect):
         raise value
     if isinstance(value, bytes):
-        return value.decode("utf-8", errors="surrogateescape")
+        value = value.decode("utf-8", errors="surrogateescape")
+    if isinstance(value, str):
+        return value.lstrip(_MARK)
     if isinstance(value, np.ndarray | np.generic):
         return plain(widen(value).tolist())
     if isinstance(value, Mapping):
@@ -458,6 +460,4 @@ def plain(value: Any) -> Any:
         return [plain(inner) for inner in value]
     if isinstance(value, decimal.Decimal):
         return format(value, "f")
-    if isinstance(value, str):
-        return value.lstrip(_MARK)
     return value if value is None or isinstance(value, int | float) else str(value)

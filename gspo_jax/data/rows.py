@@ -218,10 +218,10 @@ def _record(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
 
 def _conversation(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
     names = ("messages", *([prompt] if prompt else []))
-    asked = _prompt(row, next((name for name in names if _find(row, name) is not None), "") or _given(row))
+    asked = _prompt(row, next((name for name in names if _has(row, name)), "") or _given(row))
     turns = asked.get("messages", [{"role": "user", "content": asked["question"]}])
     if turns[-1]["role"] != "assistant":
-        said = next((name for name in ("completion", "worked", answer, "answer") if _find(row, name) is not None), None)
+        said = next((name for name in ("completion", "worked", answer, "answer") if _has(row, name)), None)
         if said is None:
             raise Defect(
                 "no assistant's turn" if "messages" in row else "no completion",
@@ -296,7 +296,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_empty_system(turn: Any) -> bool:
-    return isinstance(turn, dict) and turn.get("role") == "system" and _is_empty(turn.get("content"))
+    return isinstance(turn, dict) and turn.get("role") == "system" and _is_empty(turn.get("content", ""))
 
 
 def text_field(row: Mapping[str, Any], name: str) -> str:
@@ -345,6 +345,11 @@ def _find(row: Mapping[str, Any], name: str) -> Any:
     for key in name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def _has(row: Mapping[str, Any], name: str) -> bool:
+    value = _find(row, name)
+    return value is not None and not _is_empty(value)
 
 
 def _draw(record: Record) -> float:
