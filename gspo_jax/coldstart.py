@@ -157,7 +157,10 @@ def _stage(config: ConfigDict, report: int) -> str | None:
 def load(config: ConfigDict) -> Sequence[Record]:
     """The records to learn: the conversations of `coldstart.conversations`, or without them the task's."""
     if config.coldstart.conversations:
-        return rows.conversations(config.coldstart.conversations, limit=config.data.limit or None)
+        given = config.data
+        return rows.conversations(
+            config.coldstart.conversations, prompt=given.prompt, answer=given.answer, limit=given.limit or None
+        )
     return data.load_records(config, "train")
 
 

@@ -66,13 +66,15 @@ def base() -> ConfigDict:
     config.data.task = ""  # "gsm8k", "jsonl", one of `functions`, or a generated one (data/generated.py)
     # gsm8k, jsonl: folder with files of training and of held-out rows, named as on a hub, or a prepared TFDS directory.
     config.data.folder = ""
-    # jsonl: instead of a folder, a file of training rows and one of held-out rows: JSON Lines, JSON, CSV or Parquet.
+    # jsonl: instead of a folder, a file or folder of training rows and one of held-out rows: JSON Lines, JSON, CSV or
+    # Parquet; "data/train" is all of data/train-00000-of-00002.parquet and the others.
     config.data.train = ""
     config.data.test = ""
-    # jsonl: field of the prompt, dots into objects; empty: `question`, `prompt` or `messages`, whichever a row has.
+    # jsonl, conversations and examples: field of the prompt, by its whole name or with dots into objects; empty:
+    # `question`, `prompt` or `messages`, whichever a row has.
     config.data.prompt = ""
     config.data.held_out = 0.05  # jsonl: share of the training rows that is held out where there is no file of such
-    config.data.answer = "answer"  # jsonl: field of the reference answer, dots into objects; empty: rows need none
+    config.data.answer = "answer"  # likewise: field of the reference answer; empty: rows need none
     config.data.sources = ConfigDict()  # jsonl: instead of one file, several, mixed by weight: name -> `source(…)`
     config.data.data_dir = ""  # generated tasks only: folder to build the data set in; empty: TFDS's default
     config.data.options = (

@@ -40,9 +40,12 @@ def majority_at(k: int, answers: Sequence[str | None], right: Bool[np.ndarray, "
     The mean over all subsets of k samples, which is exact, or over SUBSETS random ones of more than ENUMERATED. Among
     answers that are as frequent, one is drawn: with a right one among two, the probability is a half. A sample without
     an answer, None, has no vote. An answer is right if any of its samples is.
+    With k = 1 each sample counts as it was judged.
     """
     if len(answers) < k:
         return math.nan
+    if k == 1:
+        return float(right.mean())
     known = {answer: number for number, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
     if not known:
         return 0.0

@@ -4,21 +4,23 @@
 
 Each line of the file is a JSON object with `completion`, perhaps `prompt`, and the record's fields, such as `answer`.
 `prompt` is the text that the model saw: one that ends with `<think>` has opened the thought that the completion goes
-on. Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null.
+on. Lines are written with `scores`, a number or null by name, and `errors`, the reason for each null. NaN and Infinity,
+which JSON does not have, are null, and the reference is read as in training (data/rows.py): a reward that needs one has
+no score where there is none.
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gspo_jax import cli, references, storage
-from gspo_jax.data import files
-from gspo_jax.data.written import number_text
+from gspo_jax.data import files, rows
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.reporting.progress import make_table
@@ -29,6 +31,15 @@ _AT_A_TIME = 256
 """Rows that are scored before they are written."""
 _OWN_FIELDS = ("prompt", "completion", "scores", "errors")
 """Fields of a line that do not belong to its record."""
+
+
+class Line(NamedTuple):
+    """A line of the file."""
+
+    content: dict[str, Any]
+    row: Row
+    wrong: str
+    """What is wrong with its reference; "" if nothing is."""
 
 
 def parser() -> Parser:
@@ -65,6 +76,8 @@ def score(
     named = {reward.rpartition(":")[2]: reward for reward in rewards}
     if len(named) < len(rewards):
         raise UserError(f"--reward={','.join(rewards)} names two functions alike; rename one")
+    if workers < 1 or not 0 < timeout_s < math.inf:
+        raise UserError(f"--workers is {workers} and --timeout_s {timeout_s}; both must be above 0, and finite")
     own = {name: reference for name, reference in named.items() if ":" in reference}
     lines = list(_read(source))
     begun = time.monotonic()
@@ -73,15 +86,20 @@ def score(
         scorer = Scorer(dict.fromkeys(named, 1.0), own=own, timeout_s=timeout_s, workers=workers, unsafe=unsafe)
     except references.BadReference as error:
         raise UserError(f"--reward: {error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
     with scorer, open(target, "w", encoding="utf-8") as file:
         for start in range(0, len(lines), _AT_A_TIME):
             part = lines[start : start + _AT_A_TIME]
-            outcomes = scorer.outcomes([_row(line) for line in part])
+            outcomes = scorer.outcomes([line.row for line in part])
             for place, line in enumerate(part):
                 results = {name: outcomes[name][place] for name in named}
                 scores = {name: result.value for name, result in results.items()}
-                errors = {name: result.error for name, result in results.items() if result.value is None}
-                file.write(json.dumps(line | {"scores": scores, "errors": errors}) + "\n")
+                errors = {
+                    name: (result.raised and line.wrong) or result.error
+                    for name, result in results.items()
+                    if result.value is None
+                }
+                file.write(json.dumps(line.content | {"scores": scores, "errors": errors}) + "\n")
                 for name, value in scores.items():
                     found[name] += [] if value is None else [value]
     seconds = time.monotonic() - begun
@@ -96,7 +114,7 @@ def score(
     }
 
 
-def _read(source: Path) -> Iterator[dict[str, Any]]:
+def _read(source: Path) -> Iterator[Line]:
     try:
         text = source.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -106,22 +124,27 @@ def _read(source: Path) -> Iterator[dict[str, Any]]:
         if not written.strip():
             continue
         try:
-            line = json.loads(written)
+            line = json.loads(written, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{source}:{number} is not JSON ({error}); each line has to be a JSON object") from None
         if not isinstance(line, dict) or not isinstance(line.get("completion"), str):
             raise UserError(f"{source}:{number} has no text `completion`; each line has to be a JSON object with one")
         if not isinstance(line.get("prompt"), str | None):
             raise UserError(f"{source}:{number} has a `prompt` that is no text; write the text that the model saw")
-        yield line
+        try:
+            record = files.plain({name: value for name, value in line.items() if name not in _OWN_FIELDS})
+        except files.Defect as defect:
+            raise UserError(f"{source}:{number}: {defect}; correct it") from None
+        try:
+            record["answer"], wrong = rows.answer_text(record), ""
+        except files.Defect as defect:
+            wrong = str(defect)
+        yield Line(line, (line.get("prompt") or "", line["completion"], record), wrong)
 
 
-def _row(line: dict[str, Any]) -> Row:
-    record = files.plain({name: value for name, value in line.items() if name not in _OWN_FIELDS})
-    answer, prompt = record.get("answer"), line.get("prompt")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        record["answer"] = number_text(answer)
-    return "" if prompt is None else prompt, line["completion"], record
+def _finite(written: str) -> float | None:
+    value = float(written)
+    return value if math.isfinite(value) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,12 +1,16 @@
 """Benchmarks as they were published: read whole, judged by their own solutions, and nothing in them is executed."""
 
 import base64
+import gzip
 import json
 import os
 import pickle
+import shutil
 import zlib
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from gspo_jax.data import benchmarks
@@ -95,7 +99,7 @@ def test_a_bomb_of_hidden_tests_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, "MOST_BYTES", 1 << 20)
     bomb = base64.b64encode(zlib.compress(bytes(1 << 24))).decode()
     (tmp_path / "test.jsonl").write_text(json.dumps(problem(1, STDIN, bomb)))
-    with pytest.raises(UserError, match="hidden tests are more than 1048576 bytes"):
+    with pytest.raises(UserError, match="hidden tests of more than 1048576 bytes"):
         benchmarks.read("livecodebench", str(tmp_path))
 
 
@@ -103,19 +107,78 @@ def test_a_bomb_of_hidden_tests_is_refused(tmp_path, monkeypatch):
     ("name", "content", "says"),
     [
         ("gsm9k", "{}", "unknown benchmark 'gsm9k'; did you mean 'gsm8k'?"),
-        ("gsm8k", "{}", "is not gsm8k as it was published"),
-        ("gsm8k", "[1]", "test.jsonl, line 1: not an object; download it again"),
-        ("gsm8k", "{", "test.jsonl, line 1: not JSON; download it again"),
-        ("aime24", "{", "test.jsonl:1 is not JSON"),
+        ("gsm8k", "{}", "test.jsonl, line 1: no answer; download gsm8k again, as it was published"),
+        ("gsm8k", "[1]", "test.jsonl, line 1: not an object; download gsm8k again"),
+        ("gsm8k", "{", "test.jsonl, line 1: not JSON; download gsm8k again"),
+        ("aime24", "{", "test.jsonl, line 1: not JSON; download aime24 again"),
         ("gsm8k", "", "has no problems of gsm8k"),
-        ("aime24", None, "has no test.jsonl; give the folder of the benchmark's files"),
+        ("aime24", None, "has no test rows: they are looked for in .*; put them there, or give a file itself"),
+        ("aime24", '{"problem": "1+1=", "answer": null}', "line 1: no answer; download aime24 again"),
+        ("aime24", '{"problem": null, "answer": "2"}', "line 1: no problem; download aime24 again"),
+        ("aime24", '{"problem": "1+1=", "answer": true}', "line 1: answer is not a text; download aime24 again"),
+        ("aime24", '{"problem": "1+1=", "answer": 1e999}', "line 1: answer is not a finite number; download"),
+        ("gsm8k", '{"question": "1+1=", "answer": "so ####"}', "line 1: no number after ####; download gsm8k again"),
+        ("mbpp", '{"text": "f", "code": "f", "test_list": "f"}', "line 1: test_list is no list of texts; download"),
+        ("humaneval", '{"task_id": "f", "prompt": "f"}', "line 1: no canonical_solution; download humaneval again"),
+        ("livecodebench", json.dumps(problem(1, STDIN, "[1]")), "line 1: tests that are none .*; download livec"),
+        ("livecodebench", json.dumps(problem(1, {}, "[]") | {"public_test_cases": "{"}), "line 1: tests that are none"),
     ],
 )
 def test_other_files_are_refused(name, content, says, tmp_path):
     if content is not None:
         (tmp_path / "test.jsonl").write_text(content)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as error:
         benchmarks.read(name, str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+AIME = b'{"id": 0, "problem": "1+1=", "answer": "2"}\n'
+FILES = {
+    # the name of a file and its bytes: the answers, or what is said
+    "marks and blank lines": ("test.jsonl", b"\xef\xbb\xbf" + AIME + b"\n" + AIME, ["2", "2"]),
+    "an array": ("a.json", b"[" + AIME + b"," + AIME + b"]", ["2", "2"]),
+    "compressed": ("test.jsonl.gz", gzip.compress(AIME), ["2"]),
+    "a table": ("a.csv", b"id,problem,answer\n0,1+1=,2\n", ["2"]),
+    "numbers": (
+        "a.jsonl",
+        b'{"problem": "1+1=", "answer": 204.0}\n{"problem": "1+1=", "answer": 1e-5}',
+        ["204", "0.00001"],
+    ),
+    "not compressed": ("test.jsonl.gz", AIME, "cannot be read: Not a gzipped file"),
+    "cut off": ("test.jsonl.gz", gzip.compress(AIME * 99)[:-20], "cannot be read: Compressed file ended"),
+    "Latin-1": ("test.jsonl", '{"problem": "\xe9", "answer": "2"}'.encode("latin-1"), "line 1: not UTF-8; download"),
+    "another suffix": ("test.txt", AIME, "is not a file of JSON Lines, JSON, CSV or Parquet"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_benchmark_is_read_in_every_format(name, as_folder, tmp_path):
+    file, content, wanted = FILES[name]
+    (tmp_path / file).write_bytes(content)
+    place = str(tmp_path if as_folder and file != "test.txt" else tmp_path / file)
+    if isinstance(wanted, list):
+        assert [record["answer"] for record in benchmarks.read("aime24", place)] == wanted
+        return
+    with pytest.raises(UserError, match=wanted) as error:
+        benchmarks.read("aime24", place)
+    assert "\n" not in str(error.value)
+
+
+def test_the_hubs_folders_are_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    for folder in (".", "data"):  # of one split, which is called train
+        table = pyarrow.Table.from_pylist([json.loads(AIME)])
+        pyarrow.parquet.write_table(table, tmp_path / folder / "train-00000-of-00001.parquet")
+    for place in (tmp_path, tmp_path / "data" / "train-00000-of-00001.parquet"):
+        assert [record["id"] for record in benchmarks.read("aime24", str(place))] == ["aime24/0"]
+    shutil.rmtree(tmp_path / "data")
+    task = {"task_id": "f", "prompt": "f", "canonical_solution": " f", "entry_point": "f", "test": "f"}
+    (tmp_path / "openai_humaneval").mkdir()
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([task]), tmp_path / "openai_humaneval" / "test-00000-of-00001.parquet"
+    )
+    assert [record["answer"] for record in benchmarks.read("humaneval", str(tmp_path))] == [" f"]
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")

@@ -70,6 +70,15 @@ def test_the_majority_of_some_is_the_mean_over_subsets(answers, right):
     assert math.isnan(majority(answers, right, len(right) + 1))
 
 
+@pytest.mark.parametrize(
+    ("answers", "right"),
+    [(["3", "3"], [1, 0]), ([None, "3"], [1, 0]), ([None, None], [1, 1]), (list("ab") * 2000, [1, 0] * 2000)],
+    ids=["judged otherwise", "without an announced answer", "without any", "many"],
+)
+def test_the_majority_of_one_sample_is_its_verdict(answers, right):
+    assert majority(answers, right, 1) == np.mean(right)
+
+
 def test_the_majority_of_many_subsets_is_estimated():
     """Half of 32 samples are right, so of 3 at least two are with probability one half."""
     answers, right = "ab" * 16, [1, 0] * 16

@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from configs import tiny
+from gspo_jax import coldstart
 from gspo_jax.config import source
-from gspo_jax.data import benchmarks, files, rows, tasks
+from gspo_jax.data import benchmarks, files, pipeline, rows, tasks
 from gspo_jax.data.rows import Source
 from gspo_jax.setup import data as setup_data
 from gspo_jax.types import UserError
@@ -51,6 +52,14 @@ CONTENTS = {
     "a long cell": ("a.csv", LINES + b"q" * 200_000 + b",2\n", [{"question": "q" * 200_000, "answer": "2"}]),
     "a cell too many": ("a.csv", LINES + b"1+1=,2,3\n1+1=,2\n", ["more or fewer cells than columns", READ]),
     "a quote that is not closed": ("a.csv", LINES + b'1+1=,2\n"1+1=,2\n', [READ, "not CSV"]),
+    "a quote that a later one closes": ("a.csv", LINES + b'"1+1=,2\n1+1=,2\n"1+1=",2\n1+1=,2\n',
+                                        ["not CSV", "not CSV", "not CSV", READ]),
+    "marks before names and texts": ("a.json", '{"\ufeffquestion": "\ufeff1+1=", "answer": "2"}'.encode(), [READ]),
+    "marks inside": ("a.json", '[{"x": ["\ufeffa", {"\ufeffy": 1}], "z": "a\ufeff"}]'.encode(),
+                     [{"x": ["a", {"y": 1}], "z": "a\ufeff"}]),
+    "a name with and without a mark": ("a.json", '[{"\ufeffx": 1, "x": 2}]'.encode(), ["field given twice"]),
+    "two marks": ("a.json", BOM + BOM + b"[" + ROW + b"]", [READ]),
+    "a table behind two marks": ("a.csv", BOM + BOM + LINES + BOM + b"1+1=,2\n", [READ]),
     "text behind a quote": ("a.csv", LINES + b'"1+"1=,2\n1+1=,2\n', ["not CSV", READ]),
     "another encoding": ("a.csv", LINES + b"caf\xe9,2\n1+1=,2\n", ["not UTF-8", READ]),
     "a compressed table": ("a.csv.gz", gzip.compress(LINES + b"1+1=,2"), [READ]),
@@ -75,6 +84,13 @@ def test_what_a_file_says(name, tmp_path):
         ("a.csv", b"question;answer\n1+1=;2\n", "separates its columns by ';'; save it with commas"),
         ("a.csv", b"question\tanswer\n1+1=\t2\n", r"separates its columns by '\\t'; save it with commas"),
         ("a.csv", b"answer,answer\n1,2\n", "has two columns 'answer'; rename one"),
+        (
+            "a.csv",
+            LINES + b'1+1=,2\n"1+1=,2\n' + b"1+1=,2\n" * 9,
+            "a quote of the row at line 3 is not closed; close it",
+        ),
+        ("a.csv", b"question,r\xe9ponse\n1+1=,2\n", "has names of columns that are not UTF-8; save it as UTF-8"),
+        ("a.csv", b'question,"answer\n' + b"1+1=,2\n" * 9, "the header is not CSV .*; correct its quotes"),
         ("a.jsonl.gz", ROW, r"cannot be read: Not a gzipped file .*; restore it"),
         ("a.jsonl.gz", gzip.compress(ROW * 99)[:-20], "cannot be read: Compressed file ended .*; restore it"),
     ],
@@ -110,9 +126,23 @@ FOLDERS = {
     ("main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"): (
         "has 2 data sets with train rows, in main/.* and socratic/.*; give one of them, such as .*/main$", ""),
     ("main/train/0.parquet", "socratic/train/0.parquet"): ("give one of them, such as .*/main$", ""),
-    ("train.jsonl", "train.parquet"): ("has its train rows twice, as train.jsonl and train.parquet; name one", ""),
-    ("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"): ("has 2 of 3 files of train rows", ""),
+    ("main/train/0.parquet", "main/test/0.parquet", "extra/train.jsonl"): (
+        "give one of them, such as .*/extra$", ["main/test/0.parquet"]),
+    ("train/algebra/1.json", "train/algebra/2.json", "train/geometry/1.json"): (
+        "has 2 data sets .*, such as .*/train/algebra$", ""),
+    ("data/train_sft-00000-of-00002.parquet", "data/train_sft-00001-of-00002.parquet", "data/train_gen.parquet"): (
+        "has 2 data sets .*, such as .*/data/train_gen.parquet$", ""),
+    ("x/data/train.jsonl", "x/data/test.jsonl", "x/data/train_socratic.jsonl", "x/data/old/train.jsonl"): (
+        ["x/data/train.jsonl"], ["x/data/test.jsonl"]),
+    ("train/algebra.jsonl", "train/geometry.jsonl"): (["train/algebra.jsonl", "train/geometry.jsonl"], ""),
+    ("train.jsonl", "train.parquet"): ("has rows twice, in .*/train.jsonl and .*/train.parquet; remove one", ""),
+    ("train.jsonl", "train.jsonl.gz"): ("has rows twice, in .*/train.jsonl and .*/train.jsonl.gz; remove one", ""),
+    ("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"): ("has 2 of 3 files, such as ", ""),
+    ("train-00000-of-00001.parquet", "train-00000-of-00001-a09b74b3ef9c.parquet"): ("rows twice, in .*; remove", ""),
     ("train/data-00000-of-00001.arrow", "dataset_dict.json"): ("has Arrow files, which are not read; write each", ""),
+    ("train/data-00000-of-00001.arrow", "train/dataset_info.json", "train/state.json", "dataset_dict.json"): (
+        "has Arrow files, which are not read; write each", "has Arrow files, which are not read; write each"),
+    ("train.jsonl", "train/state.json", "dataset_infos.json", "config.json"): (["train.jsonl"], "has no test rows"),
 }  # fmt: skip
 
 
@@ -131,13 +161,48 @@ def test_a_folder_is_read_as_it_is_named_on_a_hub(names, tmp_path):
             assert "\n" not in str(error.value)
 
 
-def test_the_folder_that_a_message_names_is_one(tmp_path):
-    for name in ("main", "socratic"):
-        (tmp_path / name / "train").mkdir(parents=True)
-        (tmp_path / name / "train" / "0000.parquet").touch()
+@pytest.mark.parametrize(
+    ("names", "gives", "count"),
+    [
+        (("main/train/0000.parquet", "socratic/train/0000.parquet"), "main", 1),
+        (("train/algebra/1.json", "train/algebra/2.json", "train/geometry/1.json"), "train/algebra", 2),
+        (("data/a/train_x-00000-of-00001.jsonl", "data/b/train.jsonl"), "data/a", 1),
+        (("train_a-00000-of-00002.jsonl", "train_a-00001-of-00002.jsonl", "train_b.jsonl"), "train_a", 2),
+        (("train_a.jsonl", "train_b.jsonl"), "train_a.jsonl", 1),
+    ],
+)  # fmt: skip
+def test_what_a_message_names_of_several_data_sets_is_read_whole(names, gives, count, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(ROW)
     with pytest.raises(UserError) as error:
         files.find(tmp_path, "train")
-    files.find(files.Path(str(error.value).rpartition(" ")[2]), "train")
+    place = str(error.value).rpartition(" ")[2]
+    assert place == str(tmp_path / gives)
+    if not names[0].endswith(".parquet"):
+        assert len(list(files.read(place, "train"))) == count
+
+
+def test_one_of_several_files_is_read_alone_with_a_warning(tmp_path, caplog):
+    for number in range(3):
+        (tmp_path / f"train-0000{number}-of-00003.jsonl").write_bytes(ROW)
+    (tmp_path / "train-more-00000-of-00001.jsonl").write_bytes(ROW)
+    assert len(list(files.read(str(tmp_path / "train"), "train"))) == 3 and not caplog.text
+    assert len(list(files.read(str(tmp_path / "train-00001-of-00003.jsonl"), "train"))) == 1
+    assert f"-00001-of-00003.jsonl is one of 3 files; {tmp_path / 'train'} stands for all of them" in caplog.text
+    (tmp_path / "train-00002-of-00003.jsonl").unlink()
+    with pytest.raises(UserError, match=r"train has 2 of 3 files, such as .*; download the others"):
+        list(files.read(str(tmp_path / "train"), "train"))
+
+
+def test_files_of_a_folder_for_one_split_need_no_names(tmp_path):
+    for split, count in (("train", 2), ("test", 1)):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "0000.jsonl").write_bytes((ROW + b"\n") * count)
+    source_ = {"": Source(str(tmp_path / "train"), str(tmp_path / "test"))}
+    assert [len(rows.load(source_, split=split, limit=None)) for split in ("train", "test")] == [2, 1]
+    with pytest.raises(UserError, match="has no test rows"):
+        rows.load({"": Source(str(tmp_path / "test"), str(tmp_path / "test"))}, split="test", limit=None)
 
 
 def parquet(path, **columns):
@@ -289,9 +354,101 @@ def test_conversations_are_the_messages_whatever_is_beside_them(tmp_path):
     assert [turn["content"] for turn in record["messages"]] == ["1+1=", "2"]
 
 
-def test_a_file_is_no_folder_of_both_splits(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(ROW)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows-00000-of-00001.jsonl"])
+def test_a_file_is_no_folder_of_both_splits(name, tmp_path):
+    (tmp_path / name).write_bytes(ROW)
     config = tiny.get_config()
-    config.data.task, config.data.folder = "jsonl", str(tmp_path / "rows.jsonl")
+    config.data.task, config.data.folder, config.data.options = (
+        "jsonl",
+        str(tmp_path / name.replace("-00000-of-00001.jsonl", "")),
+        {},
+    )
     with pytest.raises(UserError, match=r"a file, which would be held out too; set data\.train to it"):
         setup_data.sources(config)
+    config.data.train, config.data.folder, config.data.held_out = config.data.folder, "", 0.0
+    assert len(setup_data.load_records(config, "train")) == 1
+
+
+def read_rows(tmp_path, *given, **fields):
+    """Return the records of rows that a run's data section reads, without their ids."""
+    place = tmp_path / "rows.jsonl"
+    place.write_text("".join(json.dumps(row) + "\n" for row in given))
+    config = tiny.get_config()
+    config.data.task, config.data.train, config.data.held_out = "jsonl", str(place), 0.0
+    config.data.update(fields)
+    return [record | {"id": ""} for record in setup_data.load_records(config, "train")]
+
+
+ALPACA = {"instruction": "Give 8+8", "input": "now", "output": "16"}
+FLAT = {"in.text": "1+1=", "reward_model.ground_truth": "2", "in": {"text": "1+2="}, "reward_model": {"x": 0}}
+NAMED = {
+    # the fields that are named, a row: the prompt, the answer
+    "a role of its own": ({"prompt": "instruction", "answer": "output"}, ALPACA, "Give 8+8", "16"),
+    "another field's role": ({"prompt": "input", "answer": "output"}, ALPACA, "now\nGive 8+8", "16"),
+    "the answer's": ({"prompt": "input", "answer": "instruction"}, ALPACA, "now", "Give 8+8"),
+    "inside": ({"prompt": "system.text"}, {"system": {"text": "1+1="}, "answer": 2}, "1+1=", "2"),
+    "the system prompt": ({"prompt": "system"}, {"system": "1+1=", "answer": 2}, "1+1=", "2"),
+    "names with dots": ({"prompt": "in.text", "answer": "reward_model.ground_truth"}, FLAT, "1+1=", "2"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_field_that_is_named_has_no_other_role(name, tmp_path):
+    fields, row, prompt, answer = NAMED[name]
+    (record,) = read_rows(tmp_path, row, **fields)
+    turns = pipeline.conversation(record, pipeline.PLAIN)
+    assert turns == [{"role": "user", "content": prompt}] and record["answer"] == answer == record["worked"]
+
+
+def test_empty_texts_about_a_row_are_absent_in_every_format(tmp_path):
+    empty = {"system": "", "instruction": "", "worked": " ", "id": "", "prompt": "", "reasoning_content": ""}
+    user = {"role": "user", "content": "1+1=", "reasoning_content": ""}
+    turns = [[{"role": "system", **content}, user] for content in ({"content": ""}, {"content": None})]
+    records = read_rows(tmp_path, READ | empty, *({"messages": said, "answer": "2"} | empty for said in turns))
+    assert [record["worked"] for record in records] == ["2"] * 3
+    (tmp_path / "said.jsonl").write_text(json.dumps(READ | {"messages": "", "completion": "", "worked": ""}))
+    assert rows.conversations(str(tmp_path / "said.jsonl"))[0]["messages"][1]["content"] == "2"
+    style = pipeline.PromptStyle("Add.")
+    wanted = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    assert [pipeline.conversation(record, style) for record in records] == [wanted] * 3
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([READ | empty]), tmp_path / "a.parquet")
+    assert len(rows.load({"": Source(str(tmp_path / "a.parquet"))}, split="train", held_out=0.0, limit=None)) == 1
+
+
+def test_the_prompt_that_a_message_proposes_is_one(tmp_path):
+    """Of a prompt beside a conversation that the assistant ends, as in data sets of preferences."""
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    row = {"prompt": "1+1=", "messages": turns, "answer": "2"}
+    with pytest.raises(UserError) as error:
+        read_rows(tmp_path, row)
+    name = str(error.value).rpartition("--config.data.prompt=")[2]
+    assert name == "prompt" and len(read_rows(tmp_path, row, prompt=name)) == 1
+
+
+def test_conversations_and_examples_have_fields_by_name_too(tmp_path):
+    place = tmp_path / "said.jsonl"
+    place.write_text(json.dumps({"problem": "1+1=", "solution": {"text": "2"}}))
+    config = tiny.get_config()
+    config.coldstart.conversations = config.data.few_shot = str(place)
+    for flag, says in (("prompt=problem", "--config.data.prompt=FIELD"), ("answer=solution.text", "data.answer=FIELD")):
+        with pytest.raises(UserError, match=f"{says}$"):
+            coldstart.load(config)
+        name, _, field = flag.partition("=")
+        config.data[name] = field
+    wanted = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert coldstart.load(config)[0]["messages"] == wanted == list(setup_data.prompt_style(config).shots)
+    assert setup_data.sources(config) == {}, "of the task arithmetic"
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages", "asked"])
+def test_messages_in_a_cell_are_messages(field, tmp_path):
+    turns = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+1="},
+    ]
+    named = {"prompt": field} if field == "asked" else {}
+    (record,) = read_rows(tmp_path, {field: json.dumps(turns), "answer": "3"}, **named)
+    assert record["messages"] == turns and record["question"] == "+1=" and not record.get("verbatim_prompt")
+    with pytest.raises(UserError, match=f"are {field} has messages as a text that is not JSON; write them as JSON"):
+        read_rows(tmp_path, {field: str(turns), "answer": "3"}, **named)

@@ -113,12 +113,32 @@ def halved(name, tensor):
             lambda name, tensor: np.concatenate([tensor] * 2, axis=1) if "lora_A" in name else tensor,
             "which are for another model; give theirs in model.folder",
         ),
+        (
+            lambda name, tensor: tensor.reshape(-1) if "0.self_attn.q_proj.lora_A" in name else tensor,
+            r"q_proj.lora_A.weight is of shape \[\d+\], no matrix; save the adapters of a sound training run again",
+        ),
+        (
+            lambda name, tensor: tensor * np.float32("nan") if "1.self_attn.q_proj.lora_B" in name else tensor,
+            "q_proj.lora_B.weight is not finite everywhere; save the adapters of a sound training run again",
+        ),
     ],
-    ids=["layers", "ranks", "rank", "model"],
+    ids=["layers", "ranks", "rank", "model", "a vector", "NaN"],
 )
 def test_tensors_that_the_config_has_no_place_for(change, says, tmp_path):
     with pytest.raises(UserError, match=says):
         peft.check(beside(change, tmp_path), huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
+
+
+@pytest.mark.parametrize(("before", "after"), [("model.model.", "model.model.model."), ("model.model.", "model.")])
+def test_adapters_under_the_names_of_another_model(before, after, tmp_path):
+    folder = changed(tmp_path)
+    tensors = load_file(folder / peft.TENSORS)
+    save_file({name.replace(before, after): tensor for name, tensor in tensors.items()}, folder / peft.TENSORS)
+    says = (
+        r"has no adapter beside (model.layers.0.\S+), but beside \S*layers.0.\S+, a name of another model; give that in"
+    )
+    with pytest.raises(UserError, match=says):
+        peft.check(folder, huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
 
 
 def changed(tmp_path, **fields):
@@ -138,6 +158,12 @@ def changed(tmp_path, **fields):
         ({"modules_to_save": ["lm_head"]}, rf"modules_to_save is \['lm_head'\]; supported: None, \[\]; {MERGE}"),
         ({"kasa_config": {"beta": 1e-4}}, f"kasa_config is {{'beta': 0.0001}}; supported: None; {MERGE}"),
         ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens is \[5\]; supported: None; train one without it"),
+        ({"lora_alpha": None}, "the scale lora_alpha is None; set it to a finite number"),
+        ({"lora_alpha": "8"}, "the scale lora_alpha is '8'; set it to a finite number"),
+        ({"lora_alpha": 1e999}, "the scale lora_alpha is inf; set it to a finite number"),
+        ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\], no object of numbers by pattern; correct it"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "the scale q_proj is '8'; set it to a finite number"),
+        ({"alpha_pattern": {"q(_proj": 8}}, r"alpha_pattern has 'q\(_proj', no pattern \(missing .*\); correct it"),
         ({"init_lora_weights": "loftq"}, f"'loftq', which changed the model's weights; {MERGE}"),
         *(
             (

@@ -72,7 +72,7 @@ DEFECTS = {
     "id is not a text": asked(id=[1]),
     "worked is not a text": asked(worked=5),
     "instruction is not a text": asked(instruction=1),
-    "system is empty": asked(system=""),
+    "system is not a text": asked(system=1),
     "answer is not a finite number": asked(answer=2).replace(b": 2", b": 1e999"),
 }
 """A line with each defect of a row, by the name that it is counted under."""

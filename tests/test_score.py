@@ -75,6 +75,28 @@ def test_mistakes_are_one_sentence(reward, content, says, tmp_path, capsys):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+REFERENCES = {"null": "no answer", '""': "answer is empty", "NaN": "no answer", "-Infinity": "no answer",
+              "1e999": "no answer", "true": "answer is not a text", '["2"]': "answer is not a text"}  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", ["exact_answer", pytest.param("math_verify", marks=pytest.mark.slow)])
+def test_a_row_without_a_reference_has_no_score_of_a_reward_that_needs_one(reward, files):
+    source, _, own = files
+    target = source.parent / "new" / "folder" / "out.jsonl"
+    own.write_text("def seen(prompt, completion, record):\n    return 1.0\n")
+    source.write_text("".join(f'{{"completion": "#### 2", "answer": {answer}}}\n' for answer in REFERENCES))
+    assert score.main([f"--reward={reward},{own}:seen", f"--in={source}", f"--out={target}"]) == 0
+    written = [json.loads(line, parse_constant=pytest.fail) for line in target.read_text().splitlines()]
+    for row, reason in zip(written, REFERENCES.values(), strict=True):
+        assert row["scores"] == {reward: None, "seen": 1.0} and row["errors"] == {reward: reason}
+
+
+def test_numbers_of_options_are_named_as_they_are_given(files, capsys):
+    source, target, _ = files
+    assert score.main(["--reward=exact_answer", f"--in={source}", f"--out={target}", "--workers=0"]) == 2
+    assert "--workers is 0 and --timeout_s 2.0; both must be above 0, and finite" in capsys.readouterr().err
+
+
 def test_a_mark_is_no_data_nulls_are_absent_and_a_line_ends_at_its_end(files):
     source, target, own = files
     own.write_text("def seen(prompt, completion, record):\n    return float(prompt == '' and 'answer' not in record)\n")

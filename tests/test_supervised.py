@@ -203,6 +203,37 @@ def test_what_is_said_is_learned_as_text(tmp_path, tokenizer):
     assert tokenizer.decode(answer, skip_special=False) == "<|im_start|>2<|im_end|>"
 
 
+def thinking():
+    """Return a tokenizer whose marks of thoughts are special, with a template that looks for them, as Qwen3's does."""
+    made = Tokenizer.train(["0123456789+-= Add."], 320)
+    made._backend.add_special_tokens(["<think>", "</think>"])
+    split = "(m.content.split('</think>')[0].split('<think>')[-1] + '</think>' + m.content.split('</think>')[-1])"
+    template = CHATML.replace("m.content", f"('<think>' + {split} if m.role == 'assistant' else m.content)")
+    settings = made._settings | {"chat_template": template}
+    return Tokenizer(made._backend, eos_ids=made.eos_ids, pad_id=made.pad_id, settings=settings)
+
+
+def test_thoughts_are_learned_as_tokens_and_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "_try", lambda source: None)
+    made, text = thinking(), "<think>1</think>2"
+    turns = assistant_turns(
+        rows.conversations(write(tmp_path / "a.jsonl", said(USER, ASSISTANT | {"content": text}))), made, PLAIN
+    )
+    record = {"id": "0", "question": "1+1=", "instruction": "", "answer": "2", "worked": text}
+    for demonstrations in (turns, worked_answers([record], made)):
+        assert made.encode(demonstrations[0]["worked"]) == made.encode(text)
+        assert demonstrations[0]["worked"] == text
+
+
+def test_a_template_that_loses_the_answer_teaches_nothing(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(chat, "_try", lambda source: None)
+    template = CHATML.replace("m.content", "(m.content if m.role == 'user' else '')")
+    settings = tokenizer._settings | {"chat_template": template}
+    deaf = Tokenizer(tokenizer._backend, eos_ids=[1], pad_id=0, settings=settings)
+    with pytest.raises(UserError, match=r"can be learned \(left out by the chat template\); correct"):
+        assistant_turns(rows.conversations(write(tmp_path / "a.jsonl", said(USER, ASSISTANT))), deaf, PLAIN)
+
+
 def test_a_worked_answer_with_an_end_inside_is_left_out(tokenizer):
     record = {"id": "0", "question": "1+1=", "instruction": "", "answer": "2"}
     given = [record | {"worked": worked} for worked in ("2<|im_end|>", "<|im_start|>2", "2")]

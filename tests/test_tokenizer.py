@@ -157,9 +157,12 @@ def test_a_users_turn_behind_an_assistants(trained, tmp_path):
     [
         ("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}", "<é>\n"),  # trimmed
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<é>"}'),  # neither HTML nor ASCII escapes
-        ("{{ eos_token }}{{ bos_token }}{{ add_eos_token is defined }}{{ tools is none }}", "<|im_end|>FalseTrue"),
+        (
+            "{{ eos_token }}{{ bos_token }}{{ add_eos_token is defined }}{{ tools is none }}{{ messages[0].content }}",
+            "<|im_end|>FalseTrue<é>",
+        ),
         ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "a<é>b"),
-        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ strftime_now('%Y') | length }}{{ messages[0].content }}", "4<é>"),
     ],
 )
 def test_the_template_environment(trained, tmp_path, template, text):
@@ -169,11 +172,12 @@ def test_the_template_environment(trained, tmp_path, template, text):
 
 
 def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
-    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    said = "{{ messages | map(attribute='content') | join }}"
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": f"D{said}"}]
     settings = {"eos_token": "<|im_end|>", "chat_template": named}
     folder = folder_with(tmp_path, trained, settings=settings)
     assert Tokenizer.load(folder).chat([]) == "D"
-    (folder / "chat_template.jinja").write_text("F")
+    (folder / "chat_template.jinja").write_text(f"F{said}")
     assert Tokenizer.load(folder).chat([]) == "F"
     unnamed = folder_with(tmp_path / "unnamed", trained, settings=settings | {"chat_template": named[:1]})
     with pytest.raises(UserError, match=r"the chat templates tools but no 'default'; add chat_template\.jinja$"):
@@ -187,6 +191,7 @@ def test_the_template_file_wins_and_lists_have_a_default(trained, tmp_path):
         ("{% for %}", "invalid at line 1"),
         ("{{ ''.__class__.__mro__ }}", "rejected the conversation"),  # refused by the sandbox
         ("{{ messages.append(1) }}", "rejected the conversation"),  # which is immutable
+        ("{{ eos_token }}", "leaves out what the user says; correct it, or use the model's own"),
     ],
 )
 def test_bad_templates_say_so(trained, tmp_path, template, message):
@@ -304,6 +309,14 @@ def test_the_vocabulary_must_fit_the_model(trained):
         check_vocabulary(trained, trained.vocab_size - 1)
 
 
+@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id"])
+def test_ids_of_other_files_must_fit_the_model(key, trained, tmp_path):
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, config={"eos_token_id": 1} | {key: 99999}))
+    check_vocabulary(loaded, 100_000)
+    with pytest.raises(UserError, match=f"^{key} is 99999, beyond the model's vocabulary of 400; correct it in gene"):
+        check_vocabulary(loaded, 400)
+
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -388,6 +401,25 @@ def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog
     assert loaded.user_turn("again") == f"{space}<|im_start|>user:{closing}<|im_start|>assistant:"
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "eos_ids"),
+    [
+        ("", "<|im_end|>\n", (1, 0)),
+        ("<|endoftext|>", "<|im_end|>", (1, 0)),
+        ("", "\n", (0,)),
+        ("<|endoftext|>", "", (0,)),
+    ],
+)
+def test_a_turn_that_is_closed_only_by_the_next_one(start, end, eos_ids, trained, tmp_path, untried):
+    template = f"{start}{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}"
+    template += f"{{% if not loop.last %}}{{{{ '{end}' }}}}{{% endif %}}{{% endfor %}}"
+    template += f"{{% if add_generation_prompt %}}{{{{ '{end}<|im_start|>assistant:' }}}}{{% endif %}}"
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings={"eos_token": "<|endoftext|>"}, template=template))
+    assert (loaded.eos_ids, loaded.behind) == (eos_ids, "")
+    space = "" if end.startswith("<") and not end.endswith("\n") else end.removeprefix("<|im_end|>")
+    assert loaded.user_turn("again") == f"{space}<|im_start|>user:again{end}<|im_start|>assistant:"
+
+
 def test_what_is_said_has_no_special_tokens(trained, tmp_path):
     settings = decoder(**{"274": {"content": "<think>", "special": False, "normalized": False}})
     loaded = Tokenizer.load(folder_with(tmp_path, trained, settings=settings, template=QWEN_LIKE))
@@ -429,3 +461,48 @@ def test_a_template_is_told_one_time(trained, tmp_path, caplog, untried):
     assert Tokenizer.load(folder).chat(asked) == "01 Jan 2025 00:00:00?"
     assert "the chat template asks for the time and is told data.clock, 2025-01-01T00:00" in caplog.text
     assert Tokenizer.load(folder, clock="2026-12-24 18:30").chat(asked) == "24 Dec 2026 18:30:00?"
+
+
+PARTS = "{% for m in messages %}<{{ m.role }}>{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}"
+PARTS += "{% endif %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [PARTS, PARTS.replace("c.text", "'' + c.text"), PARTS.replace("c.type", "c['type']")]
+)
+def test_a_template_that_reads_contents_as_lists_is_given_lists(template, trained, tmp_path, untried):
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
+    loaded = Tokenizer.load(folder)
+    turns = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
+    assert loaded.chat(turns) == "<user>1+1=?<assistant>2" and loaded.behind == ""
+
+
+def test_a_template_that_takes_both_is_given_texts(trained, tmp_path, untried):
+    both = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text + '!' }}{% endfor %}"
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=both)
+    assert Tokenizer.load(folder).chat([{"role": "user", "content": "1+1=?"}]) == "1+1=?"
+
+
+def test_a_template_has_no_token_that_the_tokenizer_lacks(trained, tmp_path, untried):
+    """transformers would add one, without a row of the model's embedding; what is never written is no matter."""
+    settings = {"eos_token": "<|im_end|>", "bos_token": "<s>", "unk_token": "<unk>"}
+    folder = folder_with(tmp_path, trained, settings=settings, template=QWEN_LIKE)
+    assert Tokenizer.load(folder).unk_id is None
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + QWEN_LIKE)
+    with pytest.raises(
+        UserError, match=r"^bos_token '<s>' in .* is not in the tokenizer's vocabulary; set it to a tok"
+    ):
+        Tokenizer.load(folder)
+
+
+def test_the_assistants_marks_of_thoughts_are_tokens(trained, tmp_path):
+    """Where they are special, as where they are not: a cold start learns the tokens that the sampler writes."""
+    settings = decoder(
+        **{"274": {"content": "<think>", "special": True}, "275": {"content": "</think>", "special": True}}
+    )
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings=settings))
+    said = "<think>5</think>5<|im_start|>"
+    ids = loaded.encode(loaded.guard(said, "assistant"))
+    assert (ids[0], ids.count(275), ids.count(2)) == (274, 1, 0)
+    assert not {274, 275, 2} & set(loaded.encode(loaded.guard(said)))
+    assert "<think>5</think>" in loaded.guard(said, "assistant"), "as a chat template looks for them"

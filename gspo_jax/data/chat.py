@@ -40,7 +40,12 @@ def compile_template(source: str, clock: datetime.datetime) -> jinja2.Template:
         raise UserError(f"the chat template cannot be compiled ({_shown(error)}); {_REMEDY}") from error
 
 
-def render(template: jinja2.Template, messages: Sequence[Message], **variables: Any) -> str:
+def in_parts(message: Message) -> dict[str, Any]:
+    """Return a turn with its content as a list of one part, as templates of models that also see images take it."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def render(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """Return the prompt text of a conversation; raises UserError if the template rejects it or fails."""
     try:
         text = template.render(messages=[dict(m) for m in messages], tools=None, documents=None, **variables)

@@ -1,7 +1,7 @@
 """Rows of files as they are: JSON Lines, JSON, CSV, Parquet, a prepared TFDS directory, or a folder of such files.
 
 What a row says is for rows.py. A row that cannot be read is a Defect, a file that cannot is a UserError. In every
-format `null` is absent, as is an empty cell of a CSV file, and a byte order mark is no data.
+format `null` is absent, as is an empty cell of a CSV file, and a byte order mark is no data, wherever a text begins.
 """
 
 import codecs
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord
@@ -39,8 +40,14 @@ _SPLITS = {
     "validation": {"validation", "valid", "val", "dev"},
 }
 """Words in the names of files and folders that say which split their rows are of."""
-_SHARD = re.compile(r"(?:(?<=[^0-9])|\A)[-_.]?\d+(?:-of-(\d+)(?:-[0-9a-f]+)?)?\Z")
-"""End of the name of one of several files, such as `-00000-of-00002`."""
+_SHARD = re.compile(r"(?:(?<=[^0-9])|\A)[-_.]?(\d+)(?:-of-(\d+)(?:-[0-9a-f]+)?)?\Z")
+"""End of the name of one of several files, such as `-00000-of-00002`: its number, and how many there are."""
+_SIDECARS = {
+    f"{name}.json" for name in ("dataset_dict", "dataset_info", "dataset_infos", "state", "metadata", "config")
+}
+"""Names of files beside rows that say something about them."""
+_MARK = "\ufeff"
+"""A byte order mark."""
 
 
 class Defect(Exception):
@@ -59,8 +66,14 @@ class Row(NamedTuple):
     content: dict[str, Any] | Defect
 
 
-def read(place: str, split: str) -> Iterator[Row]:
-    """Yield every row of a file, or of a split of a folder, in order.
+def read(place: str, split: str, *, alone: bool = False) -> Iterator[Row]:
+    """Yield every row of a file, of all parts of one, or of a split of a folder, in order.
+
+    Args:
+      place: a file; a folder; or the name of a file without its number and suffix, `data/train` for
+        `data/train-00000-of-00002.parquet` and the others.
+      split: "train" or "test", of a folder.
+      alone: whether a folder has no other split's rows, so that its files need not be named.
 
     Raises:
       UserError: there is no such file, it cannot be read, or it has another format.
@@ -69,8 +82,21 @@ def read(place: str, split: str) -> Iterator[Row]:
     if path.is_dir() and (path / prepared.INFO_FILE).is_file() and not _has_arrow(path):
         yield from _read_tfds(place, split)
         return
-    for file in find(path, split) if path.is_dir() else [path]:
+    if path.is_dir():
+        found = find(path, split, alone=alone)
+    elif path.exists():
+        found = [path]
+        if (count := _part(path)[1]) and int(count) > 1:
+            logging.warning("%s is one of %d files; %s stands for all of them", path, int(count), _whole(path))
+    else:
+        found = _complete(path, parts(path)) or [path]
+    for file in found:
         yield from _read_file(file)
+
+
+def parts(path: Path) -> list[Path]:
+    """The files whose names are `path`, a number and a suffix, in order."""
+    return sorted(file for file in path.parent.glob("*-of-*") if file.name.endswith(FORMATS) and _whole(file) == path)
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -89,13 +115,29 @@ def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def find(folder: Path, split: str) -> list[Path]:
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(_suffix(path))
+
+
+def _part(path: Path) -> tuple[str, str]:
+    """A file's number and how many there are, by its name; "" where that does not say it."""
+    found = _SHARD.search(_stem(path))
+    return (found[1], found[2] or "") if found else ("", "")
+
+
+def _whole(path: Path) -> Path:
+    """The name of a file without its number, by which `read` takes all parts, or the file itself if it has none."""
+    return path.with_name(_SHARD.sub("", _stem(path))) if _part(path)[1] else path
+
+
+def find(folder: Path, split: str, *, alone: bool = False) -> list[Path]:
     """The files with the rows of a split, in the order of their numbers.
 
     Names are those that data sets have on a hub: `train.jsonl`, `data/train-00000-of-00002.parquet`,
     `main/test-00000-of-00001.parquet`, `default/train/0000.parquet`. Held-out rows, the split "test", may be named
     validation where nothing is named test. Without any such name, a folder of one file, or of one in several parts, has
-    rows for training.
+    rows for training, or of any split if it has them `alone`. Of several data sets, the one without a further word in
+    its name counts, in the folder that has them all: `train.jsonl` beside `train_socratic.jsonl`.
 
     Raises:
       UserError: there are none, some are missing, or the folder has several data sets.
@@ -106,24 +148,27 @@ def find(folder: Path, split: str) -> list[Path]:
         of, key = _named(file.relative_to(folder))
         named[of].setdefault(key, []).append(file)
     found = named[split] or (named["validation"] if split == "test" else {})
-    if not (found or named["test"] or named["validation"] or split == "test" or _has_arrow(folder)):
+    if (alone or split == "train") and not (any(named[of] for of in _SPLITS) or _has_arrow(folder)):
         found = named[""]
     if not found:
-        raise UserError(_none_found(folder, split, files))
-    plain = [key for key in found if not any(key)]
-    if len(found) > 1 and len(plain) != 1:
-        raise UserError(_several(folder, split, found))
-    chosen = found[plain[0]] if plain else next(iter(found.values()))
-    if len({_suffix(file) for file in chosen}) > 1:
-        there = " and ".join(file.relative_to(folder).as_posix() for file in chosen[:2])
-        raise UserError(f"{folder} has its {split} rows twice, as {there}; name one file itself")
-    shard = _SHARD.search(chosen[0].name.partition(".")[0])
-    if shard and shard[1] and len(chosen) != int(shard[1]):
-        raise UserError(
-            f"{folder} has {len(chosen)} of {int(shard[1])} files of {split} rows, such as {chosen[0].name}; download "
-            "the others"
-        )
-    return chosen
+        raise UserError(_none_found(folder, split, files, alone=alone))
+    plain = (os.path.commonpath([key[0] for key in found]), "")
+    if len(found) > 1 and plain not in found:
+        raise UserError(_several(folder, split, list(found.values())))
+    return _complete(folder, found.get(plain) or next(iter(found.values())))
+
+
+def _complete(place: Path, files: list[Path]) -> list[Path]:
+    """The files of one data set; raises UserError if some are missing, or some of their rows are there twice."""
+    seen: dict[tuple[str, str], Path] = {}
+    for file in files:
+        number, count = _part(file)
+        if int(count or len(files)) > len(files):
+            raise UserError(f"{place} has {len(files)} of {int(count)} files, such as {file}; download the others")
+        other = seen.setdefault((_SHARD.sub("", _stem(file)), number), file)
+        if other is not file:
+            raise UserError(f"{place} has rows twice, in {other} and {file}; remove one of them")
+    return files
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -131,13 +176,13 @@ def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder, followlinks=True):
         depth = len(Path(place).relative_to(folder).parts)
         folders[:] = [name for name in folders if depth < _DEPTH and not name.startswith(".")]
-        yield from (Path(place, name) for name in names if name.endswith(FORMATS) and not name.startswith("."))
+        rows = (name for name in names if name.endswith(FORMATS) and name not in _SIDECARS)
+        yield from (Path(place, name) for name in rows if not name.startswith("."))
 
 
 def _named(file: Path) -> tuple[str, tuple[str, str]]:
     """The split that a file's name or one of its folders' says, "" for none; and the rest of both."""
-    stem = file.name.removesuffix(".gz").removesuffix(_suffix(file))
-    parts = [*file.parts[:-1], _SHARD.sub("", stem)]
+    parts = [*file.parts[:-1], _SHARD.sub("", _stem(file))]
     for at in range(len(parts) - 1, -1, -1):
         words = re.split(r"[-._ ]+", parts[at])
         of = [split for split, names in _SPLITS.items() if names & {word.lower() for word in words}]
@@ -158,38 +203,42 @@ def _has_arrow(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in ("*.arrow", "*/*.arrow"))
 
 
-def _none_found(folder: Path, split: str, files: list[Path]) -> str:
+def _none_found(folder: Path, split: str, files: list[Path], *, alone: bool) -> str:
     there = ", ".join(sorted(file.relative_to(folder).as_posix() for file in files[:5])) or "no file of rows"
     if _has_arrow(folder):
         return f"{folder} has Arrow files, which are not read; write each split with to_parquet, as {split}.parquet"
+    name = "give a file itself" if alone else "name files with data.train and data.test"
     return (
         f"{folder} has no {split} rows: they are looked for in {split}.jsonl, {split}-00000-of-00001.parquet or the "
-        f"like, in {NAMES}, and there is {there}; put them there, or name files with data.train and data.test"
+        f"like, in {NAMES}, and there is {there}; put them there, or {name}"
     )
 
 
-def _several(folder: Path, split: str, found: Mapping[tuple[str, str], list[Path]]) -> str:
-    firsts = [files[0].relative_to(folder) for files in found.values()]
-    tops = [file.parts[0] for file in firsts]
-    give = tops[0] if len(set(tops)) == len(tops) and len(firsts[0].parts) > 1 else firsts[0].as_posix()
-    names = " and ".join(file.as_posix() for file in firsts[:2])
-    return (
-        f"{folder} has {len(firsts)} data sets with {split} rows, in {names}; give one of them, such as {folder / give}"
-    )
+def _several(folder: Path, split: str, sets: list[list[Path]]) -> str:
+    """The sentence about a folder of several data sets, with one of them as `read` takes it."""
+    give = _whole(sets[0][0])
+    for above in sets[0][0].relative_to(folder).parents[-2::-1]:  # from the top on, the first that has it alone
+        if not any(file.is_relative_to(folder / above) for files in sets[1:] for file in files):
+            give = folder / above
+            break
+    names = " and ".join(files[0].relative_to(folder).as_posix() for files in sets[:2])
+    return f"{folder} has {len(sets)} data sets with {split} rows, in {names}; give one of them, such as {give}"
 
 
 def _open(path: Path) -> BinaryIO:
-    """A file's bytes, from the first after its byte order mark on.
+    """A file's bytes, from the first after its byte order marks on.
 
     Raises:
       UserError: the mark is that of UTF-16.
     """
     file: Any = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115  the caller closes it
-    start = file.read(len(codecs.BOM_UTF8))
+    begun, start = 0, file.read(len(codecs.BOM_UTF8))
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         file.close()
         raise UserError(f"{path} is UTF-16 text; save it as UTF-8")
-    file.seek(len(start) if start == codecs.BOM_UTF8 else 0)
+    while start == codecs.BOM_UTF8:
+        begun, start = file.tell(), file.read(len(codecs.BOM_UTF8))
+    file.seek(begun)
     return file
 
 
@@ -269,23 +318,31 @@ def _read_csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # the module's own limit is 128 KiB
     with io.TextIOWrapper(_open(path), "utf-8", errors="surrogateescape", newline="") as file:
         lines = csv.reader(file, strict=True)
-        names = [name.strip() for name in next(lines, [])]
+        try:
+            names = [name.lstrip(_MARK).strip() for name in next(lines, [])]
+        except csv.Error as error:
+            raise UserError(f"{path}: the header is not CSV ({error}); correct its quotes") from error
+        if any(re.search("[\udc80-\udcff]", name) for name in names):
+            raise UserError(f"{path} has names of columns that are not UTF-8; save it as UTF-8")
         if len(names) == 1 and (wrong := re.search(r"[;\t|]", names[0])):
             raise UserError(f"{path} separates its columns by {wrong[0]!r}; save it with commas")
         twice = [name for name, count in collections.Counter(names).items() if name and count > 1]
         if twice:
             raise UserError(f"{path} has two columns {twice[0]!r}; rename one")
         while True:
-            where = f"{path}, line {lines.line_num + 1}"
+            begun = lines.line_num + 1
             try:
                 cells = next(lines, None)
-            except csv.Error:
-                yield Row(where, Defect("not CSV"))
+            except csv.Error as error:
+                if lines.line_num > begun and "unexpected end" in str(error):
+                    raise UserError(f"{path}: a quote of the row at line {begun} is not closed; close it") from error
+                for number in range(begun, lines.line_num + 1):  # a quote that is not closed takes lines with it
+                    yield Row(f"{path}, line {number}", Defect("not CSV"))
                 continue
             if cells is None:
                 return
             if cells:
-                yield Row(where, _cells(names, cells))
+                yield Row(f"{path}, line {begun}", _cells(names, cells))
 
 
 def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Defect:
@@ -295,7 +352,8 @@ def _cells(names: list[str], cells: list[str]) -> dict[str, Any] | Defect:
         "".join(cells).encode()
     except UnicodeEncodeError:
         return Defect("not UTF-8")
-    return {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
+    texts = [cell.lstrip(_MARK) for cell in cells]
+    return {name: text for name, text in zip(names, texts, strict=True) if name and text}
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -378,7 +436,7 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
 
 
 def plain(value: Any) -> Any:
-    """Return a value of any format as JSON has it, without the fields that are null.
+    """Return a value of any format as JSON has it, without the fields that are null and marks that begin texts.
 
     What JSON has not, such as a date, becomes its text. A list keeps its nulls, since its items have places.
 
@@ -388,13 +446,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, Defect):
         raise value
     if isinstance(value, bytes):
-        return value.decode("utf-8", errors="surrogateescape")
+        value = value.decode("utf-8", errors="surrogateescape")
+    if isinstance(value, str):
+        return value.lstrip(_MARK)
     if isinstance(value, np.ndarray | np.generic):
         return plain(widen(value).tolist())
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items() if inner is not None}
+        content = {str(key).lstrip(_MARK): plain(inner) for key, inner in value.items()}
+        if len(content) < len(value):
+            raise Defect("field given twice")
+        return {key: inner for key, inner in content.items() if inner is not None}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     if isinstance(value, decimal.Decimal):
         return format(value, "f")
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    return value if value is None or isinstance(value, int | float) else str(value)

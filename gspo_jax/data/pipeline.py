@@ -101,7 +101,7 @@ def prompt_text(record: Record, tokenizer: Tokenizer, style: PromptStyle = PLAIN
 
 def guard(turn: Message, tokenizer: Tokenizer) -> Message:
     """Return a turn with the special tokens in what it says guarded."""
-    return {name: said if name == "role" else tokenizer.guard(said) for name, said in turn.items()}
+    return {name: said if name == "role" else tokenizer.guard(said, turn["role"]) for name, said in turn.items()}
 
 
 class Batches(Generic[_Batch]):

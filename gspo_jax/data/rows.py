@@ -9,6 +9,7 @@ import collections
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,14 @@ PROMPTS = "question", "prompt", "messages"
 """Fields that may hold the prompt; a row has one of them, unless `Source.prompt` names its field."""
 ROLES = "system", "user", "assistant"
 """Whose turn a message may be."""
+_OWN = "id", "worked", "instruction", "system"
+"""Further fields of a row that say something about it, where `data.prompt` and `data.answer` name no other role."""
 SOURCE = "data_source"
 """Field of a record that names its source, if sources have names; a row's own field of that name is replaced."""
 
 _HELD_OUT_SEED = b"held out"
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
+"""Beginning of a text that is a list of messages, as in a cell of CSV."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ def load(
         divided = not source.test and held_out > 0
         if split == "test" and not source.test and not divided:
             raise UserError(f"{place} has no held-out rows; set data.test to a file of such, or data.held_out above 0")
-        for number, row in enumerate(read(place, "train" if divided else split)):
+        alone = source.test != source.train
+        for number, row in enumerate(read(place, "train" if divided else split, alone=alone)):
             record = seen.keep(row, convert)
             if record is None or (divided and (_draw(record) < held_out) != (split == "test")):
                 continue
@@ -99,18 +105,24 @@ def load(
     )
 
 
-def conversations(place: str, *, limit: int | None = None) -> Records:
+def conversations(place: str, *, prompt: str = "", answer: str = "answer", limit: int | None = None) -> Records:
     """Return records with `messages` that end with the assistant's turn, for supervised training.
 
     A row has `messages`; or without them a prompt, and what is to be said as `completion`, `worked` or `answer`,
     whichever is first.
+
+    Args:
+      place: a file, or a folder with training rows.
+      prompt: field of the prompt in rows without messages; "": that of PROMPTS which is there.
+      answer: field that is said where there is no `completion` or `worked`; else `answer`.
+      limit: maximum number of records, from the beginning; None: all.
 
     Raises:
       UserError: the file is missing or of another format, or has no usable row.
     """
     seen, rows, places = _Wrong(), [], []
     for number, row in enumerate(read(place, "train")):
-        record = seen.keep(row, _conversation)
+        record = seen.keep(row, partial(_conversation, prompt=prompt, answer=answer))
         if record is None:
             continue
         rows.append({"id": f"{Path(place).name}/{number}"} | record)
@@ -131,7 +143,7 @@ def parse_messages(value: Any) -> list[dict[str, str]]:
         raise Defect("messages are not a list")
     if not value:
         raise Defect("no messages")
-    turns = [_message(turn) for turn in value if turn is not None]
+    turns = [_message(turn) for turn in value if turn is not None and not _is_empty_system(turn)]
     roles = [turn["role"] for turn in turns]
     if roles.count("system") > 1:
         raise Defect("several system messages")
@@ -182,53 +194,78 @@ def _nothing(place: str, split: str, wrong: _Wrong, *, divided: bool = False, he
 
 def _record(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
     """The record of a row: its prompt as `question` or `messages`, its answer as a text, and every further field."""
+    prompt = prompt or _given(row)
+    named = {part for name in (prompt, answer) for part in (name, name.partition(".")[0])}
     record = {key: value for key, value in row.items() if key not in (*PROMPTS, VERBATIM)}
-    record |= _prompt(row, prompt or _given(row))
+    for name in _OWN:
+        if name in named or _is_empty(record.get(name, "")):
+            record.pop(name, None)
+    record |= _prompt(row, prompt)
     if "messages" in record and record["messages"][-1]["role"] == "assistant":
         raise Defect("messages end with the assistant's turn")
     if answer:
-        record["answer"] = _answer(row, answer)
+        record["answer"] = answer_text(row, answer)
     else:
         record.setdefault("answer", "")
     if isinstance(record.get("id"), int):
         record["id"] = str(record["id"])
-    for name in ("id", "worked", "instruction", "system"):
+    for name in _OWN:
         if name in record:
             record[name] = _text(record[name], name)
     record.setdefault("worked", record["answer"])
     return record
 
 
-def _conversation(row: dict[str, Any]) -> Record:
-    prompt = _prompt(row, "messages" if "messages" in row else _given(row))
-    turns = prompt.get("messages", [{"role": "user", "content": prompt["question"]}])
+def _conversation(row: dict[str, Any], *, prompt: str, answer: str) -> Record:
+    names = ("messages", *([prompt] if prompt else []))
+    asked = _prompt(row, next((name for name in names if _has(row, name)), "") or _given(row))
+    turns = asked.get("messages", [{"role": "user", "content": asked["question"]}])
     if turns[-1]["role"] != "assistant":
-        said = next((name for name in ("completion", "worked", "answer") if name in row), None)
+        said = next((name for name in ("completion", "worked", answer, "answer") if _has(row, name)), None)
         if said is None:
-            raise Defect("no assistant's turn" if "messages" in row else "no completion")
-        value = row[said]
+            raise Defect(
+                "no assistant's turn" if "messages" in row else "no completion",
+                "name the field of what is said, --config.data.answer=FIELD",
+            )
+        value = _find(row, said)
         more = value if isinstance(value, list) else [{"role": "assistant", "content": _text(value, said)}]
         turns = parse_messages([*turns, *more])
         if turns[-1]["role"] != "assistant":
             raise Defect(f"{said} does not end with the assistant's turn")
-    return {"question": prompt["question"], "messages": turns, "instruction": ""}
+    return {"question": asked["question"], "messages": turns, "instruction": ""}
 
 
 def _given(row: Mapping[str, Any]) -> str:
     """The one field of PROMPTS that a row has."""
-    given = [name for name in PROMPTS if name in row]
+    there = [name for name in PROMPTS if name in row]
+    given = [name for name in there if not _is_empty(row[name])] or there
     if not given:
         raise Defect("no question, prompt or messages", "name the prompt's field, --config.data.prompt=FIELD")
     if len(given) > 1:
+        usable = [name for name in given if _is_usable(row, name)] or given
         raise Defect(
-            "several of question, prompt and messages", f"choose one, such as --config.data.prompt={given[-1]}"
+            "several of question, prompt and messages", f"choose one, such as --config.data.prompt={usable[-1]}"
         )
     return given[0]
+
+
+def _is_usable(row: Mapping[str, Any], name: str) -> bool:
+    """Whether a field can be a prompt."""
+    try:
+        turns = _prompt(row, name).get("messages")
+    except Defect:
+        return False
+    return turns is None or turns[-1]["role"] != "assistant"
 
 
 def _prompt(row: Mapping[str, Any], name: str) -> Record:
     """The prompt's fields: `question`, the last user turn, and `messages` if the row has a conversation."""
     value = _field(row, name, "set data.prompt to a field that they have")
+    if name != "question" and isinstance(value, str) and _MESSAGES.match(value):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Defect(f"{name} has messages as a text that is not JSON", "write them as JSON") from None
     if name == "question" or not (name == "messages" or isinstance(value, list)):
         return {"question": _text(value, name)} | ({VERBATIM: True} if name == "prompt" else {})
     turns = parse_messages(value)
@@ -249,9 +286,17 @@ def _message(turn: Any) -> dict[str, str]:
     if turn["role"] not in ROLES:
         raise Defect("role is not system, user or assistant")
     kept = {"role": turn["role"], "content": _text(turn["content"], "content")}
-    if "reasoning_content" in turn:
+    if not _is_empty(turn.get("reasoning_content", "")):
         kept["reasoning_content"] = _text(turn["reasoning_content"], "reasoning_content")
     return kept
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def _is_empty_system(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("role") == "system" and _is_empty(turn.get("content", ""))
 
 
 def text_field(row: Mapping[str, Any], name: str) -> str:
@@ -275,7 +320,8 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _answer(row: Mapping[str, Any], name: str) -> str:
+def answer_text(row: Mapping[str, Any], name: str = "answer") -> str:
+    """Return the reference answer of a row, a number as a person writes it; raises Defect if there is none."""
     value = _field(row, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _text(value, name).strip()
@@ -285,13 +331,25 @@ def _answer(row: Mapping[str, Any], name: str) -> str:
 
 
 def _field(row: Mapping[str, Any], name: str, *remedy: str) -> Any:
-    """The field of a row called `name`, with dots into objects."""
+    """The field of a row called `name`, or with dots into objects."""
+    value = _find(row, name)
+    if value is None:
+        raise Defect(f"no {name}", *remedy)
+    return value
+
+
+def _find(row: Mapping[str, Any], name: str) -> Any:
+    if name in row:
+        return row[name]
     value: Any = row
     for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            raise Defect(f"no {name}", *remedy)
-        value = value[key]
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def _has(row: Mapping[str, Any], name: str) -> bool:
+    value = _find(row, name)
+    return value is not None and not _is_empty(value)
 
 
 def _draw(record: Record) -> float:

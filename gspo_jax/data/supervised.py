@@ -51,7 +51,7 @@ def worked_answers(source: Sequence[Record], tokenizer: Tokenizer) -> Records:
     """Return a task's records with the special tokens in `worked` guarded, since that is what is said."""
 
     def convert(index: int, record: Record) -> Record:
-        return record | {"worked": tokenizer.guard(record["worked"])}
+        return record | {"worked": tokenizer.guard(record["worked"], "assistant")}
 
     return Records(repr(source), source, convert=convert, where=lambda _: repr(source))
 
@@ -73,4 +73,7 @@ def _written(before: Record, message: Message, tokenizer: Tokenizer, style: Prom
         raise Defect("chat template writes the prompt in another way once it is answered")
     written = whole[len(prompt) :]
     cuts = [written.find(end) for end in ends if end in written]
-    return written[: min(cuts)] if cuts else written.removesuffix(tokenizer.behind)
+    written = written[: min(cuts)] if cuts else written.removesuffix(tokenizer.behind)
+    if not written.strip():
+        raise Defect("left out by the chat template")
+    return written

@@ -32,7 +32,8 @@ TOO_MUCH_MEMORY, TOO_LONG = 3, 4
 
 _QUESTION = "What is 47+28? " * 64
 _TURNS = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "75"})
-_CONVERSATIONS = ([_TURNS[0]], [*_TURNS, _TURNS[0]])
+_PARTS = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
+_CONVERSATIONS = ([_TURNS[0]], [*_TURNS, _TURNS[0]], [_PARTS])
 _TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
 
 

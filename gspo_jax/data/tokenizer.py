@@ -90,9 +90,11 @@ class Tokenizer:
         unknown = text_of(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
         self._added = _any_of(token.content for token in added.values())
+        self._in_parts = self._wants_parts()
         self.behind = self._written_behind()
         self.eos_ids = self._with_end_of_turn(eos_ids)
-        self._special = _any_of(token.content for token in self._special_tokens().values())
+        special = {token.content for token in self._special_tokens().values()}
+        self._special, self._not_thoughts = _any_of(special), _any_of(special - thoughts.MARKS)
 
     @classmethod
     def load(cls, folder: str | Path, *, clock: str = CLOCK, **variables: Any) -> "Tokenizer":
@@ -106,7 +108,8 @@ class Tokenizer:
 
         Raises:
           UserError: `tokenizer.json` or every EOS token is missing, a file is malformed, two files give a token
-            different ids, or the chat template fails on a user's turn.
+            different ids, or the chat template fails on a user's turn, leaves out what is said in it, or writes a
+            special token that the tokenizer does not have.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -132,7 +135,7 @@ class Tokenizer:
         tokenizer = cls(backend, eos_ids=eos_ids, pad_id=pad_id, settings=settings, variables=variables, clock=clock)
         if "strftime_now" in (settings["chat_template"] or ""):
             logging.warning("%s: the chat template asks for the time and is told data.clock, %s", folder, clock)
-        tokenizer.chat([{"role": "user", "content": "?"}])  # as every prompt; fails now, not once a run has its devices
+        tokenizer._check_prompt(folder)  # as every prompt; fails now, not once a run has its devices
         return tokenizer
 
     @classmethod
@@ -191,14 +194,16 @@ class Tokenizer:
         """Return the texts of the EOS tokens."""
         return [end for index in self.eos_ids if (end := self.decode([index], skip_special=False))]
 
-    def guard(self, content: str) -> str:
-        """Return a text whose special tokens `encode` takes for mere text, behind a mark in each.
+    def guard(self, content: str, role: str = "user") -> str:
+        """Return what `role` says with its special tokens marked, so that `encode` takes them for mere text.
 
-        Tokens that are added but not special, such as Qwen3's `<think>`, are still recognised.
+        Tokens that are added but not special, such as Qwen3's `<think>`, are still recognised, and so are marks of
+        thoughts that are special where the assistant says them.
         """
+        guarded = self._not_thoughts if role == "assistant" else self._special
         content = _NO_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", content)
-        while self._special.search(content):  # again, since tokens may overlap
-            content = self._special.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
+        while guarded.search(content):  # again, since tokens may overlap
+            content = guarded.sub(lambda found: f"{found[0][0]}{GUARD}{found[0][1:]}", content)
         return content
 
     def _encode_guarded(self, text: str) -> list[int]:
@@ -235,9 +240,18 @@ class Tokenizer:
         return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation under the chat template; without a template, the contents concatenated."""
+        """Return the text of a conversation under the chat template; without a template, the contents concatenated.
+
+        Contents are texts, or lists of one part `{"type": "text"}` for a template that writes only such.
+        """
         if self._template is None:
             return "".join(message["content"] for message in messages)
+        given = [chat.in_parts(message) if self._in_parts else message for message in messages]
+        return self._render(given, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The text of a conversation under the chat template, its contents as they are given."""
+        assert self._template is not None
         tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
         given = {key: token for key, token in tokens.items() if token is not None} | self._variables
         return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
@@ -251,17 +265,53 @@ class Tokenizer:
             return behind.lstrip()[closed.end() :]
         return behind.removeprefix(self.behind.rstrip())
 
+    def _wants_parts(self) -> bool:
+        """Whether the chat template writes what is said if it is a list of parts, and not if it is a text."""
+        turn = {"role": "user", "content": _SAID}
+        return self._template is not None and not self._writes(turn) and self._writes(chat.in_parts(turn))
+
+    def _writes(self, turn: Mapping[str, Any]) -> bool:
+        try:
+            return _SAID in self._render([turn], add_generation_prompt=True)
+        except UserError:  # `load` says what is wrong
+            return False
+
+    def _check_prompt(self, folder: Path) -> None:
+        """Raise UserError if the chat template of a folder loses a user's question, or writes a token that is none."""
+        prompt = self.chat([{"role": "user", "content": _SAID}])
+        if _SAID not in prompt:
+            raise UserError(
+                f"{folder}: the chat template leaves out what the user says; correct it, or use the model's own"
+            )
+        for key, value in self._settings.items():
+            if key.endswith("_token") and (content := text_of(value)) and content in prompt:
+                _token_id(self._backend, self._settings, key, folder)
+
     def _written_behind(self) -> str:
         """Text that the chat template writes behind the last turn of a conversation, if that is the assistant's."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         try:
-            return self.chat(turns, add_generation_prompt=False).rpartition(_SAID)[2]
+            _, found, behind = self.chat(turns, add_generation_prompt=False).rpartition(_SAID)
         except UserError:  # `load` says what is wrong
             return ""
+        return behind if found else ""
+
+    def _written_between(self) -> str:
+        """Text that the chat template writes behind an assistant's turn that a user's turn follows, without its own."""
+        turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
+        try:
+            first, _, between, _ = self.chat(turns, add_generation_prompt=False).split(_SAID)
+        except (UserError, ValueError):  # a template that rejects them, or leaves one out
+            return ""
+        opening, closing = (re.split(f"({self._added.pattern})", text) for text in (first, between))
+        while opening and closing and opening[-1] == closing[-1]:
+            opening.pop()
+            closing.pop()
+        return "".join(closing)
 
     def _with_end_of_turn(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
         """The EOS ids, that of the token with which the chat template ends a turn first."""
-        written = self.behind.strip()
+        written = self.behind.strip() or self._written_between().strip()
         found = self._added.match(written)
         end = None if found is None else self._backend.token_to_id(found[0])
         if end is None:
@@ -303,6 +353,12 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
             f"the tokenizer's largest id {tokenizer.vocab_size - 1} does not fit the model's vocabulary of "
             f"{model_vocab_size}; use the model's own tokenizer, or a vocab_size of {tokenizer.vocab_size} or more"
         )
+    for key, ids in (("eos_token_id", tokenizer.eos_ids), ("pad_token_id", (tokenizer.pad_id,))):
+        if max(ids) >= model_vocab_size:
+            raise UserError(
+                f"{key} is {max(ids)}, beyond the model's vocabulary of {model_vocab_size}; correct it in "
+                f"{_GENERATION} or {CONFIG}, beside the tokenizer"
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

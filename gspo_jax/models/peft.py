@@ -106,13 +106,7 @@ def _arrays(folder: Path, config: ModelConfig, adapters: Adapters, shapes: nnx.S
             pair = pairs.get(module)
             if pair is None:
                 some = any(other in pairs for _, other in _modules(config, matrix, own.shape))
-                found_none = f"{folder} has no adapter beside {module}"
-                raise UserError(
-                    f"{found_none}, but beside the same matrix of other layers (layers_to_transform, or names of "
-                    f"modules); {_MERGE}"
-                    if some
-                    else f"{found_none}; leave its matrix out of the targets"
-                )
+                raise UserError(f"{folder} has no adapter beside {module}{_missing(module, pairs, of_others=some)}")
             value = pair.a if which == "a" else pair.b * (pair.scale / adapters.scale(pair.b.shape[0]))
             if value.shape != own[at].shape:
                 raise UserError(_misshapen(folder, module, pair, pairs, adapters))
@@ -122,6 +116,16 @@ def _arrays(folder: Path, config: ModelConfig, adapters: Adapters, shapes: nnx.S
     if left := sorted(pairs.keys() - used):
         raise UserError(f"{folder} has an adapter beside {left[0]}; {_unused(left[0], adapters)}")
     return found
+
+
+def _missing(module: str, pairs: Mapping[str, Pair], *, of_others: bool) -> str:
+    """Why there is no adapter beside a module, with the remedy, in words that end a sentence."""
+    if of_others:
+        return f", but beside the same matrix of other layers (layers_to_transform, or names of modules); {_MERGE}"
+    for other in pairs:
+        if other.endswith(f".{module}") or module.endswith(f".{other}"):
+            return f", but beside {other}, a name of another model; give that in model.folder, or rename the tensors"
+    return "; leave its matrix out of the targets"
 
 
 def _misshapen(folder: Path, module: str, pair: Pair, pairs: Mapping[str, Pair], adapters: Adapters) -> str:
@@ -206,6 +210,7 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
         if value not in allowed:
             remedy = "train one without it" if field == "alora_invocation_tokens" else _MERGE  # that cannot be merged
             raise UserError(f"{file}: {field} is {value!r:.100}; supported: {', '.join(map(repr, allowed))}; {remedy}")
+    _check_scales(file, fields)
     begun = fields.get("init_lora_weights")
     says = f"{file}: init_lora_weights is {begun!r}, which changed the model's weights"
     if str(begun).lower().startswith(_RESIDUAL):
@@ -221,7 +226,11 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
         parts = re.fullmatch(rf"{re.escape(_MODEL)}(.*)\.lora_([AB])\.weight", name)
         if parts is None:
             raise UserError(f"{folder / TENSORS} has {name}; supported: lora_A and lora_B of linear layers; {_MERGE}")
-        halves[parts[1]][parts[2]] = tensor.astype(np.float32).T
+        tensor = tensor.astype(np.float32)
+        if tensor.ndim != 2 or not np.isfinite(tensor).all():
+            wrong = f"of shape {list(tensor.shape)}, no matrix" if tensor.ndim != 2 else "not finite everywhere"
+            raise UserError(f"{folder / TENSORS}: {name} is {wrong}; save the adapters of a sound training run again")
+        halves[parts[1]][parts[2]] = tensor.T
     pairs: dict[str, Pair] = {}
     for module, half in halves.items():
         if half.keys() != {"A", "B"} or half["A"].shape[1] != half["B"].shape[0]:
@@ -232,6 +241,21 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
         else:
             pairs[module] = Pair(half["A"], half["B"], _scale(fields, module, half["A"].shape[1]))
     return pairs
+
+
+def _check_scales(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
+    """Raise UserError if what `_scale` reads is not as peft writes it."""
+    patterns = fields.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise UserError(f"{file}: alpha_pattern is {patterns!r:.100}, no object of numbers by pattern; correct it")
+    for name, value in {"lora_alpha": fields.get("lora_alpha", 8), **patterns}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"{file}: the scale {name} is {value!r:.100}; set it to a finite number")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"{file}: alpha_pattern has {pattern!r:.100}, no pattern ({error}); correct it") from error
 
 
 def _scale(fields: Mapping[str, Any], target: str, rank: int) -> float:

@@ -36,9 +36,12 @@ def exact_answer(prompt: str, completion: str, record: Record) -> float:
     """Score 1 if the final answer is written like record["answer"], else 0.
 
     As `comparison.same` compares them: numbers by their values, choices by their letters, anything else as text.
+    Raises ValueError if record["answer"] is empty.
     """
-    answer = final_answer(prompt, completion)
-    return float(answer is not None and same(answer, record["answer"]) is True)
+    answer, reference = final_answer(prompt, completion), record["answer"]
+    if not reference.strip():
+        raise ValueError("the reference answer is empty")
+    return float(answer is not None and same(answer, reference) is True)
 
 
 def answer_format(prompt: str, completion: str, record: Record) -> float:

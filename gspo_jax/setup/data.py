@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from gspo_jax.data import rows, tasks
+from gspo_jax.data import files, rows, tasks
 from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, PromptStyle, eval_batches, prompt_batches
 from gspo_jax.data.records import Record
 from gspo_jax.data.rows import Source
@@ -54,7 +54,8 @@ def sources(config: ConfigDict) -> dict[str, Source]:
         )
     }
     if data.task != "jsonl":
-        wrong = [name for name, there in given.items() if there and name != "data.folder"]
+        allowed = ["data.folder", *(["data.prompt"] if data.few_shot or config.coldstart.conversations else [])]
+        wrong = [name for name, there in given.items() if there and name not in allowed]
         if wrong:
             raise UserError(f"{wrong[0]} is for the task 'jsonl', and data.task is {data.task!r}; change one of them")
         return {}
@@ -67,7 +68,7 @@ def sources(config: ConfigDict) -> dict[str, Source]:
     for name, source in data.sources.items():
         if not source.train:
             raise UserError(f"data.sources.{name}.train is empty; give a file or folder")
-    if Path(data.folder).is_file():
+    if Path(data.folder).is_file() or files.parts(Path(data.folder)):
         raise UserError(f"data.folder is {data.folder!r}, a file, which would be held out too; set data.train to it")
     instruction = data.instruction or ""
     if not given["data.sources"]:
@@ -94,7 +95,8 @@ def prompt_style(config: ConfigDict) -> PromptStyle:
     """
     data, shots = config.data, []
     if data.few_shot:
-        for example in rows.conversations(data.few_shot, limit=data.shots or None):
+        examples = rows.conversations(data.few_shot, prompt=data.prompt, answer=data.answer, limit=data.shots or None)
+        for example in examples:
             if example["messages"][0]["role"] == "system":
                 raise UserError(f"data.few_shot: {example['id']} has a system prompt; move it to data.system")
             shots += example["messages"]
