@@ -150,10 +150,10 @@ def test_hostile_completions_cost_nothing(name, hostile):
 
 
 def test_a_number_may_be_anything_and_costs_nothing():
-    start = time.perf_counter()
+    start = time.process_time()
     assert quantities.number("-" + " " * 100_000 + "!") is None
     assert quantities.number("") is quantities.number("$") is quantities.number("-.") is None
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_a_record_without_its_fields_is_an_error():

@@ -214,6 +214,6 @@ def test_verdicts_without_a_call_are_math_verifys_own(count):
 @pytest.mark.parametrize("piece", ["#### ", "\\boxed{", "final answer ", " ", "$", "1", "####\n1", "\\boxed{1}", "1,"])
 @pytest.mark.parametrize("answer", ["18", "B"])
 def test_hostile_completions_cost_little(piece, answer):
-    completion, begun = piece * (1_000_000 // len(piece)) + "#### 18", time.monotonic()
+    completion, begun = piece * (1_000_000 // len(piece)) + "#### 18", time.process_time()
     verdict(completion, answer)
-    assert time.monotonic() - begun < 2.0
+    assert time.process_time() - begun < 2.0

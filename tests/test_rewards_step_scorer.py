@@ -236,10 +236,10 @@ def test_thousands_of_steps_in_a_long_response_stay_cheap(before, step, count):
         assert decoded < 3 * len(ids) * math.ceil(math.log2(len(ids)))
         return TOKENIZER.decode(some)
 
-    start = time.perf_counter()
+    start = time.process_time()
     ends = [len(before) + len(step) * (i + 1) - 1 for i in range(count)]
     _, is_step = place_step_rewards([[(end, 1.0) for end in ends]], *batch(ids), counting)
-    assert is_step.sum() == count and time.perf_counter() - start < 5
+    assert is_step.sum() == count and time.process_time() - start < 5
     decoded = 0
     _, is_step = place_step_rewards([[(len(text) - 1, 1.0)]], *batch(ids), counting)
     assert is_step.sum() == 1 and decoded < 6 * len(ids)

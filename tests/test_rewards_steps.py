@@ -223,6 +223,6 @@ def test_any_text_gives_steps_in_order_and_no_more_rewards_than_numbers_allow(te
     ids=range(21),
 )
 def test_hostile_completions_cost_nothing(hostile):
-    start = time.perf_counter()
+    start = time.process_time()
     assert sum(rewards(hostile, "3 5 7")) == ("\ud800" in hostile)
-    assert time.perf_counter() - start < 5  # quadratic time would take hours
+    assert time.process_time() - start < 5  # quadratic time would take hours
