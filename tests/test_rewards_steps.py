@@ -225,4 +225,4 @@ def test_any_text_gives_steps_in_order_and_no_more_rewards_than_numbers_allow(te
 def test_hostile_completions_cost_nothing(hostile):
     start = time.process_time()
     assert sum(rewards(hostile, "3 5 7")) == ("\ud800" in hostile)
-    assert time.process_time() - start < 5  # quadratic time would take hours
+    assert time.process_time() - start < 10  # quadratic time would take hours
