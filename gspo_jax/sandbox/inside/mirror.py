@@ -64,8 +64,10 @@ class Program(Border):
     def __init__(self, channel: Channel) -> None:
         super().__init__(first=2)
         self._channel = channel
-        self.names: list[str] = []
+        self.names: frozenset[str] = frozenset()
         """Names that it defines."""
+        self.asked = 0
+        """How often the tests have asked it for something."""
         self.tests: list[str] = []
         """Sources of the tests so far, whose classes the program may have to see."""
         self.named: set[type] = set()
@@ -74,6 +76,8 @@ class Program(Border):
         """Why the test can't be judged; it may have caught the exception that said so."""
         self.raised: BaseException | None = None
         """The last exception of the program."""
+        self.before_each: Callable[[], None] = lambda: None
+        """Is called before the program is asked for anything."""
         self.unseen = ""
         """What a test has done that the program does not see."""
         self._own: dict[type, int] = {}
@@ -89,6 +93,7 @@ class Program(Border):
           BaseException: what the program raises.
         """
         self._check_world()
+        self.asked += 1
         try:
             message = self.message(asked, do=operation) if not self._reading else self._bare(asked, operation)
         except (Unsendable, RecursionError) as error:
@@ -137,6 +142,7 @@ class Program(Border):
         return {"value": self.encode(asked), "state": [], "drop": [], "do": operation}
 
     def _check_world(self) -> None:
+        self.before_each()
         for (module, name), was in self._replaceable.items():
             if getattr(sys.modules[module], name, None) is not was:
                 self.unseen = f"replaces {module}.{name}"

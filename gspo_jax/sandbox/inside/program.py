@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from . import values
+from . import scopes, values
 from .border import INSTANCE, KINDS, Border, attributes
 from .channel import Channel
 from .choose import choose
@@ -43,6 +43,7 @@ class Served(Border):
     def __init__(self, channel: Channel, sources: list[str], prelude: str) -> None:
         super().__init__(first=1)
         self._channel, self._sources, self._prelude = channel, sources, prelude
+        self._source = ""
         self.names = new_module("program")
         self._theirs: dict[type, int] = {}
         """Classes of the program that stand for classes of the tests, with their numbers."""
@@ -73,6 +74,7 @@ class Served(Border):
             "deepcopy": copy.deepcopy,
             "seed": random.seed,
             "same": lambda name, other: isinstance(self.names[name], type) and fingerprint(self.names[name]) == other,
+            "shared": self._shared,
             "equal": lambda one, other: (bool(one == other), _structure(one), _structure(other)),
             "start": self._start,
             "advance": self._advance,
@@ -125,8 +127,15 @@ class Served(Border):
             exec(self._prelude, self.names)
         except BaseException as error:
             raise Unsendable(f"the prelude: {describe(error)}") from None
-        exec(compile(choose(self._sources), "program.py", "exec"), self.names)
-        return [name for name in self.names if not name.startswith("__")]
+        self._source = choose(self._sources)
+        exec(compile(self._source, "program.py", "exec"), self.names)
+        modules = {n for n, value in self.names.items() if isinstance(value, types.ModuleType) and value.__name__ == n}
+        return [name for name in self.names if not name.startswith("__") and name not in modules]
+
+    def _shared(self, names: list[str], imports: list[str]) -> list[str]:
+        """Return which of these names the program's functions use, but for `imports` that it imports, too."""
+        used = scopes.shared(self._source) - scopes.imported(self._source).intersection(imports)
+        return [name for name in names if name in used]
 
     # What crosses of the program's own values.
 

@@ -7,9 +7,11 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from . import scopes
+from .cases import Unrunnable, run_cases
 from .channel import Channel
 from .mirror import BrokenTest, MirrorType, Program
 from .world import describe, shared_source
@@ -19,24 +21,52 @@ _CHANGES: dict[str, Callable[..., bool]] = {
     "io.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
     "os.open": lambda path, flags, *_, **__: bool(flags & (os.O_WRONLY | os.O_RDWR)),
     **dict.fromkeys(("os.mkdir", "os.remove", "os.rename", "os.chdir", "os.putenv"), lambda *_, **__: True),
+    "random.setstate": lambda state: True,
 }
 """Functions by which a test changes the world around it, and when; its program has another one."""
+
+
+_REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "__import__", "sys", "importlib"})
+"""Names through which a test may look up any other."""
 
 
 class _Names(dict[str, Any]):
     """Global names of tests: their own, then builtins, then the standard library's modules, then the program's.
 
-    The program's come last, and never take the place of a builtin function that a test relies on.
+    The program's come last, and never take the place of what a test relies on. It holds the tests' own alone.
     """
 
     def __init__(self, program: Program) -> None:
         super().__init__({"__name__": "tests", "__builtins__": builtins})
         self._program = program
+        self._found: dict[str, Any] = {}
+        self._subjects: tuple[set[str], set[str]] = (set(), set())
+
+    def are_tested_by(self, sources: Sequence[str]) -> None:
+        """Find out which names of builtins and modules are the program's, since they are what these tests are about.
+
+        A module that a test calls is none. Any other such name is the program's if it is the only one of these that
+        the program defines, and the tests look up nothing else that they could be about.
+        """
+        mine = {name for name in self._program.names if _is_known(name)}
+        if not mine:
+            return
+        names, values = ({n for source in sources for n in of(source)} for of in (scopes.looked_up, scopes.values))
+        names -= {name for source in sources for name in scopes.bound(source)}
+        called = {name for name in names & values if name in sys.stdlib_module_names and not hasattr(builtins, name)}
+        others = called or names & _REACHING or {name for name in names if not _is_known(name)}
+        rest = set() if others else mine & names
+        self._subjects = (mine & called) | (rest if len(rest) == 1 else set()), rest
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
-            raise KeyError(name)
-        if name in sys.stdlib_module_names:
+        if name in self._found:
+            return self._found[name]
+        mine, unclear = self._subjects
+        if _is_known(name) and name not in mine:
+            if name in unclear:
+                self._program.cannot(f"the tests name nothing but builtins that the program redefines, such as {name}")
+            if hasattr(builtins, name):
+                raise KeyError(name)
             found = importlib.import_module(name)
         elif name in self._program.names:
             found = self._program.name(name)
@@ -44,8 +74,12 @@ class _Names(dict[str, Any]):
                 return found  # a call may change what the name stands for
         else:
             raise KeyError(name)
-        self[name] = found
+        self._found[name] = found
         return found
+
+
+def _is_known(name: str) -> bool:
+    return hasattr(builtins, name) or name in sys.stdlib_module_names
 
 
 class _Module(types.ModuleType):
@@ -56,9 +90,16 @@ class _Module(types.ModuleType):
         object.__setattr__(self, "_names", names)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._names:
+        try:
             return self._names[name]
-        raise AttributeError(name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._names[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self._names[name]
 
     def __dir__(self) -> list[str]:
         return list(self._names)
@@ -91,6 +132,9 @@ def run_tests() -> None:
         passed.append(said is None)
         why = why or said or ""
         judge.send({"passed": passed})
+    if all(passed) and not tests.program.asked:
+        judge.send({"broken": "the tests ask nothing of the program"})
+        return
     judge.send({"passed": passed, "why": why})
 
 
@@ -103,6 +147,8 @@ class _Tests:
             self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
+        self._settled: set[str] = set()
+        self.program.before_each = self._look_for_replaced_names
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
         sys.dont_write_bytecode = True
@@ -117,7 +163,7 @@ class _Tests:
         program, names, job = self.program, self._names, self._job
         program.tests.append(job["setup"])
         world = shared_source(job["setup"]) if job["setup"] else {}
-        program.names = program.do("load", "\n".join(world.values()))
+        program.names = frozenset(program.do("load", "\n".join(world.values())))
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         with contextlib.suppress(BrokenTest):  # a prompt in words, with code in it
             self._run(job["given"])
@@ -126,9 +172,15 @@ class _Tests:
         for name, value in list(names.items()):
             if isinstance(value, type) and value.__module__ == "tests" and name != entry:
                 program.pair(value)
+        program.asked = 0
+        if entry is None:
+            names.are_tested_by([job["setup"], *job["tests"]])
         self._run(job["setup"])
         if entry is not None:
+            asked = program.asked
             names[entry] = program.name(entry) if entry.isidentifier() else eval(entry, names)
+            program.asked = asked
+        self._settled = set(names)
         seed = random.seed
 
         def seeded(*args: Any, **kwargs: Any) -> None:
@@ -139,13 +191,11 @@ class _Tests:
 
     def failure(self, test: str) -> str | None:
         """Run a test and return why it fails; None if it passes."""
-        before = set(self._names)
+        before, asked = dict(self._names), self.program.asked
         self.program.tests.append(test)
         try:
             self._run(test)
-            if self._job["entry_point"] is not None:
-                self._names["check"](self._names[self._job["entry_point"]])
-            self._run_cases(set(self._names) - before)
+            self._run_what_it_defines(test, before, asked)
         except BrokenTest:
             return "the test can't be judged"
         except SystemExit as end:  # as unittest.main() ends
@@ -156,8 +206,24 @@ class _Tests:
             return _said(error)
         return None
 
+    def _run_what_it_defines(self, test: str, before: Mapping[str, Any], asked: int) -> None:
+        """Run the `check` of a test, or the cases that it defines and has not run itself.
+
+        The program's own `check` is none.
+        """
+        names = self._names
+        if self._job["entry_point"] is not None and "check" in names:
+            names["check"](names[self._job["entry_point"]])
+            return
+        mentioned = scopes.values(test) if self.program.asked > asked else set()
+        new = [v for n, v in names.items() if before.get(n) is not v and (n not in mentioned or isinstance(v, type))]
+        if not run_cases(new) and self._job["entry_point"] is not None:
+            self.program.cannot("the test defines no check")
+
     def lacks(self, error: BaseException) -> bool:
         """Return whether a test lacks a module or file of its own, and not of the program."""
+        if isinstance(error, Unrunnable):
+            return True
         return isinstance(error, ModuleNotFoundError | FileNotFoundError) and error is not self.program.raised
 
     def _run(self, source: str) -> None:
@@ -167,21 +233,23 @@ class _Tests:
             self.program.cannot(f"a test does not compile: {error}")
         exec(code, self._names)
 
-    def _run_cases(self, names: set[str]) -> None:
-        """Run the test cases of unittest that a test has defined."""
-        unittest = sys.modules.get("unittest")
-        cases = [self._names[name] for name in names]
-        if unittest is None or not any(isinstance(c, type) and issubclass(c, unittest.TestCase) for c in cases):
+    def _look_for_replaced_names(self) -> None:
+        """See whether a test has given a global name of the program another value, which it would not see.
+
+        That matters if the program's functions use the name, and it is no import of both. A class of the tests stands
+        for the program's.
+        """
+        new = (self.program.names & self._names.keys()) - self._settled
+        if not new:
             return
-        suite = unittest.TestSuite(
-            unittest.defaultTestLoader.loadTestsFromTestCase(case)
-            for case in cases
-            if isinstance(case, type) and issubclass(case, unittest.TestCase)
-        )
-        result = unittest.TestResult()
-        suite.run(result)
-        for _, said in (*result.failures, *result.errors):
-            raise AssertionError(said.strip().rpartition("\n")[2])
+        self._settled |= new
+        classes = {
+            name for name in new if isinstance(self._names[name], type) and self._names[name].__module__ == "tests"
+        }
+        imports = {name for test in self.program.tests for name in scopes.imported(test)}
+        used = self.program.do("shared", sorted(new - classes), sorted(imports & new))
+        if used:
+            self.program.unseen = self.program.unseen or f"replaces {used[0]}"
 
     def _watch(self, module: str, name: str, changes: Callable[..., bool]) -> None:
         """Have a function say when it is called in a way that changes something."""
@@ -189,7 +257,7 @@ class _Tests:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if changes(*args, **kwargs):
-                self.program.unseen = self.program.unseen or "changes files or the environment"
+                self.program.unseen = self.program.unseen or f"calls {module}.{name}"
             return function(*args, **kwargs)
 
         setattr(sys.modules[module], name, watched)
