@@ -13,7 +13,8 @@ from typing import Any
 from . import scopes
 from .cases import Unrunnable, run_cases
 from .channel import Channel
-from .mirror import BrokenTest, MirrorType, Program
+from .mirror import BrokenTest, Program
+from .remote import MirrorType
 from .world import describe, shared_source
 
 _CHANGES: dict[str, Callable[..., bool]] = {
@@ -147,8 +148,7 @@ class _Tests:
             self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
-        self._settled: set[str] = set()
-        self.program.before_each = self._look_for_replaced_names
+        self.program.globals = self._names
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
         sys.dont_write_bytecode = True
@@ -163,7 +163,12 @@ class _Tests:
         program, names, job = self.program, self._names, self._job
         program.tests.append(job["setup"])
         world = shared_source(job["setup"]) if job["setup"] else {}
-        program.names = frozenset(program.do("load", "\n".join(world.values())))
+        try:
+            program.names = frozenset(program.do("load", "\n".join(world.values())))
+        except NameError as error:
+            if error.name in scopes.bound(job["setup"]):
+                program.cannot(f"the program uses {error.name}, which the set-up defines")
+            raise
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         with contextlib.suppress(BrokenTest):  # a prompt in words, with code in it
             self._run(job["given"])
@@ -180,7 +185,7 @@ class _Tests:
             asked = program.asked
             names[entry] = program.name(entry) if entry.isidentifier() else eval(entry, names)
             program.asked = asked
-        self._settled = set(names)
+        program.settled = set(names)
         seed = random.seed
 
         def seeded(*args: Any, **kwargs: Any) -> None:
@@ -221,8 +226,8 @@ class _Tests:
             self.program.cannot("the test defines no check")
 
     def lacks(self, error: BaseException) -> bool:
-        """Return whether a test lacks a module or file of its own, and not of the program."""
-        if isinstance(error, Unrunnable):
+        """Return whether a test lacks a module, file or runner of its own, or the source of the program."""
+        if isinstance(error, Unrunnable) or (type(error) is OSError and "source code" in str(error)):  # of inspect
             return True
         return isinstance(error, ModuleNotFoundError | FileNotFoundError) and error is not self.program.raised
 
@@ -232,24 +237,6 @@ class _Tests:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             self.program.cannot(f"a test does not compile: {error}")
         exec(code, self._names)
-
-    def _look_for_replaced_names(self) -> None:
-        """See whether a test has given a global name of the program another value, which it would not see.
-
-        That matters if the program's functions use the name, and it is no import of both. A class of the tests stands
-        for the program's.
-        """
-        new = (self.program.names & self._names.keys()) - self._settled
-        if not new:
-            return
-        self._settled |= new
-        classes = {
-            name for name in new if isinstance(self._names[name], type) and self._names[name].__module__ == "tests"
-        }
-        imports = {name for test in self.program.tests for name in scopes.imported(test)}
-        used = self.program.do("shared", sorted(new - classes), sorted(imports & new))
-        if used:
-            self.program.unseen = self.program.unseen or f"replaces {used[0]}"
 
     def _watch(self, module: str, name: str, changes: Callable[..., bool]) -> None:
         """Have a function say when it is called in a way that changes something."""
