@@ -108,6 +108,15 @@ def set_attributes(value: Any, held: Mapping[str, Any]) -> None:
         object.__setattr__(value, name, item)
 
 
+def restore_error(error: BaseException, args: tuple[Any, ...], held: Mapping[str, Any]) -> BaseException:
+    """Return an exception that holds what another one does, but for what is read-only, and follows from `args`."""
+    error.args = args
+    for name, item in held.items():
+        with contextlib.suppress(AttributeError, TypeError):
+            set_attributes(error, {name: item})
+    return error
+
+
 INSTANCE = "instance"
 CONTAINERS: dict[str, tuple[type, Container]] = {
     "list": (list, Container(list.__new__, lambda value: [*list.__iter__(value)], _write_list)),

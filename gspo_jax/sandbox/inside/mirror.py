@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from . import scopes
-from .border import CONTAINERS, INSTANCE, Border, attributes, set_attributes
+from .border import CONTAINERS, INSTANCE, Border, attributes, restore_error
 from .channel import Channel
 from .remote import HEADER, NUMBER, PROGRAM, MirrorType, Remote, awaited, generated, know_bases, members
 from .values import Unsendable
@@ -276,9 +276,7 @@ class Program(Border):
         if own is None:
             with contextlib.suppress(Exception):  # it may take other arguments than it keeps
                 error = kind(*args)
-        error.args = args
-        held = self.decode(header["held"])
-        set_attributes(error, held)
+        restore_error(error, args, self.decode(header["held"]))
         error.__cause__, error.__context__ = self.decode(header["cause"]), self.decode(header["context"])
         error.__suppress_context__ = bool(header["suppress"])
         return error

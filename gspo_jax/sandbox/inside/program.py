@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from . import scopes, values
-from .border import INSTANCE, KINDS, Border, attributes, set_attributes
+from .border import INSTANCE, KINDS, Border, attributes, restore_error
 from .channel import Channel
 from .choose import choose
 from .values import Unsendable
@@ -246,10 +246,7 @@ class Served(Border):
     def _their_error(self, header: Mapping[str, Any]) -> BaseException:
         module, name = header["known"]
         kind, args = getattr(__import__(module, fromlist=["*"]), name), self.decode(header["args"])
-        error = kind.__new__(kind, *args)
-        error.args = args
-        set_attributes(error, self.decode(header["held"]))
-        return error
+        return restore_error(kind.__new__(kind, *args), args, self.decode(header["held"]))
 
     def _stream(self, number: int) -> Iterator[Any]:
         """Yield the items of an iterator of the tests, which may ask for something before they hand one over."""

@@ -249,14 +249,14 @@ def _exit(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
 
 
 def _equal_as(data: type) -> Callable[[Any, Any], Any]:
-    """Return the `==` of a builtin type, for a subclass that has one of its own."""
+    """Return the `==` of a builtin type, for a subclass that has one of its own, which may find two of it equal."""
 
     def method(self: Any, other: Any) -> Any:
         equal = data.__eq__(self, other)
-        program = _program(self)
-        asks = self is not other and _undecided(self) and _crosses(program, other)
-        if asks and bool(program.do("equal", self, other)[0]) is not (equal is True):
-            _no(self)
+        if self is not other and type(self) is type(other):
+            said, _, _ = _program(self).do("equal", self, other)
+            if bool(said) is not equal:
+                _no(self)
         return equal
 
     return method

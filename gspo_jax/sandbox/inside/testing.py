@@ -31,6 +31,9 @@ _REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "
 """Names through which a test may look up any other."""
 
 
+_LACKS = (ModuleNotFoundError, FileNotFoundError, Unrunnable)
+
+
 class _Names(dict[str, Any]):
     """Global names of tests: their own, then builtins, then the standard library's modules, then the program's.
 
@@ -106,6 +109,20 @@ class _Module(types.ModuleType):
         return list(self._names)
 
 
+class _Unseen(types.ModuleType):
+    """The module of the program, whose source a test may look for."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__("program")
+        del self.__loader__  # which is None
+        self._program = program
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__file__", "__loader__"):
+            self._program.cannot("a test looks for the source of the program")
+        raise AttributeError(name)
+
+
 def run_tests() -> None:
     """Test a program that answers through descriptor 4; tests come from the judge through 3, and verdicts go there."""
     judge, channel = Channel.of(3), Channel.of(4)
@@ -151,6 +168,7 @@ class _Tests:
         self.program.globals = self._names
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
+        sys.modules["program"] = _Unseen(self.program)
         sys.dont_write_bytecode = True
 
     def begin(self) -> None:
@@ -201,6 +219,8 @@ class _Tests:
         try:
             self._run(test)
             self._run_what_it_defines(test, before, asked)
+            if "doctest" in sys.modules:
+                self.program.cannot("a test runs doctests, which are the program's")
         except BrokenTest:
             return "the test can't be judged"
         except SystemExit as end:  # as unittest.main() ends
@@ -226,10 +246,8 @@ class _Tests:
             self.program.cannot("the test defines no check")
 
     def lacks(self, error: BaseException) -> bool:
-        """Return whether a test lacks a module, file or runner of its own, or the source of the program."""
-        if isinstance(error, Unrunnable) or (type(error) is OSError and "source code" in str(error)):  # of inspect
-            return True
-        return isinstance(error, ModuleNotFoundError | FileNotFoundError) and error is not self.program.raised
+        """Return whether a test lacks a module, file or runner of its own, and not of the program."""
+        return isinstance(error, _LACKS) and error is not self.program.raised
 
     def _run(self, source: str) -> None:
         try:
