@@ -226,6 +226,8 @@ class Border:
         if kind == "array":
             return {"typecode": value.typecode}
         if kind == "iterator":
+            if operator.length_hint(value) > values.MOST_ITEMS:
+                raise values.Unsendable(f"an iterator has more than {values.MOST_ITEMS} items")
             return {"items": [self.encode(item) for item in copy.copy(value)]}
         return {"factory": self.encode(value.default_factory)} if kind == "default" else None
 

@@ -99,7 +99,10 @@ class Program(Border):
         del asked
         if not self._reading:
             message["drop"] = self.sweep()
-        self._channel.send(message)
+        try:
+            self._channel.send(message)
+        except ValueError as error:  # it is too long
+            self.cannot(str(error))
         while "next" in (answer := self._channel.receive()):
             self._channel.send(self._next_of(self._read(answer)))
         for stream, own, text in zip((sys.stdout, sys.stderr), self._streams, answer.get("printed", ()), strict=False):

@@ -165,7 +165,6 @@ class _Tests:
             self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
-        self.program.globals = self._names
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
         sys.modules["program"] = _Unseen(self.program)
@@ -203,7 +202,7 @@ class _Tests:
             asked = program.asked
             names[entry] = program.name(entry) if entry.isidentifier() else eval(entry, names)
             program.asked = asked
-        program.settled = set(names)
+        program.globals, program.settled = names, set(names)
         seed = random.seed
 
         def seeded(*args: Any, **kwargs: Any) -> None:

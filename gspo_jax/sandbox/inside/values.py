@@ -18,6 +18,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+MOST_ITEMS = 1_000_000
+"""Items of a builtin iterator that cross; one that has more is an error."""
 Each = Callable[[Any], Any]
 
 
