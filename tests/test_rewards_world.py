@@ -1450,6 +1450,12 @@ def h(): return [float('nan')]
 def k(): return [math.nan]
 def echo(x): return x""",
         {
+            "assert k() is not k() and echo(None) is None and echo(int) is int": 1,
+            """x = (1, [2])
+assert echo(x) is x""": None,
+            """x = 'a b'
+assert echo(x) is not x""": None,
+            "assert echo('a') is echo('b')": 0,
             "assert S('ab') == S('AB')": None,
             "assert S('ab') == 'AB'": 0,
             "assert S('ab') == S('ab') and S('ab') != 'cd'": 1,

@@ -1,5 +1,6 @@
 """The process of the tests: runs them against a program in another process, and tells the judge which passed."""
 
+import ast
 import builtins
 import contextlib
 import importlib
@@ -10,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import scopes
+from . import scopes, values
 from .cases import Unrunnable, run_cases
 from .channel import Channel
 from .mirror import BrokenTest, Program
@@ -32,6 +33,32 @@ _REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "
 
 
 _LACKS = (ModuleNotFoundError, FileNotFoundError, Unrunnable)
+
+
+_IS = "(is)"
+"""The name of what stands for `is` in tests."""
+
+
+class _Identity(ast.NodeTransformer):
+    """Replaces `a is b` by a call, but for constants such as None."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        operands = [node.left, *node.comparators]
+        if any(isinstance(operand, ast.Constant) for operand in operands):
+            return node
+        call = ast.Call(ast.Name(_IS, ast.Load()), operands, [])
+        return call if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), call)
+
+
+def _asking_for_identity(source: str) -> Any:
+    """Return what to compile of a test."""
+    if " is " not in source:
+        return source
+    tree = ast.parse(source, "tests.py")
+    return ast.fix_missing_locations(_Identity().visit(tree))
 
 
 class _Names(dict[str, Any]):
@@ -165,6 +192,7 @@ class _Tests:
             self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
+        self._names[_IS] = self._is
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
         sys.modules["program"] = _Unseen(self.program)
@@ -250,10 +278,16 @@ class _Tests:
 
     def _run(self, source: str) -> None:
         try:
-            code = compile(source, "tests.py", "exec")
+            code = compile(_asking_for_identity(source), "tests.py", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             self.program.cannot(f"a test does not compile: {error}")
         exec(code, self._names)
+
+    def _is(self, one: Any, other: Any) -> bool:
+        """Return whether two values are the same one; equal copies of what crossed might be, in one process."""
+        if one is not other and type(one) is type(other) and values.is_copied(type(one)) and one == other:
+            self.program.cannot("only one process could say whether two equal values are the same one")
+        return one is other
 
     def _watch(self, module: str, name: str, changes: Callable[..., bool]) -> None:
         """Have a function say when it is called in a way that changes something."""

@@ -111,6 +111,11 @@ _DECODERS: dict[str, Callable[[Any, Each], Any]] = {
 }
 
 
+def is_copied(kind: type) -> bool:
+    """Return whether the other side gets a copy of values of this type each time."""
+    return kind in SCALARS or kind in _ENCODERS
+
+
 def encode(value: Any, each: Each) -> Any:
     """Return what crosses of a value, whose items `each` encodes; None if it does not cross by itself."""
     if isinstance(value, type):
