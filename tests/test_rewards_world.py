@@ -1532,13 +1532,21 @@ class F(float):
     __rsub__ = __sub__
 def f(x): return X()
 def g(x): return F(x)
+class Y:
+    def __sub__(s, o): return s
+    def __abs__(s): return -1
+def h(x): return Y()
 class V:
     def __init__(s, x): s.x = x
     def __mul__(s, k): return V(s.x * k)
+    def __add__(s, o): return V(s.x + o.x)
+    def __abs__(s): return s.x
 def v(x): return V(x)""",
         {
             "assert abs(f(3.5) - 0.5) < 1e-6": None,
             "assert abs(0.5 - g(3.5)) < 1e-6": None,
+            "assert abs(h(3.5) - 0.5) < 1e-6": None,
+            "assert abs(v(2)) == 2 and abs(v(2) + v(1)) == 3": 1,
             "assert (v(2) * 3).x == 6": 1,
             "assert (v(2) * 3).x == 7": 0,
         },

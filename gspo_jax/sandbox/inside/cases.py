@@ -76,9 +76,10 @@ def _run_method(case: Any, name: str) -> None:
 
 
 def _run_function(function: types.FunctionType | types.MethodType) -> None:
-    code = function.__code__
-    needed = code.co_argcount - isinstance(function, types.MethodType) - len(function.__defaults__ or ())
-    needed += code.co_kwonlyargcount - len(function.__kwdefaults__ or ())
+    plain = function.__func__ if isinstance(function, types.MethodType) else function
+    code, bound = plain.__code__, plain is not function
+    needed = code.co_argcount - bound - len(plain.__defaults__ or ())
+    needed += code.co_kwonlyargcount - len(plain.__kwdefaults__ or ())
     if needed or code.co_flags & _ASYNCHRONOUS:
         raise Unrunnable(f"{function.__name__} needs a runner with fixtures")
     function()

@@ -41,6 +41,8 @@ class Program(Border):
         """Sources of the tests so far, whose classes the program may have to see."""
         self.named: set[type] = set()
         """Mirrors of classes that the tests have asked for by name."""
+        self.told: set[int] = set()
+        """Numbers of mirrors that came of calculating with plain data of the tests."""
         self.broken = ""
         """Why the test can't be judged; it may have caught the exception that said so."""
         self.raised: BaseException | None = None

@@ -222,16 +222,19 @@ class _Fields:
 def _asked(name: str, read: Callable[[Any], Any] | None) -> Callable[..., Any]:
     """Return the method of an operator that asks the program.
 
-    It is told what an object is calculated with. Where that is plain data, and the result, too, it may be what the
-    test expects: `abs(f(1) - 0.5) < 1e-6`.
+    It is told what an object is calculated with, which may be what the test expects, as in `abs(f(1) - 0.5) < 1e-6`.
+    Plain data that comes of this decides nothing, unless the test knows the object's class.
     """
 
     def method(self: Any, *args: Any) -> Any:
         program = _program(self)
         found = program.do("special", self, name, *args)
-        plain = found is not NotImplemented and not any(isinstance(value, Remote) for value in (*args, found))
-        if name in _ARITHMETIC and plain and not _undecided(self):
-            program.cannot(f"only the program could say how to calculate with a {type(self).__name__}")
+        calculates = name in _ARITHMETIC and not all(isinstance(value, Remote) for value in args)
+        if (calculates or _number(self) in program.told) and not _undecided(self):
+            if isinstance(found, Remote):
+                program.told.add(_number(found))
+            elif found is not NotImplemented:
+                program.cannot(f"only the program could say how to calculate with a {type(self).__name__}")
         return found if read is None else read(found)
 
     return method
@@ -248,7 +251,7 @@ def _exit(self: Any, kind: Any, error: Any, traceback: Any) -> Any:
     return swallows
 
 
-def _equal_as(data: type) -> Callable[[Any, Any], Any]:
+def _equal_as(data: Any) -> Callable[[Any, Any], Any]:
     """Return the `==` of a builtin type, for a subclass that has one of its own, which may find two of it equal."""
 
     def method(self: Any, other: Any) -> Any:
