@@ -26,15 +26,10 @@ _CHANGES: dict[str, Callable[..., bool]] = {
     "random.setstate": lambda state: True,
 }
 """Functions by which a test changes the world around it, and when; its program has another one."""
-
-
 _REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "__import__", "sys", "importlib"})
 """Names through which a test may look up any other."""
-
-
 _LACKS = (ModuleNotFoundError, FileNotFoundError, Unrunnable)
-
-
+"""What a test raises that lacks something."""
 _IS = "(is)"
 """The name of what stands for `is` in tests."""
 
@@ -76,15 +71,15 @@ class _Names(dict[str, Any]):
     def are_tested_by(self, sources: Sequence[str]) -> None:
         """Find out which names of builtins and modules are the program's, since they are what these tests are about.
 
-        A module that a test calls is none. Any other such name is the program's if it is the only one of these that
-        the program defines, and the tests look up nothing else that they could be about.
+        A name that a test calls stands for no module. Any other such name is the program's if it is the only one of
+        these that the program defines, and the tests look up nothing else that they could be about.
         """
         mine = {name for name in self._program.names if _is_known(name)}
         if not mine:
             return
-        names, values = ({n for source in sources for n in of(source)} for of in (scopes.looked_up, scopes.values))
+        names, taken = ({n for source in sources for n in of(source)} for of in (scopes.looked_up, scopes.values))
         names -= {name for source in sources for name in scopes.bound(source)}
-        called = {name for name in names & values if name in sys.stdlib_module_names and not hasattr(builtins, name)}
+        called = {name for name in names & taken if name in sys.stdlib_module_names and not hasattr(builtins, name)}
         others = called or names & _REACHING or {name for name in names if not _is_known(name)}
         rest = set() if others else mine & names
         self._subjects = (mine & called) | (rest if len(rest) == 1 else set()), rest
@@ -267,9 +262,10 @@ class _Tests:
         if self._job["entry_point"] is not None and "check" in names:
             names["check"](names[self._job["entry_point"]])
             return
-        mentioned = scopes.values(test) if self.program.asked > asked else set()
-        new = [v for n, v in names.items() if before.get(n) is not v and (n not in mentioned or isinstance(v, type))]
-        if not run_cases(new) and self._job["entry_point"] is not None:
+        new = {n: v for n, v in names.items() if before.get(n) is not v and isinstance(v, type | types.FunctionType)}
+        run = scopes.values(test) if new and self.program.asked > asked else set()
+        found = run_cases(value for name, value in new.items() if name not in run or isinstance(value, type))
+        if not found and self._job["entry_point"] is not None:
             self.program.cannot("the test defines no check")
 
     def lacks(self, error: BaseException) -> bool:
