@@ -195,7 +195,7 @@ def test_a_container_stays_one_container_on_both_sides():
 
 def test_what_has_no_end_or_no_copy_does_not_cross():
     with pytest.raises(Unsendable, match="more than 1000000 items"):
-        encode(iter(range(1_000_001)), lambda item: item)
+        Border(first=0).message(iter(range(1_000_001)))
     assert encode(lambda: 1, lambda item: item) is None
 
 

@@ -990,6 +990,570 @@ assert f()==(Decimal('1.1'),timedelta(days=1),time(3))"""
 ]
 """What is tried, a program, its tests, and the score that one process would give; None where that cannot be known."""
 
+MANY = [
+    (
+        "a function called like a builtin",
+        """def sum(a, b):
+    return a + b
+def pow(x, n):
+    return x * n
+class range:
+    def __init__(s, n): s.n = n""",
+        {
+            "assert sum(1, 2) == 3": 1,
+            "assert sum(1, 2) == 4": 0,
+            "assert pow(2, 10) == 1024": 0,
+            "assert range(3).n == 3": 1,
+            "assert len([1, sum(1, 1)]) == 2": 1,
+            "assert sum(pow(2, 3), 1) == 7": None,
+        },
+    ),
+    (
+        "a helper called like a builtin",
+        """def max(*a):
+    return 7
+def f(x):
+    return x""",
+        {
+            "assert max(f(1), f(2)) == 2": 1,
+            "assert max(f(1), f(2)) == 7": 0,
+        },
+    ),
+    (
+        "a function called like a module",
+        """class queue:
+    def __init__(s): s.x = []
+    def size(s): return len(s.x)
+def bisect(a, x):
+    return a.index(x)
+import math
+def root(x): return math.sqrt(x)""",
+        {
+            "assert queue().size() == 0 and bisect([1, 2], 2) == 1": 1,
+            "assert bisect([1, 2], 2) == 0": 0,
+            """from bisect import bisect
+assert bisect([1, 2], 2) == 2 and queue().size() == 0""": 1,
+            "assert math.isclose(root(4), 2)": 1,
+        },
+    ),
+    (
+        "cases for pytest",
+        """def add(a, b):
+    return a + b""",
+        {
+            """def test_add():
+    assert add(1, 2) == 3""": 1,
+            """def test_add():
+    assert add(1, 2) == 4""": 0,
+            """class TestAdd:
+    def setup_method(self):
+        self.x = 1
+    def test_it(self):
+        assert add(self.x, 2) == 3""": 1,
+            """class TestAdd:
+    def test_it(self):
+        assert add(1, 2) == 4""": 0,
+            """def test_add(tmp_path):
+    assert add(1, 2) == 3""": None,
+            """def test(f):
+    assert f(1, 2) == 3
+test(add)""": 1,
+            """if __name__ == '__main__':
+    test_add()
+def test_add():
+    assert add(1, 2) == 4""": 0,
+            """def verify():
+    assert add(1, 2) == 4""": None,
+            "# assert add(1, 2) == 4": None,
+            """import unittest
+class T(unittest.TestCase):
+    def test(self):
+        import numpy
+        self.assertEqual(add(1, 2), 3)""": None,
+        },
+    ),
+    (
+        "a global that a test replaces",
+        """LIMIT = 3
+cnt = 0
+n = 7
+def over(x):
+    return x > LIMIT
+def inc():
+    global cnt
+    cnt += 1
+def helper(x):
+    return x
+def f(x):
+    n = helper(x)
+    return n + 1""",
+        {
+            """LIMIT = 10
+assert over(5)""": None,
+            """cnt = 10
+inc()
+assert cnt == 11""": None,
+            """helper = lambda x: 10
+assert f(1) == 11""": None,
+            """def helper(x): return 10
+assert f(1) == 2""": None,
+            """from unittest.mock import patch
+with patch(__name__ + '.helper', return_value=10):
+    assert f(1) == 11""": None,
+            """n = f(1)
+assert n == 2""": 1,
+            """n = f(1)
+assert n == 3""": 0,
+            """from math import cos as helper
+assert f(1) == 2""": None,
+        },
+    ),
+    (
+        "a method or a generator that a test replaces",
+        """import random
+class A:
+    def get(self): return 1
+    def use(self): return self.get() + 1
+def f(): return random.random()""",
+        {
+            """from unittest.mock import patch
+with patch.object(A, 'get', return_value=5):
+    assert A().use() == 6""": None,
+            """import random
+s = random.getstate()
+a = f()
+random.setstate(s)
+assert f() == a""": None,
+        },
+    ),
+    (
+        "the same imports",
+        """from collections import Counter
+from math import pi
+import math
+def f(x): return Counter(x), pi, math.tau""",
+        {
+            """from collections import Counter
+from math import pi
+import math
+assert f('a') == (Counter('a'), pi, math.tau)""": 1,
+        },
+    ),
+    (
+        "an iterator of a test",
+        """from itertools import islice
+def noop(it): return 0
+def take(it, n): return list(islice(it, n))
+class Keep:
+    def __init__(self, it): self.it = it
+    def get(self): return next(self.it)""",
+        {
+            """it = iter([1, 2, 3])
+noop(it)
+assert next(it, None) is None""": 0,
+            """it = iter([1, 2, 3])
+noop(it)
+assert next(it) == 1""": 1,
+            """it = iter((1, 2, 3))
+assert take(it, 2) == [1, 2] and next(it) == 3""": 1,
+            """it = (x for x in range(5))
+assert take(it, 2) == [0, 1] and next(it) == 2""": 1,
+            """it = map(str, [1, 2])
+noop(it)
+assert list(it) == ['1', '2']""": 1,
+            """import itertools
+it = itertools.count()
+assert take(it, 2) == [0, 1] and next(it) == 2""": 1,
+            """it = iter('abcd')
+k = Keep(it)
+assert k.get() == 'a' and next(it) == 'b' and k.get() == 'c' and k.it is it""": 1,
+            """def g():
+    yield len(take(iter('ab'), 5))
+    yield 2
+assert take(g(), 5) == [2, 2]""": 1,
+            """def g():
+    yield 1
+    raise ValueError
+assert take(g(), 1) == [1]""": 1,
+        },
+    ),
+    (
+        "a file of a test",
+        "def f(s): return s.readline()",
+        {
+            """import io
+assert f(io.StringIO('a b')) == 'a b'""": None,
+        },
+    ),
+    (
+        "threads of a test",
+        """import threading, queue
+class C:
+    def __init__(s): s.v = 0
+    def inc(s): s.v += 1
+def sq(x): return x * x
+q = queue.Queue()
+def get(): return q.get()
+def put(x): q.put(x)""",
+        {
+            """from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as e:
+    assert list(e.map(sq, range(20))) == [x * x for x in range(20)]""": 1,
+            """import threading
+c = C()
+def go():
+    for _ in range(20): c.inc()
+ts = [threading.Thread(target=go) for _ in range(6)]
+[t.start() for t in ts]
+[t.join() for t in ts]
+assert c.v == 120""": 1,
+            """from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as e:
+    assert list(e.map(sq, [2])) == [5]""": 0,
+            """import asyncio
+assert asyncio.run(asyncio.to_thread(sq, 3)) == 9""": 1,
+            """import threading
+t = threading.Thread(target=get, daemon=True)
+t.start()
+put(1)
+assert t.join() is None""": None,
+        },
+    ),
+    (
+        "values of the standard library",
+        """import pathlib, uuid, array, ipaddress, datetime, types, re, collections
+def p(): return pathlib.Path('a/b')
+def u(): return uuid.UUID(int=5)
+def a(): return array.array('i', [1])
+def i(): return ipaddress.ip_address('10.0.0.1'), ipaddress.ip_network('10.0.0.0/8')
+def n(): return types.SimpleNamespace(a=1)
+def z(): return datetime.timezone.utc
+def r(): return re.compile('a+', re.I)
+def c(): return collections.ChainMap({1: 2})
+def d(): return collections.UserDict(a=1)
+def m(): return map(str, [1])
+def echo(x): return x""",
+        {
+            """from pathlib import Path
+assert p() == Path('a/b') and [p()] == [Path('a/b')] and p() / 'c' == Path('a/b/c')""": 1,
+            """from pathlib import Path
+assert p() != Path('a/b')""": 0,
+            """import uuid, array, ipaddress
+assert u() == uuid.UUID(int=5) and a() == array.array('i', [1])""": 1,
+            """import ipaddress as ip
+assert i() == (ip.ip_address('10.0.0.1'), ip.ip_network('10.0.0.0/8'))""": 1,
+            """import datetime, re, types
+assert z() is datetime.timezone.utc
+assert r() == re.compile('a+', re.I) and n() == types.SimpleNamespace(a=1)""": 1,
+            """import types
+assert n() == types.SimpleNamespace(a=2)""": 0,
+            """from collections import ChainMap
+assert c() == ChainMap({1: 2})""": None,
+            "assert d() == {'a': 1}": None,
+            "assert m() == ['1']": 0,
+            """import uuid, types
+x = types.SimpleNamespace(a=1)
+assert echo(x) is x and echo(uuid.UUID(int=1)) == uuid.UUID(int=1)""": 1,
+            """import array
+x = array.array('i', [1])
+assert echo(x) is x""": 1,
+        },
+    ),
+    (
+        "a name of the test",
+        """def f(x):
+    return guess(x) + 1
+def g(x):
+    return nowhere(x)""",
+        {
+            """def guess(x): return x
+assert f(1) == 2""": None,
+            "assert f(1) == 2": 0,
+            """def guess(x): return x
+assert g(1) == 2""": 0,
+        },
+    ),
+    (
+        "helpers of dataclasses",
+        """from dataclasses import dataclass, field
+@dataclass
+class P:
+    x: int
+    y: str = 'a'
+    z: list = field(default_factory=list, repr=False)
+def parse(s): return P(int(s))""",
+        {
+            """from dataclasses import asdict, astuple, replace
+assert asdict(parse('3')) == {'x': 3, 'y': 'a', 'z': []}
+assert astuple(P(1)) == (1, 'a', []) and replace(P(1), x=5).x == 5""": 1,
+            """from dataclasses import asdict
+assert asdict(parse('3')) == {'x': 4, 'y': 'a', 'z': []}""": 0,
+            """from dataclasses import fields, is_dataclass
+assert [f.name for f in fields(P)] == ['x', 'y', 'z']
+assert fields(P)[1].default == 'a' and fields(P(1))[0].type is int and is_dataclass(P)""": 1,
+            """from dataclasses import fields
+assert len(fields(P)) == 0""": 0,
+        },
+    ),
+    (
+        "docstrings",
+        """import functools
+def w(f):
+    @functools.wraps(f)
+    def g(): return f()
+    return g
+@w
+def add():
+    'Add.'
+class A:
+    'Doc of A.'
+    def f(self):
+        'Of f.'
+class B(A): pass""",
+        {
+            """assert add.__doc__ == 'Add.'
+assert A.__doc__ == A().__doc__ == 'Doc of A.' and A.f.__doc__ == A().f.__doc__ == 'Of f.'""": 1,
+            "assert not A.f.__doc__": 0,
+            "assert B.__doc__ is None and B().__doc__ is None": 1,
+        },
+    ),
+    (
+        "bases in the standard library",
+        """import abc, threading, collections, typing, itertools
+from collections.abc import MutableMapping
+class Shape(abc.ABC):
+    @abc.abstractmethod
+    def area(self): ...
+class Sq(Shape):
+    def area(self): return 1
+class T(threading.Thread): pass
+class M(MutableMapping):
+    def __init__(s): s.d = {}
+    def __getitem__(s, k): return s.d[k]
+    def __setitem__(s, k, v): s.d[k] = v
+    def __delitem__(s, k): del s.d[k]
+    def __iter__(s): return iter(s.d)
+    def __len__(s): return len(s.d)
+class UD(collections.UserDict): pass
+def m(): return map(str, [1])
+class Meta(type): pass
+class S(metaclass=Meta): pass
+def ty(x): return type(x)
+@typing.runtime_checkable
+class Area(typing.Protocol):
+    def area(self): ...
+def cyc(): return itertools.cycle('a')""",
+        {
+            """from abc import ABC
+assert issubclass(Shape, ABC) and isinstance(Sq(), ABC)
+assert isinstance(Sq(), (int, ABC)) and isinstance(Sq(), int | ABC)""": 1,
+            """from abc import ABC
+assert not issubclass(Shape, ABC)""": 0,
+            """from collections.abc import *
+assert isinstance(M(), MutableMapping)
+assert isinstance(M(), Mapping) and not isinstance(M(), Sequence)""": 1,
+            """import threading, collections, itertools
+assert issubclass(T, threading.Thread) and isinstance(UD(), collections.UserDict)
+assert isinstance(m(), map) and isinstance(cyc(), itertools.cycle)""": 1,
+            "assert not isinstance(m(), map)": 0,
+            "assert type(S) is Meta": None,
+            "assert ty(None) is type(None) and ty(m()) is map and ty(1) is int": 1,
+            "assert isinstance(Sq(), Area)": None,
+            """from typing import *
+@runtime_checkable
+class Has(Protocol):
+    def area(self): ...
+assert isinstance(Sq(), Has)""": 1,
+            """import inspect
+assert inspect.isabstract(Shape) and not inspect.isabstract(Sq)""": None,
+        },
+    ),
+    (
+        "what exceptions hold",
+        """import json
+def f(): return open('/nope')
+def a(): return [].nope
+def i(): import nope
+def n():
+    e = ValueError('x')
+    e.add_note('hint')
+    raise e
+def c():
+    try: 1 / 0
+    except ZeroDivisionError: raise KeyError('k')
+def s(): exec('a b')
+def g(): raise ExceptionGroup('m', [ValueError(1), TypeError(2)])""",
+        {
+            """try: f()
+except OSError as e:
+    assert e.filename == '/nope'
+    assert str(e) == "[Errno 2] No such file or directory: '/nope'" and e.errno == 2""": 1,
+            """try: f()
+except OSError as e: assert e.filename is None""": 0,
+            """try: a()
+except AttributeError as e: assert e.name == 'nope'""": 1,
+            """try: i()
+except ImportError as e: assert e.name == 'nope'""": 1,
+            """try: n()
+except ValueError as e: assert e.__notes__ == ['hint']""": 1,
+            """try: c()
+except KeyError as e: assert isinstance(e.__context__, ZeroDivisionError)""": 1,
+            """try: g()
+except ExceptionGroup as e: assert len(e.exceptions) == 2 and e.message == 'm'""": 1,
+            r"""try: s()
+except SyntaxError as e: assert e.lineno == 1 and e.text == 'a b\n'""": 1,
+        },
+    ),
+    (
+        "introspection",
+        """def f(a, b=2, *, c): return a
+async def co(): pass
+def gen(): yield 1
+async def agen(): yield 1
+class Sq:
+    n = 1
+    def area(self): return 1""",
+        {
+            """import inspect, types
+assert inspect.isfunction(f) and isinstance(f, types.FunctionType)
+assert isinstance(Sq().area, types.MethodType)""": 1,
+            """import inspect
+assert list(inspect.signature(f).parameters) == ['a', 'b', 'c']
+assert str(inspect.signature(f)) == '(a, b=2, *, c)'""": 1,
+            """import asyncio, inspect
+assert asyncio.iscoroutinefunction(co) and inspect.iscoroutinefunction(co)
+assert inspect.isgeneratorfunction(gen) and inspect.isasyncgenfunction(agen)""": 1,
+            """import inspect
+assert not inspect.iscoroutinefunction(co)""": 0,
+            "assert 'area' in Sq.__dict__ and 'area' in dir(Sq) and 'n' in vars(Sq) and 'area' in dir(Sq())": 1,
+            """import inspect
+assert [n for n, _ in inspect.getmembers(Sq, inspect.isfunction) if n[0] != '_'] == ['area']""": 1,
+            """import inspect
+assert 'return a' in inspect.getsource(f)""": None,
+            """import doctest
+assert f(1, c=2) == 1 and doctest.testmod().failed == 0""": None,
+            """import inspect
+try: s = inspect.getsource(f) + inspect.getsource(Sq)
+except Exception: s = ''
+assert 'return' not in s and f(1, c=2) == 1""": None,
+        },
+    ),
+    (
+        "values that are equal only by identity",
+        """import math
+class S(str):
+    def __eq__(s, o): return s.lower() == o.lower()
+    __hash__ = str.__hash__
+N = float('nan')
+def g(): return [N]
+def h(): return [float('nan')]
+def k(): return [math.nan]
+def echo(x): return x""",
+        {
+            "assert k() is not k() and echo(None) is None and echo(int) is int": 1,
+            """x = (1, [2])
+assert echo(x) is x""": None,
+            """x = 'a b'
+assert echo(x) is not x""": None,
+            "assert echo('a') is echo('b')": 0,
+            "assert S('ab') == S('AB')": None,
+            "assert S('ab') == 'AB'": 0,
+            "assert S('ab') == S('ab') and S('ab') != 'cd'": 1,
+            "assert g() == g() and h() != h()": 1,
+            "assert g() != g()": 0,
+            """import math
+x = float('nan')
+assert k() == [math.nan] and echo(x) is x""": 1,
+        },
+    ),
+    (
+        "generators that are ended",
+        """L = []
+def g():
+    try:
+        yield 1
+        yield 2
+    finally:
+        L.append('closed')
+def t():
+    while True:
+        try: yield 'ok'
+        except ValueError as e: yield str(e)""",
+        {
+            """x = g()
+next(x)
+x.close()
+assert L == ['closed'] and next(x, None) is None""": 1,
+            """x = t()
+next(x)
+assert x.throw(ValueError('caught')) == 'caught' and next(x) == 'ok'""": 1,
+            """x = t()
+next(x)
+try: x.throw(KeyError('k'))
+except KeyError as e: assert e.args == ('k',)
+else: assert 0""": 1,
+        },
+    ),
+    (
+        "context managers and exceptions",
+        """from contextlib import contextmanager
+class Tx:
+    log = []
+    def __enter__(self): return self
+    def __exit__(self, kind, error, tb):
+        self.log.append('rollback' if kind is ValueError and error.args == ('x',) else 'commit')
+@contextmanager
+def cm():
+    try: yield 1
+    except ValueError: Tx.log.append('seen'); raise
+class Quiet(Tx):
+    def __exit__(self, *a): return True""",
+        {
+            """try:
+    with Tx() as t: raise ValueError('x')
+except ValueError: pass
+assert t.log == ['rollback']""": 1,
+            """try:
+    with cm(): raise ValueError('x')
+except ValueError: pass
+assert Tx.log == ['seen']""": 1,
+            """with Tx() as t: pass
+assert t.log == ['rollback']""": 0,
+            "with Quiet(): raise ValueError('x')": None,
+            "with Quiet(): assert Tx.log == [1]": None,
+        },
+    ),
+    (
+        "arithmetic that is told what to say",
+        """class X:
+    def __sub__(s, o): return 0.0
+class F(float):
+    def __sub__(s, o): return 0.0
+    __rsub__ = __sub__
+def f(x): return X()
+def g(x): return F(x)
+class Y:
+    def __sub__(s, o): return s
+    def __abs__(s): return -1
+def h(x): return Y()
+class V:
+    def __init__(s, x): s.x = x
+    def __mul__(s, k): return V(s.x * k)
+    def __add__(s, o): return V(s.x + o.x)
+    def __abs__(s): return s.x
+def v(x): return V(x)""",
+        {
+            "assert abs(f(3.5) - 0.5) < 1e-6": None,
+            "assert abs(0.5 - g(3.5)) < 1e-6": None,
+            "assert abs(h(3.5) - 0.5) < 1e-6": None,
+            "assert abs(v(2)) == 2 and abs(v(2) + v(1)) == 3": 1,
+            "assert (v(2) * 3).x == 6": 1,
+            "assert (v(2) * 3).x == 7": 0,
+        },
+    ),
+]
+"""A kind, a program, and tests of it with the score that one process would give; None where that cannot be known."""
+
 NODE = """class ListNode:
     def __init__(self, val=0, next=None):
         self.val = val
@@ -1130,6 +1694,11 @@ SKELETON = """class Solution:
 TWICE_IT = "class Solution:\n    def twice(self, x):\n        return 2 * x"
 TWICE = """def check(candidate):
     assert candidate(2) == 4
+"""
+CASES = """import unittest
+class TestCases(unittest.TestCase):
+    def test_sum(self):
+        self.assertEqual(task_func(1, 2), 3)
 """
 RECORDS = [
     (
@@ -1614,6 +2183,97 @@ print(math.floor(x[0] + 1))
         1,
     ),
     ("the prompt's block, wrong", {"test": TWICE, "entry_point": "f"}, "```\n", "def f(x):\n    return x\n```", 0),
+    (
+        "unittest and entry point",
+        {"test": CASES, "entry_point": "task_func"},
+        "",
+        """def task_func(a, b):
+    return a + b""",
+        1,
+    ),
+    (
+        "unittest and entry point, wrong",
+        {"test": CASES, "entry_point": "task_func"},
+        "",
+        """def task_func(a, b):
+    return a
+def check(c):
+    pass""",
+        0,
+    ),
+    (
+        "no check",
+        {"test": "x = 3", "entry_point": "f"},
+        "",
+        """def f(a):
+    return a
+def check(c):
+    pass""",
+        None,
+    ),
+    (
+        "pytest and entry point",
+        {
+            "test": """def test_f():
+    assert f(1) == 1""",
+            "entry_point": "f",
+        },
+        "",
+        """def f(a):
+    return 2""",
+        0,
+    ),
+    (
+        "check that asks nothing",
+        {
+            "test": """def check(c):
+    pass""",
+            "entry_point": "f",
+        },
+        "",
+        """def f(a):
+    return 2""",
+        None,
+    ),
+    (
+        "entry point like a builtin",
+        {
+            "test": """def check(c):
+    assert c(1, 2) == 3""",
+            "entry_point": "sum",
+        },
+        "",
+        """def sum(a, b):
+    return a + b""",
+        1,
+    ),
+    (
+        "setup function",
+        {
+            "test_list": ["assert first(9) == 4"],
+            "test_setup_code": """def is_bad(v):
+    return v >= 4""",
+        },
+        "",
+        """def first(n):
+    return next(v for v in range(n) if is_bad(v))""",
+        None,
+    ),
+    (
+        "setup class with methods",
+        {
+            "test_list": ["assert f(Node(1)).value() == 1"],
+            "test_setup_code": """class Node:
+    def __init__(self, v):
+        self.v = v
+    def value(self):
+        return self.v""",
+        },
+        "",
+        """def f(n: Node):
+    return n""",
+        None,
+    ),
 ]
 """What is tried, a record, a prompt, a completion and its score."""
 
@@ -1628,6 +2288,7 @@ def scores():
         pytest.skip(str(error))
     rows = [(name, ("", program, {"test_list": tests})) for name, program, tests, _ in FUNCTIONS]
     rows += [(name, (prompt, completion, record)) for name, record, prompt, completion, _ in RECORDS]
+    rows += [((kind, test), ("", program, {"test_list": [test]})) for kind, program, tests in MANY for test in tests]
     found = {}
     for reward in ("code_tests", "code_stdin"):
         mine = [(name, row) for name, row in rows if ("inputs" in row[2]) == (reward == "code_stdin")]
@@ -1640,3 +2301,8 @@ def scores():
 @pytest.mark.parametrize(("name", "score"), [(row[0], row[-1]) for row in (*FUNCTIONS, *RECORDS)])
 def test_a_program_is_judged_as_in_one_process(scores, name, score):
     assert scores[name].value == score, scores[name]
+
+
+@pytest.mark.parametrize(("kind", "tests"), [(kind, tests) for kind, _, tests in MANY], ids=[row[0] for row in MANY])
+def test_each_kind_is_judged_as_in_one_process(scores, kind, tests):
+    assert {test: scores[kind, test].value for test in tests} == tests

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.faults
 
 WALL_S = 1.0
 TESTS = ["assert f(1) == 2", "assert all(x in (2,) for x in [f(1)]) and len(str(f(1))) == 1"]
-OF_OBJECTS = ["assert V(1) + V(2) == V(3) and V(1) != V(2)", "assert 1 < V(2) + V(3) < 9 and 4 in (V(2) + V(3),)"]
+OF_OBJECTS = [
+    *("assert V(1) + V(2) == V(3) and V(1) != V(2)", "assert 1 < V(2) + V(3) < 9 and 4 in (V(2) + V(3),)"),
+    "with V(1):\n    assert V(1) is None",
+]
 """Tests of a class, that name it: a program may answer what it is asked, and must not decide what is right."""
 RIGHT = "def f(x):\n    return x + 1"
 SECRET = "the expected output is 7319"

@@ -2,14 +2,20 @@
 
 Whatever can change, or has no copy, has a number on both sides, so that two names for one list stay two names for one
 list. A container lives twice; each message brings what has changed in it since the last one, so that a function that
-sorts its argument sorts the test's list, too. A container that only one side still holds loses its number.
+sorts its argument sorts the test's list, too. A builtin iterator is a container of what is left of it. A container that
+only one side still holds loses its number.
 """
 
+import array
 import collections
+import contextlib
+import copy
+import math
 import operator
 import sys
+import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import values
@@ -18,7 +24,7 @@ from . import values
 class Container(NamedTuple):
     """How containers of a type are read and written; by the type's own methods, which subclasses may override."""
 
-    new: Callable[[type], Any]
+    new: Callable[..., Any]
     read: Callable[[Any], list[Any]]
     write: Callable[[Any, list[Any]], Any]
 
@@ -41,6 +47,20 @@ def _write_bytearray(value: bytearray, content: list[int]) -> None:
     bytearray.__setitem__(value, slice(None), bytes(content))
 
 
+def _write_array(value: "array.array[Any]", content: list[Any]) -> None:
+    array.array.__setitem__(value, slice(None), array.array(value.typecode, content))
+
+
+def _advance(value: Any, content: list[int]) -> None:
+    """Read an iterator until as many items are left."""
+    (left,) = content
+    more = operator.length_hint(value) - left
+    if more < 0:
+        raise values.Unsendable("an iterator has got more items since it was handed over")
+    for _ in range(more):
+        next(value)
+
+
 def _dict_of(kind: Any) -> Container:
     """Keys, then values."""
 
@@ -59,15 +79,11 @@ def _dict_of(kind: Any) -> Container:
 def attributes(value: Any) -> dict[str, Any]:
     """Return what an object holds, in its dictionary or in slots."""
     found = {}
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
-            if name not in ("__dict__", "__weakref__"):
-                try:
-                    found[name] = object.__getattribute__(value, name)
-                except AttributeError:  # not set
-                    continue
+    for base in type.__dict__["__mro__"].__get__(type(value)):
+        for name, slot in type.__dict__["__dict__"].__get__(base).items():
+            if type(slot) is types.MemberDescriptorType and not name[:2] == name[-2:] == "__":
+                with contextlib.suppress(AttributeError):  # not set
+                    found[name] = slot.__get__(value)
     return found | getattr(value, "__dict__", {})
 
 
@@ -81,10 +97,24 @@ def _write_object(value: Any, content: list[Any]) -> None:
     now = dict(zip(content[:half], content[half:], strict=True))
     for name in attributes(value).keys() - now:
         object.__delattr__(value, name)
-    if now.keys() & {"__class__", "__dict__"}:
+    set_attributes(value, now)
+
+
+def set_attributes(value: Any, held: Mapping[str, Any]) -> None:
+    """Have an object hold this, whatever its class makes of it."""
+    if held.keys() & {"__class__", "__dict__"}:
         raise ValueError("an object cannot become one of another class")
-    for name, item in now.items():
+    for name, item in held.items():
         object.__setattr__(value, name, item)
+
+
+def restore_error(error: BaseException, args: tuple[Any, ...], held: Mapping[str, Any]) -> BaseException:
+    """Return an exception that holds what another one does, but for what is read-only, and follows from `args`."""
+    error.args = args
+    for name, item in held.items():
+        with contextlib.suppress(AttributeError, TypeError):
+            set_attributes(error, {name: item})
+    return error
 
 
 INSTANCE = "instance"
@@ -100,10 +130,14 @@ CONTAINERS: dict[str, tuple[type, Container]] = {
     "counter": (collections.Counter, _dict_of(dict)),
     "default": (collections.defaultdict, _dict_of(dict)),
     "dict": (dict, _dict_of(dict)),
+    "array": (array.array, Container(array.array.__new__, lambda value: [*array.array.__iter__(value)], _write_array)),
+    "namespace": (types.SimpleNamespace, Container(types.SimpleNamespace.__new__, _read_object, _write_object)),
+    "iterator": (values.ITERATORS[0], Container(iter, lambda value: [operator.length_hint(value)], _advance)),
     INSTANCE: (object, Container(object.__new__, _read_object, _write_object)),
 }
 """Kind -> the type and how it is handled, subclasses before their bases."""
 KINDS = {kind_type: kind for kind, (kind_type, _) in CONTAINERS.items() if kind_type is not object}
+KINDS |= dict.fromkeys(values.ITERATORS, "iterator")
 
 
 class _Entry:
@@ -172,11 +206,13 @@ class Border:
 
     def encode(self, value: Any) -> Any:
         """Return what crosses of a value."""
-        if type(value) in values.SCALARS:
+        if type(value) in values.SCALARS and value == value:
             return value
         number = self._numbers.get(id(value))
         if number is not None:
             return ["@", number]
+        if type(value) is float:  # not a number: a list that holds it equals another one only if it is the same
+            return ["constant", "nan"] if value is math.nan else self.share(value, "nan", None)
         found = values.encode(value, self.encode)
         if found is not None:
             return found
@@ -187,6 +223,12 @@ class Border:
         """Return what a container is besides what it holds."""
         if kind == "deque":
             return {"maxlen": value.maxlen}
+        if kind == "array":
+            return {"typecode": value.typecode}
+        if kind == "iterator":
+            if operator.length_hint(value) > values.MOST_ITEMS:
+                raise values.Unsendable(f"an iterator has more than {values.MOST_ITEMS} items")
+            return {"items": [self.encode(item) for item in copy.copy(value)]}
         return {"factory": self.encode(value.default_factory)} if kind == "default" else None
 
     def share(self, value: Any, kind: str, header: Any) -> Any:
@@ -232,7 +274,7 @@ class Border:
 
     def decode(self, data: Any) -> Any:
         """Return the value that `encode` was given on the other side, or what stands for it."""
-        if not isinstance(data, list):
+        if type(data) is not list:
             return data
         kind, content = data
         return self._find(content) if kind == "@" else values.decode(kind, content, self.decode)
@@ -240,6 +282,10 @@ class Border:
     def new_container(self, kind: str, header: Any, made: type | None = None) -> Any:
         """Return an empty container, of the class `made` or of its kind's own type."""
         kind_type, container = CONTAINERS[kind]
+        if kind == "array":
+            return container.new(made or kind_type, header["typecode"])
+        if kind == "iterator":
+            return container.new([self.decode(item) for item in header["items"]])
         value = container.new(made or kind_type)
         if kind == "deque":
             deque.__init__(value, (), header["maxlen"])
@@ -254,6 +300,8 @@ class Border:
         kind, header, _ = self._announced[number]
         if kind in CONTAINERS and not (header and "class" in header):
             value = self.new_container(kind, header)
+        elif kind == "nan":
+            value = float("nan")
         else:
             value = self.create(number, kind, header)
         self.keep(number, value, kind)

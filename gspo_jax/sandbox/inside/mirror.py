@@ -1,57 +1,26 @@
-"""The program as its tests see it: plain data, and mirrors of its classes and objects, none of whose code runs here.
-
-A mirror has the operators of what it stands for, and asks the program for each of them. What decides a verdict is not
-asked: whether an object of the program equals, exceeds or contains plain data is for the tests to say, which know only
-the data; whether two objects of the program are equal is decided by what they hold. A question of this kind that only
-the program could answer leaves the test without a verdict (`BrokenTest`).
-"""
+"""The program as its tests see it: plain data, and mirrors (remote.py) of its classes and objects."""
 
 import builtins
 import contextlib
 import enum
-import itertools
+import socket
 import sys
+import threading
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from .border import CONTAINERS, INSTANCE, Border
+from . import scopes
+from .border import CONTAINERS, INSTANCE, Border, attributes, restore_error
 from .channel import Channel
-from .values import MOST_ITEMS, Unsendable
+from .remote import HEADER, NUMBER, PROGRAM, MirrorType, Remote, awaited, generated, know_bases, members
+from .values import Unsendable
 from .world import fingerprint, shared_source
 
-_NUMBER, _PROGRAM, _HEADER = "(number)", "(program)", "(header)"
-"""Names under which mirrors keep what they are; no attribute of a program can be called so."""
-_READS: dict[str, Callable[[Any], Any] | None] = {
-    **dict.fromkeys(("__len__", "__int__", "__index__", "__length_hint__"), int),
-    **dict.fromkeys(("__str__", "__repr__", "__format__"), str),
-    "__bool__": bool,
-    "__float__": float,
-    "__complex__": complex,
-    "__bytes__": bytes,
-    **dict.fromkeys(
-        (
-            *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__reversed__"),
-            *("__abs__", "__neg__", "__pos__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__"),
-            *("__enter__", "__exit__", "__aenter__", "__aexit__", "__aiter__", "__anext__"),
-            *(
-                f"__{reflected}{name}__"
-                for reflected in ("", "r", "i")
-                for name in (
-                    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod"),
-                    *("pow", "lshift", "rshift", "and", "xor", "or"),
-                )
-            ),
-        )
-    ),
-}
-"""Operators that a mirror asks the program for -> the plain type that the answer has to have, if any."""
-_ORDERS = ("__lt__", "__le__", "__gt__", "__ge__")
-_PLAIN_OPERATORS = ("__eq__", "__ne__", "__hash__", *_ORDERS, "__contains__")
-"""Operators of builtin types, which their subclasses' mirrors keep: they compare what crossed."""
-_OF_A_RAISE = ("__traceback__", "__context__", "__cause__", "__suppress_context__", "__notes__")
 _SEEN = {"builtins": ("print", "input", "open"), "time": ("time", "sleep"), "random": ("random", "randint")}
 """Functions that a test may put its own in the place of, which the program would not see."""
+_WAIT_S = 1.0
+"""Seconds for which a thread of a test waits for another one that has asked the program."""
 
 
 class BrokenTest(BaseException):
@@ -64,31 +33,67 @@ class Program(Border):
     def __init__(self, channel: Channel) -> None:
         super().__init__(first=2)
         self._channel = channel
-        self.names: list[str] = []
+        self.names: frozenset[str] = frozenset()
         """Names that it defines."""
+        self.asked = 0
+        """How often the tests have asked it for something."""
         self.tests: list[str] = []
         """Sources of the tests so far, whose classes the program may have to see."""
         self.named: set[type] = set()
         """Mirrors of classes that the tests have asked for by name."""
+        self.told: set[int] = set()
+        """Numbers of mirrors that came of calculating with plain data of the tests."""
         self.broken = ""
         """Why the test can't be judged; it may have caught the exception that said so."""
         self.raised: BaseException | None = None
         """The last exception of the program."""
+        self.globals: Mapping[str, Any] = {}
+        """Global names of the tests."""
+        self.settled: set[str] = set()
+        """Those of them of which the program need see nothing."""
         self.unseen = ""
         """What a test has done that the program does not see."""
+        self.talking = False
+        """Whether an answer of the program is being waited for or read."""
         self._own: dict[type, int] = {}
         self._reading = 0
+        self._lock = threading.RLock()
         self._replaceable = {(m, n): getattr(sys.modules[m], n) for m in _SEEN if m in sys.modules for n in _SEEN[m]}
+        know_bases(self)
         self._stdin, self._streams = sys.stdin, (sys.stdout, sys.stderr)
 
     def do(self, operation: str, *asked: Any) -> Any:
-        """Return what the program answers.
+        """Return what the program answers; threads of a test ask one after the other.
 
         Raises:
           BrokenTest: what is asked cannot cross.
           BaseException: what the program raises.
         """
-        self._check_world()
+        if not self._lock.acquire(timeout=_WAIT_S):
+            self.broken = self.broken or "a test calls the program while another call waits"
+            self._channel.socket.shutdown(socket.SHUT_RDWR)  # the other thread need not wait any longer
+            self.cannot(self.broken)
+        try:
+            self._check_world()
+            self.asked += 1
+            was, self.talking = self.talking, True
+            try:
+                found, raised = self._ask(operation, asked)
+            finally:
+                self.talking = was
+        finally:
+            self._lock.release()
+        if not raised:
+            return found
+        if not isinstance(found, BaseException):
+            raise TypeError("the program raised what is no exception")
+        if type(found) is NameError and found.name in self.globals:
+            self.cannot(f"the program uses {found.name}, which a test defines")
+        self.raised = found
+        raise found
+
+    def _ask(self, operation: str, asked: tuple[Any, ...]) -> tuple[Any, bool]:
+        """Return what the program answers, and whether it raises that."""
         try:
             message = self.message(asked, do=operation) if not self._reading else self._bare(asked, operation)
         except (Unsendable, RecursionError) as error:
@@ -96,24 +101,42 @@ class Program(Border):
         del asked
         if not self._reading:
             message["drop"] = self.sweep()
-        self._channel.send(message)
-        answer = self._channel.receive()
+        try:
+            self._channel.send(message)
+        except ValueError as error:  # it is too long
+            self.cannot(str(error))
+        while "next" in (answer := self._channel.receive()):
+            self._channel.send(self._next_of(self._read(answer)))
         for stream, own, text in zip((sys.stdout, sys.stderr), self._streams, answer.get("printed", ()), strict=False):
             if text and stream is not own:  # a test looks at what is printed
                 stream.write(str(text))
         if "broken" in answer:
             self.cannot(str(answer["broken"]))
+        return self._read(answer), bool(answer.get("raised"))
+
+    def _read(self, message: dict[str, Any]) -> Any:
         self._reading += 1
         try:
-            found = self.accept(answer)
+            return self.accept(message)
         finally:
             self._reading -= 1
-        if not answer.get("raised"):
-            return found
-        if not isinstance(found, BaseException):
-            raise TypeError("the program raised what is no exception")
-        self.raised = found
-        raise found
+
+    def _next_of(self, number: int) -> dict[str, Any]:
+        """Return the message with the next item of an iterator that a test has handed over, or with nothing."""
+        entry = self._entries[number]
+        if entry.kind != "stream":
+            raise ValueError(f"number {number} is no iterator of the tests")
+        self.talking = False
+        try:
+            return self.message((next(entry.value),))
+        except StopIteration:
+            return self.message(())
+        except Unsendable as error:
+            self.cannot(str(error))
+        except Exception as error:
+            self.cannot(f"an iterator of a test raises {type(error).__name__}")
+        finally:
+            self.talking = True
 
     def cannot(self, why: str) -> NoReturn:
         """Raise BrokenTest, and remember that the test can't be judged."""
@@ -124,6 +147,8 @@ class Program(Border):
         """Return the value of a global name of the program."""
         found = self.do("name", name)
         if isinstance(found, MirrorType):
+            if type.__getattribute__(found, HEADER)["meta"]:
+                self.cannot(f"a test names a metaclass, {name}")
             self.named.add(found)
         return found
 
@@ -137,6 +162,7 @@ class Program(Border):
         return {"value": self.encode(asked), "state": [], "drop": [], "do": operation}
 
     def _check_world(self) -> None:
+        self._look_for_replaced_names()
         for (module, name), was in self._replaceable.items():
             if getattr(sys.modules[module], name, None) is not was:
                 self.unseen = f"replaces {module}.{name}"
@@ -144,6 +170,21 @@ class Program(Border):
             self.unseen = "replaces sys.stdin"
         if self.unseen:
             self.cannot(f"a test {self.unseen}, which the program does not see")
+
+    def _look_for_replaced_names(self) -> None:
+        """See whether a test has given a global name of the program another value, which it would not see.
+
+        That matters if the program's functions use the name, and it is no import of both. A class of the tests stands
+        for the program's.
+        """
+        new = (self.names & self.globals.keys()) - self.settled
+        if new:
+            self.settled |= new
+            classes = {n for n in new if isinstance(kind := self.globals[n], type) and _is_tests(kind)}
+            imports = {name for test in self.tests for name in scopes.imported(test)}
+            used = self.do("shared", sorted(new - classes), sorted(imports & new))
+            if used:
+                self.unseen = self.unseen or f"replaces {used[0]}"
 
     # What crosses of the tests' own values.
 
@@ -155,11 +196,20 @@ class Program(Border):
             return self._own_class(value)
         if _is_tests(kind):
             return self._instance(value, kind)
-        if isinstance(value, BaseException) and not isinstance(value, BrokenTest):
-            raise Unsendable(f"a test hands over an exception, {kind.__name__}, which cannot cross to the program")
-        if isinstance(value, Iterator):
-            return self.encode(iter(list(itertools.islice(value, MOST_ITEMS + 1))))
+        if isinstance(value, BaseException) and kind not in (BrokenTest, AssertionError):
+            return self._own_error(value, kind)
+        if isinstance(value, Iterator) and kind.__module__ in ("builtins", "itertools"):
+            return self.share(value, "stream", None)
         raise Unsendable(f"a test hands over a {kind.__name__}, which cannot cross to the program")
+
+    def _own_error(self, value: BaseException, kind: type) -> Any:
+        """Describe an exception of the standard library's; that of an assertion is not the program's to catch."""
+        if kind.__module__ not in sys.stdlib_module_names:
+            raise Unsendable(f"a test hands over a {kind.__name__}, which cannot cross to the program")
+        held = self.encode(attributes(value))
+        return self.share(
+            value, "error", {"known": [kind.__module__, kind.__name__], "args": self.encode(value.args), "held": held}
+        )
 
     def _instance(self, value: Any, kind: type) -> Any:
         bases = [base for base in kind.__mro__ if not _is_tests(base)]
@@ -189,9 +239,9 @@ class Program(Border):
         if kind == "class":
             return self._mirror_class(number, header)
         if kind == "generator":
-            return _generated(self, number)
+            return generated(self, number)
         if kind == "coroutine":
-            return _awaited(self, number)
+            return awaited(self, number)
         if kind == "error" and "held" in header:
             return self._error(header)
         of = self.decode(header["class"])
@@ -207,10 +257,11 @@ class Program(Border):
         elif kind == "error":
             made = of.__new__(of, *self.decode(header["args"]))
             BaseException.args.__set__(made, self.decode(header["args"]))  # type: ignore[attr-defined]
-            made.__cause__ = self.decode(header["cause"])
+            made.__cause__, made.__context__ = self.decode(header["cause"]), self.decode(header["context"])
+            made.__suppress_context__ = bool(header["suppress"])
         else:
             made = object.__new__(of)
-        object.__setattr__(made, _NUMBER, number)
+        object.__setattr__(made, NUMBER, number)
         return made
 
     def _own_instance(self, kind: str, header: Mapping[str, Any], of: type) -> Any:
@@ -230,11 +281,9 @@ class Program(Border):
         if own is None:
             with contextlib.suppress(Exception):  # it may take other arguments than it keeps
                 error = kind(*args)
-        error.args = args
-        held = self.decode(header["held"])
-        for name in held:
-            object.__setattr__(error, name, held[name])
-        error.__cause__ = self.decode(header["cause"])
+        restore_error(error, args, self.decode(header["held"]))
+        error.__cause__, error.__context__ = self.decode(header["cause"]), self.decode(header["context"])
+        error.__suppress_context__ = bool(header["suppress"])
         return error
 
     def _mirror_class(self, number: int, header: Mapping[str, Any]) -> type:
@@ -245,207 +294,9 @@ class Program(Border):
             bases.append(plain)
         if not any(issubclass(base, Remote) for base in bases):
             bases.insert(0, Remote)
-        content = {_PROGRAM: self, _HEADER: header, _NUMBER: number, "__module__": "program"}
-        operators = set(header["operators"])
-        if "__missing__" in operators:
-            operators.add("__getitem__")
-        content |= {name: _asked(name, _READS[name]) for name in operators & _READS.keys()}
-        if "__call__" in operators:
-            content["__call__"] = _call
-        if "__await__" in operators:
-            content["__await__"] = lambda mirror: _awaited(self, _number(mirror)).__await__()
-        if data is not None:
-            content |= {name: getattr(data, name) for name in _PLAIN_OPERATORS if hasattr(data, name)}
-            content |= {name: _Attribute(name) for name in header["names"] if name[:2] != "__"}
-        else:
-            content |= {name: _ordered(name) for name in operators.intersection(_ORDERS)}
-            if "__contains__" in operators:
-                content["__contains__"] = _contains
+        content = {PROGRAM: self, HEADER: header, NUMBER: number, "__module__": "program"}
+        content |= members(self, header, data)
         return MirrorType(str(header["name"]), tuple(bases), content)
-
-
-class MirrorType(type):
-    """A class of the program."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        program = _class_program(cls)
-        if _NUMBER not in vars(cls):
-            program.cannot(f"a test derives {cls.__name__} from a class of the program")
-        return program.do("call", cls, args, tuple(kwargs.items()))
-
-    def __getattr__(cls, name: str) -> Any:
-        return _class_program(cls).do("attribute", cls, name)
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        _class_program(cls).do("set", cls, name, value)
-
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(_class_program(cls).do("iterate", cls))
-
-    def __len__(cls) -> int:
-        return int(_class_program(cls).do("length", cls))
-
-    def __getitem__(cls, key: Any) -> Any:
-        return _class_program(cls).do("item", cls, key)
-
-    def __contains__(cls, item: Any) -> bool:
-        return any(item is member for member in cls)
-
-    def __bool__(cls) -> bool:
-        return True
-
-
-class Remote(metaclass=MirrorType):
-    """An object of the program. It equals another one if they are the same, or of a class that says what is equal."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _program(self).do("attribute", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(self, BaseException) and name in _OF_A_RAISE:
-            object.__setattr__(self, name, value)
-        else:
-            _program(self).do("set", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _program(self).do("delete", self, name)
-
-    def __str__(self) -> str:
-        return str(_program(self).do("special", self, "__str__"))
-
-    def __repr__(self) -> str:
-        return str(_program(self).do("special", self, "__repr__"))
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        return _program(self).do("attribute", self, "__dict__")
-
-    def __copy__(self) -> Any:
-        return _program(self).do("copy", self)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _program(self).do("deepcopy", self)
-
-    def __hash__(self) -> int:
-        if "__hash__" not in _header(self)["operators"]:
-            return object.__hash__(self)
-        return int(_program(self).do("hash", self))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other or not _header(self)["equal"]:
-            return self is other
-        program = _program(self)
-        if not isinstance(other, Remote):
-            if _undecided(self) and _crosses(program, other) and program.do("equal", self, other)[0]:
-                _no(self)
-            return False
-        said, held, others = program.do("equal", self, other)
-        equal = type(self) is type(other) and bool(held) and held == others
-        if equal is not bool(said):
-            _no(self)
-        return equal
-
-
-class _Attribute:
-    """An attribute that a subclass of a builtin type has of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, mirror: Any, kind: type) -> Any:
-        asked = kind if mirror is None else mirror
-        return _class_program(kind).do("attribute", asked, self._name)
-
-    def __set__(self, mirror: Any, value: Any) -> None:
-        _program(mirror).do("set", mirror, self._name, value)
-
-
-def _asked(name: str, read: Callable[[Any], Any] | None) -> Callable[..., Any]:
-    """Return the method of an operator that asks the program."""
-
-    def method(self: Any, *args: Any) -> Any:
-        program = _program(self)
-        found = program.do("special", self, name, *args)
-        return found if read is None else read(found)
-
-    return method
-
-
-def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _program(self).do("call", self, args, tuple(kwargs.items()))
-
-
-def _ordered(name: str) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
-        if isinstance(other, Remote):
-            return _program(self).do("special", self, name, other)
-        return _no(self) if _undecided(self) else NotImplemented
-
-    return method
-
-
-def _contains(self: Any, item: Any) -> bool:
-    if isinstance(item, Remote):
-        return bool(_program(self).do("within", self, item))
-    if "__iter__" in _header(self)["operators"]:
-        return any(item is found or item == found for found in self)
-    if _undecided(self):
-        _no(self)
-    raise TypeError(f"argument of type {type(self).__name__!r} is not iterable")
-
-
-def _undecided(mirror: Any) -> bool:
-    """Return whether an object may be what a test expects, since the test names its class."""
-    return bool(_program(mirror).named.intersection(type(mirror).__mro__))
-
-
-def _no(mirror: Any) -> NoReturn:
-    _program(mirror).cannot(f"only the program could say how a {type(mirror).__name__} compares")
-
-
-def _crosses(program: Program, value: Any) -> bool:
-    try:
-        program.encode(value)
-    except Unsendable:
-        return False
-    return True
-
-
-def _generated(program: Program, number: int) -> Any:
-    """A generator of the program, which runs as far as it is read."""
-
-    def generator() -> Iterator[Any]:
-        item: Any = None
-        while True:
-            try:
-                found = program.do("send", program.decode(["@", number]), item)
-            except StopIteration as end:
-                return end.value
-            item = yield found
-
-    return generator()
-
-
-async def _awaited(program: Program, number: int) -> Any:
-    """A coroutine of the program. It runs in the program's event loop, which has its turn whenever this one waits."""
-    task = program.do("start", program.decode(["@", number]))
-    await _Turn()
-    try:
-        while not program.do("advance", task):
-            await _Turn()
-    except GeneratorExit:
-        raise
-    except BaseException:
-        program.do("cancel", task)
-        raise
-    return program.do("result", task)
-
-
-class _Turn:
-    """Lets the tests' event loop have its turn, once."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield
 
 
 def _error_class(paths: list[Any]) -> type[BaseException] | None:
@@ -460,19 +311,3 @@ def _error_class(paths: list[Any]) -> type[BaseException] | None:
 
 def _is_tests(kind: type) -> bool:
     return kind.__module__ == "tests" and not isinstance(kind, MirrorType)
-
-
-def _program(mirror: Any) -> Program:
-    return _class_program(type(mirror))
-
-
-def _class_program(kind: type) -> Program:
-    return type.__getattribute__(kind, _PROGRAM)
-
-
-def _header(mirror: Any) -> Mapping[str, Any]:
-    return type.__getattribute__(type(mirror), _HEADER)
-
-
-def _number(mirror: Any) -> int:
-    return object.__getattribute__(mirror, _NUMBER)

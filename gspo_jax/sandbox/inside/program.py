@@ -8,11 +8,11 @@ import io
 import random
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from . import values
-from .border import INSTANCE, KINDS, Border, attributes
+from . import scopes, values
+from .border import INSTANCE, KINDS, Border, attributes, restore_error
 from .channel import Channel
 from .choose import choose
 from .values import Unsendable
@@ -43,6 +43,7 @@ class Served(Border):
     def __init__(self, channel: Channel, sources: list[str], prelude: str) -> None:
         super().__init__(first=1)
         self._channel, self._sources, self._prelude = channel, sources, prelude
+        self._source = ""
         self.names = new_module("program")
         self._theirs: dict[type, int] = {}
         """Classes of the program that stand for classes of the tests, with their numbers."""
@@ -63,6 +64,15 @@ class Served(Border):
             "set": setattr,
             "delete": delattr,
             "special": lambda value, name, *args: getattr(type(value), name)(value, *args),
+            "exit": lambda manager, error: type(manager).__exit__(
+                manager, *((None,) * 3 if error is None else (type(error), error, error.__traceback__))
+            ),
+            "isinstance": isinstance,
+            "issubclass": issubclass,
+            "dir": dir,
+            "fields": _fields,
+            "close": lambda generator: generator.close(),
+            "throw": lambda generator, error: generator.throw(error),
             "send": lambda generator, item: next(generator) if item is None else generator.send(item),
             "iterate": iter,
             "length": len,
@@ -73,6 +83,7 @@ class Served(Border):
             "deepcopy": copy.deepcopy,
             "seed": random.seed,
             "same": lambda name, other: isinstance(self.names[name], type) and fingerprint(self.names[name]) == other,
+            "shared": self._shared,
             "equal": lambda one, other: (bool(one == other), _structure(one), _structure(other)),
             "start": self._start,
             "advance": self._advance,
@@ -125,8 +136,15 @@ class Served(Border):
             exec(self._prelude, self.names)
         except BaseException as error:
             raise Unsendable(f"the prelude: {describe(error)}") from None
-        exec(compile(choose(self._sources), "program.py", "exec"), self.names)
-        return [name for name in self.names if not name.startswith("__")]
+        self._source = choose(self._sources)
+        exec(compile(self._source, "program.py", "exec"), self.names)
+        modules = {n for n, value in self.names.items() if isinstance(value, types.ModuleType) and value.__name__ == n}
+        return [name for name in self.names if not name.startswith("__") and name not in modules]
+
+    def _shared(self, names: list[str], imports: list[str]) -> list[str]:
+        """Return which of these names the program's functions use, but for `imports` that it imports, too."""
+        used = scopes.shared(self._source) - scopes.imported(self._source).intersection(imports)
+        return [name for name in names if name in used]
 
     # What crosses of the program's own values.
 
@@ -169,12 +187,13 @@ class Served(Border):
         return self.share(value, INSTANCE, {"class": of})
 
     def _error(self, value: BaseException, kind: type) -> Any:
-        held = {
-            name: item
-            for name, item in attributes(value).items()
-            if name != "__notes__" and not isinstance(item, types.TracebackType)
+        held = {n: v for n, v in attributes(value).items() if v is not None and not isinstance(v, types.TracebackType)}
+        content = {
+            "args": self.encode(value.args),
+            "cause": self.encode(value.__cause__),
+            "context": self.encode(value.__context__),
+            "suppress": value.__suppress_context__,
         }
-        content = {"args": self.encode(value.args), "cause": self.encode(value.__cause__)}
         if kind in self._theirs:
             content |= {"class": ["@", self._theirs[kind]], "held": self.encode(held)}
         elif _is_own(kind):
@@ -197,6 +216,11 @@ class Served(Border):
             "operators": sorted({name for base in own for name in vars(base) if name[:2] == "__"}),
             "names": [] if data is None else sorted({n for base in own if _is_own(base) for n in vars(base)}),
             "equal": value.__eq__ is not object.__eq__,
+            "library": not _is_own(next(base for base in mro if "__eq__" in vars(base))),
+            "library_bases": [_path(base) for base in mro if base is not object and not _is_own(base)],
+            "decides": type(value).__instancecheck__ is not type.__instancecheck__,
+            "meta": type in mro,
+            "dataclass": "__dataclass_fields__" in vars(value),
         }
 
     # What stands for the tests' values.
@@ -208,12 +232,33 @@ class Served(Border):
             return made
         if kind == "function":
             return getattr(__import__(header[0], fromlist=["*"]), header[1])
+        if kind == "stream":
+            return self._stream(number)
+        if kind == "error":
+            return self._their_error(header)
         of = self.decode(header["class"])
         if kind == "member":
             return of[header["name"]]
         if kind == "named":
             return tuple.__new__(of, self.decode(header["items"]))
         return self.new_container(kind, header, of)
+
+    def _their_error(self, header: Mapping[str, Any]) -> BaseException:
+        module, name = header["known"]
+        kind, args = getattr(__import__(module, fromlist=["*"]), name), self.decode(header["args"])
+        return restore_error(kind.__new__(kind, *args), args, self.decode(header["held"]))
+
+    def _stream(self, number: int) -> Iterator[Any]:
+        """Yield the items of an iterator of the tests, which may ask for something before they hand one over."""
+        while True:
+            self._channel.send(self.message(number, next=True))
+            while "do" in (reply := self._channel.receive()):
+                self._channel.send(self._answer(reply))
+            found = self.accept(reply)
+            if not found:
+                return
+            if (yield found[0]) is not None:
+                raise Unsendable("a generator of a test, to which values are sent, cannot cross to the program")
 
     def _their_class(self, header: Mapping[str, Any]) -> type:
         """Return the program's class of that name, or a class with the same source, or one that only holds data."""
@@ -279,6 +324,21 @@ def _structure(value: Any) -> dict[str, Any]:
     if fields is None:
         return dict(held)
     return {name: held[name] for name, field in fields.items() if field.compare and name in held}
+
+
+def _fields(kind: type) -> list[Any]:
+    """Return what is known of the fields of a dataclass."""
+    import dataclasses
+
+    missing = dataclasses.MISSING
+    return [
+        (
+            *(field.name, field.type),
+            *([] if default is missing else [default] for default in (field.default, field.default_factory)),
+            *(field.repr, (field.init, field.compare, field.kw_only)),
+        )
+        for field in dataclasses.fields(kind)
+    ]
 
 
 def _is_own(kind: type) -> bool:

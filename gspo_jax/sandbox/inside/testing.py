@@ -1,5 +1,6 @@
 """The process of the tests: runs them against a program in another process, and tells the judge which passed."""
 
+import ast
 import builtins
 import importlib
 import os
@@ -7,12 +8,15 @@ import random
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from . import scopes, values
+from .cases import Unrunnable, run_cases
 from .channel import Channel
 from .choose import choose
-from .mirror import BrokenTest, MirrorType, Program
+from .mirror import BrokenTest, Program
+from .remote import MirrorType
 from .world import describe, given_source, shared_source
 
 _CHANGES: dict[str, Callable[..., bool]] = {
@@ -20,24 +24,76 @@ _CHANGES: dict[str, Callable[..., bool]] = {
     "io.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
     "os.open": lambda path, flags, *_, **__: bool(flags & (os.O_WRONLY | os.O_RDWR)),
     **dict.fromkeys(("os.mkdir", "os.remove", "os.rename", "os.chdir", "os.putenv"), lambda *_, **__: True),
+    "random.setstate": lambda state: True,
 }
 """Functions by which a test changes the world around it, and when; its program has another one."""
+_REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "__import__", "sys", "importlib"})
+"""Names through which a test may look up any other."""
+_LACKS = (ModuleNotFoundError, FileNotFoundError, Unrunnable)
+"""What a test raises that lacks something."""
+_IS = "(is)"
+"""The name of what stands for `is` in tests."""
+
+
+class _Identity(ast.NodeTransformer):
+    """Replaces `a is b` by a call, but for constants such as None."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        operands = [node.left, *node.comparators]
+        if any(isinstance(operand, ast.Constant) for operand in operands):
+            return node
+        call = ast.Call(ast.Name(_IS, ast.Load()), operands, [])
+        return call if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), call)
+
+
+def _asking_for_identity(source: str) -> Any:
+    """Return what to compile of a test."""
+    if " is " not in source:
+        return source
+    tree = ast.parse(source, "tests.py")
+    return ast.fix_missing_locations(_Identity().visit(tree))
 
 
 class _Names(dict[str, Any]):
     """Global names of tests: their own, then builtins, then the standard library's modules, then the program's.
 
-    The program's come last, and never take the place of a builtin function that a test relies on.
+    The program's come last, and never take the place of what a test relies on. It holds the tests' own alone.
     """
 
     def __init__(self, program: Program) -> None:
         super().__init__({"__name__": "tests", "__builtins__": builtins})
         self._program = program
+        self._found: dict[str, Any] = {}
+        self._subjects: tuple[set[str], set[str]] = (set(), set())
+
+    def are_tested_by(self, sources: Sequence[str]) -> None:
+        """Find out which names of builtins and modules are the program's, since they are what these tests are about.
+
+        A name that a test calls stands for no module. Any other such name is the program's if it is the only one of
+        these that the program defines, and the tests look up nothing else that they could be about.
+        """
+        mine = {name for name in self._program.names if _is_known(name)}
+        if not mine:
+            return
+        names, taken = ({n for source in sources for n in of(source)} for of in (scopes.looked_up, scopes.values))
+        names -= {name for source in sources for name in scopes.bound(source)}
+        called = {name for name in names & taken if name in sys.stdlib_module_names and not hasattr(builtins, name)}
+        others = called or names & _REACHING or {name for name in names if not _is_known(name)}
+        rest = set() if others else mine & names
+        self._subjects = (mine & called) | (rest if len(rest) == 1 else set()), rest
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
-            raise KeyError(name)
-        if name in sys.stdlib_module_names:
+        if name in self._found:
+            return self._found[name]
+        mine, unclear = self._subjects
+        if _is_known(name) and name not in mine:
+            if name in unclear:
+                self._program.cannot(f"the tests name nothing but builtins that the program redefines, such as {name}")
+            if hasattr(builtins, name):
+                raise KeyError(name)
             found = importlib.import_module(name)
         elif name in self._program.names:
             found = self._program.name(name)
@@ -45,8 +101,12 @@ class _Names(dict[str, Any]):
                 return found  # a call may change what the name stands for
         else:
             raise KeyError(name)
-        self[name] = found
+        self._found[name] = found
         return found
+
+
+def _is_known(name: str) -> bool:
+    return hasattr(builtins, name) or name in sys.stdlib_module_names
 
 
 class _Module(types.ModuleType):
@@ -57,12 +117,33 @@ class _Module(types.ModuleType):
         object.__setattr__(self, "_names", names)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._names:
+        try:
             return self._names[name]
-        raise AttributeError(name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._names[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self._names[name]
 
     def __dir__(self) -> list[str]:
         return list(self._names)
+
+
+class _Unseen(types.ModuleType):
+    """The module of the program, whose source a test may look for."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__("program")
+        del self.__loader__  # which is None
+        self._program = program
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__file__", "__loader__"):
+            self._program.cannot("a test looks for the source of the program")
+        raise AttributeError(name)
 
 
 def run_tests() -> None:
@@ -92,6 +173,9 @@ def run_tests() -> None:
         passed.append(said is None)
         why = why or said or ""
         judge.send({"passed": passed})
+    if all(passed) and not tests.program.asked:
+        judge.send({"broken": "the tests ask nothing of the program"})
+        return
     judge.send({"passed": passed, "why": why})
 
 
@@ -104,8 +188,10 @@ class _Tests:
             self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
+        self._names[_IS] = self._is
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
+        sys.modules["program"] = _Unseen(self.program)
         sys.dont_write_bytecode = True
 
     def begin(self) -> None:
@@ -120,7 +206,12 @@ class _Tests:
         world = shared_source(job["setup"]) if job["setup"] else {}
         entry = job["entry_point"]
         given = given_source(choose(job["given"]), re.split(r"\W", entry)[0]) if entry and job["given"] else ""
-        program.names = program.do("load", "\n".join([*world.values(), given]))
+        try:
+            program.names = frozenset(program.do("load", "\n".join([*world.values(), given])))
+        except NameError as error:
+            if error.name in scopes.bound(job["setup"]):
+                program.cannot(f"the program uses {error.name}, which the set-up defines")
+            raise
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         try:
             self._run(given)
@@ -131,9 +222,15 @@ class _Tests:
         for value in list(names.values()):
             if isinstance(value, type) and value.__module__ == "tests":
                 program.pair(value)
+        program.asked = 0
+        if entry is None:
+            names.are_tested_by([job["setup"], *job["tests"]])
         self._run(job["setup"])
         if entry is not None:
+            asked = program.asked
             names[entry] = program.name(entry) if entry.isidentifier() else eval(entry, names)
+            program.asked = asked
+        program.globals, program.settled = names, set(names)
         seed = random.seed
 
         def seeded(*args: Any, **kwargs: Any) -> None:
@@ -144,13 +241,13 @@ class _Tests:
 
     def failure(self, test: str) -> str | None:
         """Run a test and return why it fails; None if it passes."""
-        before = set(self._names)
+        before, asked = dict(self._names), self.program.asked
         self.program.tests.append(test)
         try:
             self._run(test)
-            if self._job["entry_point"] is not None:
-                self._names["check"](self._names[self._job["entry_point"]])
-            self._run_cases(set(self._names) - before)
+            self._run_what_it_defines(test, before, asked)
+            if "doctest" in sys.modules:
+                self.program.cannot("a test runs doctests, which are the program's")
         except BrokenTest:
             return "the test can't be judged"
         except SystemExit as end:  # as unittest.main() ends
@@ -161,32 +258,37 @@ class _Tests:
             return _said(error)
         return None
 
+    def _run_what_it_defines(self, test: str, before: Mapping[str, Any], asked: int) -> None:
+        """Run the `check` of a test, or the cases that it defines and has not run itself.
+
+        The program's own `check` is none.
+        """
+        names = self._names
+        if self._job["entry_point"] is not None and "check" in names:
+            names["check"](names[self._job["entry_point"]])
+            return
+        new = {n: v for n, v in names.items() if before.get(n) is not v and isinstance(v, type | types.FunctionType)}
+        run = scopes.values(test) if new and self.program.asked > asked else set()
+        found = run_cases(value for name, value in new.items() if name not in run or isinstance(value, type))
+        if not found and self._job["entry_point"] is not None:
+            self.program.cannot("the test defines no check")
+
     def lacks(self, error: BaseException) -> bool:
-        """Return whether a test lacks a module or file of its own, and not of the program."""
-        return isinstance(error, ModuleNotFoundError | FileNotFoundError) and error is not self.program.raised
+        """Return whether a test lacks a module, file or runner of its own, and not of the program."""
+        return isinstance(error, _LACKS) and error is not self.program.raised
 
     def _run(self, source: str) -> None:
         try:
-            code = compile(source, "tests.py", "exec")
+            code = compile(_asking_for_identity(source), "tests.py", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             self.program.cannot(f"a test does not compile: {error}")
         exec(code, self._names)
 
-    def _run_cases(self, names: set[str]) -> None:
-        """Run the test cases of unittest that a test has defined."""
-        unittest = sys.modules.get("unittest")
-        cases = [self._names[name] for name in names]
-        if unittest is None or not any(isinstance(c, type) and issubclass(c, unittest.TestCase) for c in cases):
-            return
-        suite = unittest.TestSuite(
-            unittest.defaultTestLoader.loadTestsFromTestCase(case)
-            for case in cases
-            if isinstance(case, type) and issubclass(case, unittest.TestCase)
-        )
-        result = unittest.TestResult()
-        suite.run(result)
-        for _, said in (*result.failures, *result.errors):
-            raise AssertionError(said.strip().rpartition("\n")[2])
+    def _is(self, one: Any, other: Any) -> bool:
+        """Return whether two values are the same one; equal copies of what crossed might be, in one process."""
+        if one is not other and type(one) is type(other) and values.is_copied(type(one)) and one == other:
+            self.program.cannot("only one process could say whether two equal values are the same one")
+        return one is other
 
     def _watch(self, module: str, name: str, changes: Callable[..., bool]) -> None:
         """Have a function say when it is called in a way that changes something."""
@@ -194,7 +296,7 @@ class _Tests:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if changes(*args, **kwargs):
-                self.program.unseen = self.program.unseen or "changes files or the environment"
+                self.program.unseen = self.program.unseen or f"calls {module}.{name}"
             return function(*args, **kwargs)
 
         setattr(sys.modules[module], name, watched)

@@ -9,8 +9,13 @@ import collections
 import datetime
 import decimal
 import fractions
-import itertools
-from collections.abc import Callable, Iterator
+import ipaddress
+import math
+import pathlib
+import re
+import types
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 MOST_ITEMS = 1_000_000
@@ -34,26 +39,30 @@ def _iso(value: Any, each: Each) -> str:
     return value.isoformat()
 
 
-def _iterated(value: Iterator[Any], each: Each) -> list[Any]:
-    found = [each(item) for item in itertools.islice(value, MOST_ITEMS + 1)]
-    if len(found) > MOST_ITEMS:
-        raise Unsendable(f"an iterator has more than {MOST_ITEMS} items")
-    return found
-
-
 SCALARS = frozenset({type(None), bool, int, float, str})
 _TYPES: dict[str, type] = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
+_PATHS = (pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath)
+_ADDRESSES = (
+    *(ipaddress.IPv4Address, ipaddress.IPv4Interface, ipaddress.IPv4Network),
+    *(ipaddress.IPv6Address, ipaddress.IPv6Interface, ipaddress.IPv6Network),
+)
+ITERATORS = tuple(
+    type(iter(value)) for value in ([], (), "a", "é", b"", bytearray(), range(0), set(), {}, {}.values(), {}.items())
+)
+"""Iterators that say how many items are left, and can be copied."""
 _TYPES |= {
     f"{value.__module__}.{value.__name__}": value
     for value in (
         *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
         *(decimal.Decimal, fractions.Fraction, datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+        *(datetime.timezone, uuid.UUID, re.Pattern, types.SimpleNamespace, type(None), type(...), type(NotImplemented)),
+        *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType, types.ModuleType),
+        *(*ITERATORS, *_PATHS, *_ADDRESSES),
     )
 }
 _NAMES = {value: name for name, value in _TYPES.items()}
-_ITERATORS = tuple(
-    type(iter(value)) for value in ([], (), "a", "é", b"", bytearray(), range(0), set(), {}, {}.values(), {}.items())
-)
+_SPELLED: dict[str, Callable[[str], Any]] = {_NAMES[kind]: kind for kind in (*_PATHS, *_ADDRESSES)}
+_CONSTANTS = {"Ellipsis": ..., "NotImplemented": NotImplemented, "nan": math.nan}
 _ENCODERS: dict[type, tuple[str, Callable[[Any, Each], Any]]] = {
     tuple: ("tuple", _items),
     frozenset: ("frozenset", _items),
@@ -67,12 +76,15 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any, Each], Any]]] = {
     datetime.date: ("date", _iso),
     datetime.time: ("time", _iso),
     datetime.timedelta: ("timedelta", lambda value, _: [value.days, value.seconds, value.microseconds]),
+    datetime.timezone: ("timezone", lambda value, each: [each(part) for part in value.__getinitargs__()]),
+    uuid.UUID: ("uuid", lambda value, _: value.int),
+    re.Pattern: ("pattern", lambda value, each: [each(value.pattern), value.flags & ~re.DEBUG]),
+    **dict.fromkeys((*_PATHS, *_ADDRESSES), ("spelled", lambda value, _: [_NAMES[type(value)], str(value)])),
     type(...): ("constant", lambda value, _: "Ellipsis"),
     type(NotImplemented): ("constant", lambda value, _: "NotImplemented"),
     type({}.keys()): ("keys", _items),
     type({}.values()): ("values", _items),
     type({}.items()): ("items", _items),
-    **dict.fromkeys(_ITERATORS, ("iterator", _iterated)),
 }
 _DECODERS: dict[str, Callable[[Any, Each], Any]] = {
     "tuple": lambda content, each: tuple(map(each, content)),
@@ -87,13 +99,21 @@ _DECODERS: dict[str, Callable[[Any, Each], Any]] = {
     "date": lambda content, _: datetime.date.fromisoformat(content),
     "time": lambda content, _: datetime.time.fromisoformat(content),
     "timedelta": lambda content, _: datetime.timedelta(*content),
-    "constant": lambda content, _: {"Ellipsis": ..., "NotImplemented": NotImplemented}[content],
+    "timezone": lambda content, each: datetime.timezone(*map(each, content)),
+    "uuid": lambda content, _: uuid.UUID(int=content),
+    "pattern": lambda content, each: re.compile(each(content[0]), content[1]),
+    "spelled": lambda content, _: _SPELLED[content[0]](content[1]),
+    "constant": lambda content, _: _CONSTANTS[content],
     "type": lambda content, _: _TYPES[content],
     "keys": lambda content, each: dict.fromkeys(map(each, content)).keys(),
     "values": lambda content, each: dict(enumerate(map(each, content))).values(),
     "items": lambda content, each: dict(map(each, content)).items(),
-    "iterator": lambda content, each: iter(_items(content, each)),
 }
+
+
+def is_copied(kind: type) -> bool:
+    """Return whether the other side gets a copy of values of this type each time."""
+    return kind in SCALARS or kind in _ENCODERS
 
 
 def encode(value: Any, each: Each) -> Any:

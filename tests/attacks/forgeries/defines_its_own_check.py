@@ -1,0 +1,6 @@
+def check(candidate):
+    pass
+def test_f():
+    pass
+def f(x):
+    return 0
