@@ -47,6 +47,8 @@ def _does_something(tree: ast.Module) -> bool:
 
 
 def _is_about_another(tree: ast.Module, sources: Sequence[str]) -> bool:
+    if any(isinstance(node, DEFINITIONS) and not is_unfinished(node) for node in tree.body):
+        return False
     nodes = list(ast.walk(tree))
     definitions = [node for node in nodes if isinstance(node, DEFINITIONS)]
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]

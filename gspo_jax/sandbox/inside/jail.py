@@ -71,14 +71,22 @@ def enter(limits: Limits, stdin: int) -> None:
     options = f"size={limits.disk_bytes},nr_inodes=4096,mode=1777".encode()
     for folder in (b"/tmp", b"/dev/shm"):
         _call("mount", b"tmpfs", folder, b"tmpfs", _NO_SETUID | _NO_DEVICES, options)
-    _call("mount", b"tmpfs", b"/proc", b"tmpfs", _NO_SETUID | _NO_DEVICES, b"mode=755")
+    settings = _NO_SETUID | _NO_DEVICES
     if stat.S_ISREG(os.fstat(stdin).st_mode):
-        os.makedirs("/proc/self/fd")
-        with open("/proc/self/fd/0", "wb") as file:
-            copied = 0
-            while part := os.sendfile(file.fileno(), stdin, copied, 1 << 24):
-                copied += part
-    _call("mount", None, b"/proc", None, _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES, None)
+        _call("mount", b"tmpfs", b"/proc", b"tmpfs", settings, b"mode=755")
+        _copy(stdin, "/proc/self/fd/0")
+        _call("mount", None, b"/proc", None, settings | _READ_ONLY | _REMOUNT, None)
+    else:
+        _call("mount", b"tmpfs", b"/proc", b"tmpfs", settings | _READ_ONLY, b"size=0,mode=555")
+
+
+def _copy(descriptor: int, place: str) -> None:
+    """Copy a file from its beginning, without moving its position."""
+    os.makedirs(os.path.dirname(place))
+    with open(place, "wb") as file:
+        copied = 0
+        while part := os.sendfile(file.fileno(), descriptor, copied, 1 << 24):
+            copied += part
 
 
 def confine(limits: Limits, *, isolated: bool) -> None:

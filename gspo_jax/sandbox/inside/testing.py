@@ -19,6 +19,7 @@ from .mirror import BrokenTest, Program
 from .remote import MirrorType
 from .world import describe, given_source, shared_source
 
+_NAME = re.compile(r"\w+")  # compiled here, and not in every process that is forked
 _CHANGES: dict[str, Callable[..., bool]] = {
     "builtins.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
     "io.open": lambda file, mode="r", *_, **__: bool(set(mode) & set("wax+")),
@@ -205,7 +206,7 @@ class _Tests:
         program.tests.append(job["setup"])
         world = shared_source(job["setup"]) if job["setup"] else {}
         entry = job["entry_point"]
-        given = given_source(choose(job["given"]), re.split(r"\W", entry)[0]) if entry and job["given"] else ""
+        given = given_source(choose(job["given"]), _begun_with(entry)) if entry and job["given"] else ""
         try:
             program.names = frozenset(program.do("load", "\n".join([*world.values(), given])))
         except NameError as error:
@@ -300,6 +301,12 @@ class _Tests:
             return function(*args, **kwargs)
 
         setattr(sys.modules[module], name, watched)
+
+
+def _begun_with(entry: str) -> str:
+    """Return the name that an entry point such as `Solution().solve` begins with."""
+    name = _NAME.match(entry)
+    return "" if name is None else name[0]
 
 
 def _said(error: BaseException) -> str:
