@@ -93,6 +93,8 @@ def _lines(text: str) -> list[str]:
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[_Fence, int]]:
     """Yield each block: its fence, and the number of the line that closes it, or of the one behind the last."""
+    if not any("```" in line or "~~~" in line for line in lines):
+        return
     items: list[int] = []
     """Columns at which the contents of list items begin, outermost first."""
     fence: _Fence | None = None
