@@ -39,7 +39,7 @@ class Line(NamedTuple):
     content: dict[str, Any]
     row: Row
     wrong: str
-    """What is wrong with its reference; "" if nothing is."""
+    """Defect of its reference; "" if there is none."""
 
 
 def parser() -> Parser:

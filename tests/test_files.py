@@ -416,7 +416,7 @@ def test_empty_texts_about_a_row_are_absent_in_every_format(tmp_path):
 
 
 def test_the_prompt_that_a_message_proposes_is_one(tmp_path):
-    """Of a prompt beside a conversation that the assistant ends, as in data sets of preferences."""
+    """A prompt stands beside a conversation that the assistant ends, as in data sets of preferences."""
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     row = {"prompt": "1+1=", "messages": turns, "answer": "2"}
     with pytest.raises(UserError) as error:

@@ -2201,6 +2201,17 @@ def check(c):
     pass""",
         0,
     ),
+    *(
+        (f"unittest {what}", {"test": CASES, "entry_point": "task_func"}, "", program, 0)
+        for what, program in (
+            ("skipped", "import unittest\ndef task_func(a, b):\n    raise unittest.SkipTest('no')"),
+            ("stopped", "import unittest.case\ndef task_func(a, b):\n    raise unittest.case._ShouldStop"),
+            (
+                "skipped by a class of its own",
+                "import unittest\nclass S(unittest.SkipTest):\n    pass\ndef task_func(a, b):\n    raise S('no')",
+            ),
+        )
+    ),
     (
         "no check",
         {"test": "x = 3", "entry_point": "f"},

@@ -210,7 +210,7 @@ def _read_box(text: str, box: re.Match[str]) -> _Read | None:
 
 
 def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
-    """What stands in a box, "" if it does not close in time, and where the box ends."""
+    """The content of a box, "" if it does not close in time, and the place where the box ends."""
     end = box.end()
     if box["box"].endswith("{"):
         content = boxed_content(text, end) or ""

@@ -96,7 +96,7 @@ class Number(NamedTuple):
     """A number as it was written."""
 
     value: Decimal
-    """What stands before a percent sign, if there is one."""
+    """The value without its percent sign: 50 of 50%."""
     percent: bool
     name: str = ""
     """The variable that it is the value of, as in x = 5."""

@@ -50,7 +50,7 @@ class Program(Border):
         self.globals: Mapping[str, Any] = {}
         """Global names of the tests."""
         self.settled: set[str] = set()
-        """Those of them of which the program need see nothing."""
+        """Global names of the tests that the program need not see."""
         self.unseen = ""
         """What a test has done that the program does not see."""
         self.talking = False
@@ -300,9 +300,15 @@ class Program(Border):
 
 
 def _error_class(paths: list[Any]) -> type[BaseException] | None:
-    """Return the first exception class of (module, name)s that the tests have; nothing is imported for it."""
+    """Return the first exception class of (module, name)s that the tests have; nothing is imported for it.
+
+    Those of unittest are left out: a runner takes them for a case that is skipped or over, and not for one that fails.
+    """
     for module, name in paths:
-        known = str(module) if str(module).partition(".")[0] in sys.stdlib_module_names else ""
+        package = str(module).partition(".")[0]
+        if package == "unittest":
+            continue
+        known = str(module) if package in sys.stdlib_module_names else ""
         found = getattr(sys.modules.get(known, builtins), str(name), None)
         if isinstance(found, type) and issubclass(found, BaseException):
             return found

@@ -26,9 +26,10 @@ def imported(source: str) -> set[str]:
     found: set[str] = set()
     for node in _nodes(source):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            if isinstance(node, ast.ImportFrom) and "*" in found:
-                found |= vars(sys.modules[node.module]).keys() if node.module in sys.modules else set()
+            names = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and names == {"*"}:
+                names = set(vars(sys.modules[node.module])) if node.module in sys.modules else set()
+            found |= names
     return found
 
 
