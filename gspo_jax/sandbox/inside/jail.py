@@ -23,6 +23,9 @@ _NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT = 1, 2, 4, 32
 _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 4, 38, 22, 2
 _CAPABILITIES_VERSION = 0x20080522
+_INSTRUCTION = struct.Struct("<HBBI")
+"""Of a filter of system calls: code, where to go if true, if false, value."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ def enter(limits: Limits, stdin: int) -> None:
     _call("unshare", _NEW_NAMESPACES)
     _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the files below belong to root
     for name, content in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{_INSIDE} {user} 1"),
-        ("gid_map", f"{_INSIDE} {group} 1"),
+        ("setgroups", b"deny"),
+        ("uid_map", b"%d %d 1" % (_INSIDE, user)),
+        ("gid_map", b"%d %d 1" % (_INSIDE, group)),
     ):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+        with open(f"/proc/self/{name}", "wb", buffering=0) as file:
             file.write(content)
     options = f"size={limits.disk_bytes},nr_inodes=4096,mode=1777".encode()
     for folder in (b"/tmp", b"/dev/shm"):
@@ -112,7 +115,10 @@ def confine(limits: Limits, *, isolated: bool) -> None:
         return
     header = struct.pack("<II", _CAPABILITIES_VERSION, 0)
     _call("capset", header, bytes(24))
-    _filter_calls()
+    instructions = len(_CALL_FILTER) // _INSTRUCTION.size
+    if instructions:
+        program = struct.pack("@HP", instructions, ctypes.addressof(_CALL_FILTER))
+        _call("prctl", _SET_SECCOMP, _FILTER, program, 0, 0)
 
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -173,10 +179,10 @@ _REFUSED = {
 """System calls that a program under test has no use for, with their numbers by machine."""
 
 
-def _filter_calls() -> None:
-    """Have the kernel refuse, as not implemented, calls that only widen what can be attacked."""
+def _call_filter() -> bytes:
+    """Return a filter that refuses, as not implemented, calls that only widen what can be attacked; b"" if unknown."""
     if platform.machine() not in _MACHINES:
-        return
+        return b""
     machine, column = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     refuse, allow = "refuse", "allow"
@@ -193,16 +199,17 @@ def _filter_calls() -> None:
     ]
     places = {allow: len(program), refuse: len(program) + 1}
     program += [(answer, 0x7FFF0000, None, None), (answer, 0x00050000 | errno.ENOSYS, None, None)]
-    packed = b"".join(
-        struct.pack("<HBBI", code, *(0 if to is None else places[to] - place - 1 for to in (yes, no)), value)
+    return b"".join(
+        _INSTRUCTION.pack(code, *(0 if to is None else places[to] - place - 1 for to in (yes, no)), value)
         for place, (code, value, yes, no) in enumerate(program)
     )
-    code = ctypes.create_string_buffer(packed)
-    _call("prctl", _SET_SECCOMP, _FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
+
+
+_CALL_FILTER = ctypes.create_string_buffer(_call_filter())
+"""The filter, made before any process is forked."""
 
 
 def _call(name: str, *arguments: int | bytes | None) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments):
+    if getattr(_LIBC, name)(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
