@@ -47,4 +47,4 @@ run xpk workload create --workload="$name" --cluster="$cluster" --project="$proj
   --tpu-type="$type" --num-slices="$slices" --max-restarts="$restarts" --restart-on-exit-codes="$RESTART_ON" \
   --termination-grace-period-seconds="$(stop_seconds "${train[@]}")" \
   --base-docker-image="$image" --script-dir="$TREE" \
-  --command="python -m pip install --quiet -e '.[tpu]' && exec bash launch/pod_job.sh python -m gspo_jax.train ${words% }"
+  --command="python -m pip install --quiet -c launch/constraints.txt -e '.[tpu]' && exec bash launch/pod_job.sh python -m gspo_jax.train ${words% }"

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts, which set -euo pipefail: creates .venv with the newest supported Python that works, and installs
-# the project. The next call completes an interrupted install. PYTHON=/path/to/python selects another interpreter.
+# the project, with the versions of launch/constraints.txt. The next call completes an interrupted install, and installs again what
+# pyproject.toml or the constraints have changed. PYTHON=/path/to/python selects another interpreter.
 
 unset PYTHONDONTWRITEBYTECODE # the install leaves compiling to the first import, which must keep what it compiled
 
@@ -52,7 +53,7 @@ show_install() {
   if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
-# installed EXTRA: succeeds if .venv has the extra as the current pyproject.toml defines it.
+# installed EXTRA: succeeds if .venv has the extra as the current pyproject.toml and constraints define it.
 installed() {
   local stamp holders
   case $1 in
@@ -68,9 +69,9 @@ installed() {
   return 1
 }
 
-# Prints a fingerprint of an install: the requirements, and the folder, since a moved .venv points to the old one.
+# Prints a fingerprint of an install: the requirements, their versions, and the folder, since a moved .venv points to the old one.
 install_state() {
-  echo "$(cksum <pyproject.toml) $PWD"
+  echo "$(cat pyproject.toml launch/constraints.txt | cksum) $PWD"
 }
 
 # Creates .venv unless there is a working one; if only pip is missing, adds it.
@@ -97,8 +98,8 @@ ensure_venv() {
     make_venv
     echo "installing gspo_jax[$1] into .venv: takes a few minutes the first time"
     # --no-compile halves the time: of thousands of modules, only those that are imported are ever compiled.
-    if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile -e ".[$1]" 2>&1 9<&- |
-      tee .venv/install.log | show_install; then
+    if ! .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt \
+      -e ".[$1]" 2>&1 9<&- | tee .venv/install.log | show_install; then
       tail -n 20 .venv/install.log >&2
       echo "error: the install failed; see above and .venv/install.log, fix the cause and run the same command again" >&2
       exit 1

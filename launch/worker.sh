@@ -20,7 +20,7 @@ setup() {
   source launch/venv.sh
   PATH=$HOME/.local/bin:$PATH
   if [ ! -x .venv/bin/python ] && ! pick_python >/dev/null 2>&1; then # the image's Python may be too old
-    python3 -m pip install --user --quiet uv
+    python3 -m pip install --user --quiet -c launch/constraints.txt uv
     uv python install 3.12
   fi
   ensure_venv tpu

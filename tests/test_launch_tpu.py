@@ -170,7 +170,7 @@ def test_gke(root):
         f"xpk workload create --workload=gspo --cluster=pods {WHERE} --tpu-type=v5p-128 --num-slices=2 "
         "--max-restarts=50 --restart-on-exit-codes=1,3,4,75 --termination-grace-period-seconds=60 "
         "--base-docker-image=python:3.12 --script-dir=build/gspo_jax "
-        "--command=python -m pip install --quiet -e '.[tpu]' && exec bash launch/pod_job.sh "
+        "--command=python -m pip install --quiet -c launch/constraints.txt -e '.[tpu]' && exec bash launch/pod_job.sh "
         "python -m gspo_jax.train --config=configs/tiny.py --workdir=gs://bucket/run"
     )
     *_, workload = dry(root, "gke.sh", *PLACE, *flags, "--config.processes.grace_s=90.5")
@@ -494,7 +494,7 @@ def test_setup_installs_and_fetches(machine):
     done = worker(machine, "setup", "gs://bucket/models/Qwen3")
     assert done.returncode == 0, done.stderr
     assert (
-        "-m pip install --disable-pip-version-check --no-input --no-compile -e .[tpu]"
+        "-m pip install --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt -e .[tpu]"
         in (machine / "gspo_jax" / "calls").read_text()
     )
     target = machine / "fetched" / "Qwen3"

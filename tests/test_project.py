@@ -1,5 +1,6 @@
 """Project files agree with the code and each other: version, CI, hooks, templates, links, navigation."""
 
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import gspo_jax
 
@@ -59,6 +62,42 @@ def test_hooks_run_checks_of_the_test_command():
     for hook in repository["hooks"]:
         tool = hook["entry"].split(" --")[0].removeprefix(".venv/bin/")
         assert hook["language"] == "system" and f"$bin/{tool}" in script
+
+
+def test_actions_are_pinned_by_commit():
+    """A tag can be moved to other code, which would run with the token of the workflow."""
+    for file in (ROOT / ".github" / "workflows").glob("*.y*ml"):
+        used = re.findall(r"uses: *(.*)", file.read_text(encoding="utf-8"))
+        assert used and all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line) for line in used), used
+
+
+@pytest.mark.parametrize("system", [("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")], ids="-".join)
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_every_requirement_has_one_version_in_the_constraints(python, system):
+    """Of every extra, whatever the Python and system; the file names packages and versions, and no place of either."""
+    lines = (ROOT / "launch" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) and not pin.url and not pin.extras for pin in pins)
+    place = {"python_version": python, "python_full_version": f"{python}.9", "extra": ""}
+    place |= {"sys_platform": system[0], "platform_machine": system[1], "platform_system": system[0].title()}
+    here = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(place)]
+    versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in here}
+    assert len(versions) == len(here), "two versions of one package"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        assert name == "gspo-jax" or requirement.specifier.contains(versions[name]), requirement
+    assert {"jaxlib", "libtpu", "tensorstore"} <= versions.keys()  # what these need is pinned too
+
+
+def test_every_install_takes_the_constraints():
+    """In scripts, notebooks and pages; what is not the project itself has versions of its own."""
+    places = [*ROOT.glob("launch/*"), *ROOT.glob("examples/*.ipynb"), *ROOT.glob("docs/*.md")]
+    for place in filter(Path.is_file, places):
+        for line in place.read_text(encoding="utf-8").replace("\\\n", "").splitlines():
+            if re.search(r"pip install\b.*(-e |\{CODE\})", line):
+                assert "launch/constraints.txt" in line, f"{place}: {line}"
 
 
 @pytest.mark.parametrize("form", ["bug_report", "feature_request"])
