@@ -27,11 +27,15 @@ import jax
 import jaxtyping
 import pytest
 
+from gspo_jax.parallel import compilation
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Without objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, where `scan`
 # rebuilds the sums with a leading axis.
 jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
+
+compilation.use_cache()
 
 LONGEST_FIRST = (
     "test_plan",

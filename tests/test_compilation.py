@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax._src import compilation_cache
 
 from gspo_jax.parallel import compilation
 from gspo_jax.parallel.compilation import CompileCounter
@@ -48,18 +49,90 @@ def test_a_later_process_reads_what_one_before_compiled(tmp_path):
     assert result(start(tmp_path)) == [*known, False, True, value]
 
 
+def flipped(data: bytes, *bits: int) -> bytes:
+    """Return the data with these bits flipped, counted from its end if negative."""
+    found = bytearray(data)
+    for bit in bits:
+        found[bit // 8] ^= 1 << bit % 8
+    return bytes(found)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda data, bit=bit: flipped(data, bit) for bit in (0, 7, 1234, -1, -8, -256, -257)),
+        *(lambda data, size=size: data[:size] for size in (0, 1, 31, 32, 100, -1, -32)),
+        lambda data: data + b"\0",
+        lambda data: bytes(len(data)),
+        lambda data: data[:100] + bytes(100) + data[200:],
+        lambda data: data[-32:],
+    ],
+)
+def test_a_program_that_is_not_as_it_was_written_is_not_read_and_makes_room(tmp_path, damage):
+    cache, program = compilation.SealedCache(str(tmp_path), max_size=10_000), bytes(range(256)) * 2
+    cache.put("key", program)
+    assert cache.get("key") == program
+    (file,) = tmp_path.glob("key-cache")
+    file.write_bytes(damage(file.read_bytes()))
+    assert cache.get("key") is None and not file.exists()
+    cache.put("key", program)
+    assert cache.get("key") == program
+
+
+def test_a_program_under_another_key_or_without_a_seal_is_not_read(tmp_path, caplog):
+    cache = compilation.SealedCache(str(tmp_path), max_size=-1)
+    cache.put("one", b"first" * 20)
+    (tmp_path / "one-cache").rename(tmp_path / "two-cache")
+    (tmp_path / "three-cache").write_bytes(b"as jax keeps it" * 20)
+    assert cache.get("two") is None and cache.get("three") is None and cache.get("one") is None
+    assert not list(tmp_path.glob("*-cache"))
+    (said,) = caplog.messages  # one line for all
+    assert said.endswith(f"{tmp_path}: programs that are damaged, or that gspo_jax did not keep there, are compiled again")
+
+
+def rotten_inside(entries: list[Path]) -> None:
+    """Flip bits of the programs, which are then compressed as whole ones are."""
+    for seed, entry in enumerate(entries):
+        program = compilation_cache.decompress_executable(entry.read_bytes())
+        bits = np.random.default_rng(seed).integers(64, 8 * len(program), 12).tolist()
+        entry.write_bytes(compilation_cache.compress_executable(flipped(program, *bits)) + entry.read_bytes()[-32:])
+
+
+def exchanged(entries: list[Path]) -> None:
+    """Move every program to the next one's place."""
+    programs = [entry.read_bytes() for entry in entries]
+    for entry, other in zip(entries, programs[1:] + programs[:1], strict=True):
+        entry.write_bytes(other)
+
+
+def cut_off(entries: list[Path]) -> None:
+    """Leave the beginning of each."""
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:20])
+
+
 @pytest.mark.faults
-def test_processes_at_once_damaged_programs_and_other_places(tmp_path):
-    """A damaged program is compiled again; a folder of the user's own is left to jax's variables."""
+@pytest.mark.parametrize("damage", [rotten_inside, exchanged, cut_off])
+def test_a_rotten_cache_is_compiled_again_once(tmp_path, damage):
+    """A start would otherwise die of a signal or compute something else, and so would the next."""
     folder = tmp_path / "gspo_jax" / "compiled"
+    value = result(start(tmp_path))[-1]
+    damage(sorted(folder.glob("*-cache")))
+    again = start(tmp_path)
+    said, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    assert json.loads(said)[2:] == [True, False, value] and errors.count("are compiled again") == 1
+    assert result(start(tmp_path))[2:] == [False, True, value]
+
+
+@pytest.mark.faults
+def test_processes_at_once_and_other_places(tmp_path):
+    """A folder of the user's own is left to jax's variables."""
     (tmp_path / "file").touch()
     first, beside = start(tmp_path), start(tmp_path)
     value = result(first)[-1]
     assert result(beside)[-1] == value
     assert result(start(tmp_path))[2:] == [False, True, value]
-    for entry in folder.glob("*-cache"):
-        entry.write_bytes(entry.read_bytes()[:20])
-    assert result(start(tmp_path))[2:] == [True, False, value]
     own = start(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
     assert result(own) == [str(tmp_path / "own"), -1, True, False, value]
     assert result(start(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")) == [None, -1, True, False, value]

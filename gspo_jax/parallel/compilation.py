@@ -1,15 +1,19 @@
 """The cache of compiled programs on the disk, and counts of what was compiled or read from it."""
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
+from jax._src import compilation_cache, lru_cache  # what is kept, and how, is set by no public function
 
 MAX_CACHE_BYTES = 2 * 2**30
 """Size of the cache above which the programs that were used longest ago are removed."""
 
+_SEAL_BYTES = hashlib.sha256().digest_size
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _READ = "/jax/compilation_cache/cache_hits"
@@ -21,6 +25,41 @@ def user_cache() -> Path:
     return Path(home) / "gspo_jax"
 
 
+class SealedCache(lru_cache.LRUCache):
+    """Compiled programs on the disk or in a bucket, of which only those are read that are as they were written.
+
+    Behind each stands a seal, the SHA-256 of its key and its bytes. jax compresses programs with zstandard where that is
+    installed, which notices no damage, and XLA may then crash or compute something else. A program without its seal is
+    removed, with one warning for all, and so compiled again. Other processes of jax can read the sealed ones: they take
+    no notice of what stands behind compressed data.
+    """
+
+    _warned = False
+
+    def get(self, key: str) -> bytes | None:
+        """The program of a key; None if there is none that has its seal."""
+        found = super().get(key)
+        if found is None or found[-_SEAL_BYTES:] == _seal(key, found[:-_SEAL_BYTES]):
+            return None if found is None else found[:-_SEAL_BYTES]
+        if not self._warned:
+            self._warned = True
+            logging.warning(
+                "%s: programs that are damaged, or that gspo_jax did not keep there, are compiled again", self.path
+            )
+        (self.path / f"{key}{lru_cache._CACHE_SUFFIX}").unlink(missing_ok=True)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep the program of a key, unless there is one."""
+        super().put(key, value + _seal(key, value))
+
+
+def _seal(key: str, program: bytes) -> bytes:
+    found = hashlib.sha256(key.encode() + b"\n")
+    found.update(program)  # of which some have a gigabyte
+    return found.digest()
+
+
 def use_cache() -> str | None:
     """Keep compiled programs for later processes of this user; return the folder, None if there is none.
 
@@ -30,6 +69,9 @@ def use_cache() -> str | None:
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
+    if compilation_cache.LRUCache is not SealedCache:
+        compilation_cache.LRUCache = SealedCache
+        compilation_cache.reset_cache()  # one that jax has opened already has no seals
     if jax.config.jax_compilation_cache_dir:
         return jax.config.jax_compilation_cache_dir
     folder = user_cache() / "compiled"
@@ -43,6 +85,7 @@ def use_cache() -> str | None:
     jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)  # under a lock that processes share
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # XLA's own files have no seals, and no bound
     return str(folder)
 
 
