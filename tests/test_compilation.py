@@ -94,7 +94,7 @@ def rotten_inside(entries: list[Path]) -> None:
     """Flip bits of the programs, which are then compressed as whole ones are."""
     for seed, entry in enumerate(entries):
         program = compilation_cache.decompress_executable(entry.read_bytes())
-        bits = np.random.default_rng(seed).integers(64, 8 * len(program), 12).tolist()
+        bits = np.random.default_rng(seed).integers(64, 8 * len(program), 3).tolist()
         entry.write_bytes(compilation_cache.compress_executable(flipped(program, *bits)) + entry.read_bytes()[-32:])
 
 

@@ -16,6 +16,7 @@ import pytest
 from etils import epath
 
 from gspo_jax import storage as storage_lib
+from gspo_jax.parallel.compilation import SealedCache
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics
 from gspo_jax.storage import RunFolder, find, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
@@ -219,6 +220,17 @@ def test_a_run_in_a_bucket_resumes_on_a_new_machine(storage, tmp_path):
     assert "cannot use gs://nowhere/run" in python(
         storage, *command[:3], "--workdir=gs://nowhere/run", *command[4:], code=2
     )
+
+
+@pytest.mark.faults
+def test_a_damaged_program_in_a_bucket_is_removed(storage, monkeypatch):
+    for name, value in storage.items():
+        monkeypatch.setenv(name, value)
+    cache, file = SealedCache("gs://bucket/compiled", max_size=-1), find("gs://bucket/compiled/key-cache")
+    cache.put("key", b"program")
+    assert cache.get("key") == b"program"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert cache.get("key") is None and not file.exists()
 
 
 @pytest.mark.faults
