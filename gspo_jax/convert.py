@@ -27,7 +27,7 @@ from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.drawing import Parser
-from gspo_jax.reporting.writers import read_config
+from gspo_jax.reporting.writers import fields_of, read_config
 from gspo_jax.setup import policy
 from gspo_jax.storage import CHECKPOINTS, RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
@@ -142,7 +142,7 @@ def _load_converted(folder: Path, fields: dict[str, Any]) -> _Model:
 
 def _load_run(folder: Path, fields: dict[str, Any]) -> _Model:
     """Load a run's newest checkpoint; shape and tokenizer are those of the model the run started from."""
-    config = ConfigDict({name: value for name, value in fields.items() if name != "command"})
+    config = ConfigDict(fields_of(fields))
     first = policy.initial_folder(config, folder)
     model, tokenizer = policy.read_folder(config, first)
     files = RunFolder(name=str(folder), local=folder)

@@ -3,6 +3,7 @@
 Reward workers import this module, so it must not import jax.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -10,8 +11,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,14 +76,72 @@ def module(place: str) -> ModuleType:
 
 
 def files(reference: str) -> list[Path]:
-    """Return the source files behind a function: of the module that a reference names, and where it is defined.
+    """Return the source files behind a function, that of the module which the reference names first.
 
-    What these import is not among them. Python's own modules have no files.
+    The others are where the function is defined, and what these files import of the user's own, and so on. Imports are
+    found in the text, inside functions too; names that are computed are not. Python's own modules have no files, and
+    what is installed is not followed: of it, versions tell.
     """
-    found = [getattr(module(reference.rpartition(":")[0]), "__file__", None)]
+    place = reference.rpartition(":")[0]
+    named = [getattr(module(place), "__file__", None)]
     with contextlib.suppress(TypeError):  # of an extension module, or an object that can be called
-        found.append(inspect.getsourcefile(inspect.unwrap(function(reference))))
-    return [Path(file) for file in dict.fromkeys(found) if file is not None]
+        named.append(inspect.getsourcefile(inspect.unwrap(function(reference))))
+    found = list(dict.fromkeys(Path(file).absolute() for file in named if file is not None))
+    left = [*found, *([] if place.endswith(".py") else _found(place))]  # the packages that the module is in, too
+    own = set[Path]()
+    while left:
+        file = left.pop()
+        if file not in own and _is_own(file):
+            own.add(file)
+            left += _imported(file)
+    return [*found, *sorted(own.difference(found))]
+
+
+def _is_own(file: Path) -> bool:
+    """Return whether a source file belongs neither to Python, to what is installed, nor to this package."""
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return not installed and not any(map(file.is_relative_to, (sysconfig.get_path("stdlib"), Path(__file__).parent)))
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """Yield the files of the modules that a source file's text imports, packages' `__init__.py` included."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # an extension module, say
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _found(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:  # a name of the module, or a module of the package
+                dotted = f"{node.module}.{alias.name}" if node.module else alias.name
+                if not node.level:
+                    yield from _found(dotted)
+                for package in list(file.parents)[node.level - 1 : node.level]:
+                    yield from _below([package.parent], f"{package.name}.{dotted}")
+
+
+def _found(dotted: str) -> Iterator[Path]:
+    """Yield the files that importing a dotted name would run, without running any."""
+    first, _, rest = dotted.partition(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError, AttributeError):  # a module that was put together by hand
+        return
+    if spec is None:
+        return
+    if spec.has_location and spec.origin is not None:
+        yield Path(spec.origin).absolute()
+    yield from _below([Path(folder) for folder in spec.submodule_search_locations or ()], rest)
+
+
+def _below(folders: Sequence[Path], dotted: str) -> Iterator[Path]:
+    """Yield the files that importing a dotted name from a package's folders would run."""
+    for part in dotted.split("."):
+        folders = [folder.absolute() / part for folder in folders if part]
+        files = [file for folder in folders for file in (folder / "__init__.py", folder.with_name(f"{part}.py"))]
+        yield from filter(Path.is_file, files)
 
 
 def load_file(path: Path, name: str) -> ModuleType:

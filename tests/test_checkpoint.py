@@ -364,7 +364,19 @@ def begin(workdir):
         policy=None,
         meshes=SimpleNamespace(trainer=None),
     )
-    return partial(resume.start, base(), engine, RunFolder(name="run", local=workdir), None, folder=workdir)
+    given = {"measured_on": {}, "folder": workdir}
+    return partial(resume.start, base(), engine, RunFolder(name="run", local=workdir), None, **given)
+
+
+def test_a_run_of_an_earlier_version_is_refused(tmp_path):
+    """It has no digests to compare with."""
+    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(3)}, {"config": base().to_dict(), "inputs": {}})
+    says = (
+        "earlier version of gspo_jax, which did not keep digests of its evaluations' records and versions of packages;"
+    )
+    with pytest.raises(UserError, match=f"^the run in run was saved by an {says} go on with that version, or start "):
+        begin(tmp_path)(start_over=False)
 
 
 def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_told_so(tmp_path):

@@ -104,12 +104,6 @@ def test_a_state_of_another_run_is_refused(source, tokenizer, change, message):
         batches(**({"source": source, "tokenizer": tokenizer} | change)).set_state(state)
 
 
-def test_a_state_of_an_earlier_version_is_refused(source, tokenizer):
-    before = {"grain": {"next_index": 1}, "seed": 3, "shuffle": 1, "batch size": 8, "data checksum": 5}
-    with pytest.raises(UserError, match="by an earlier version of gspo_jax, which had another order of prompts"):
-        batches(source, tokenizer).set_state(json.dumps(before))
-
-
 def test_no_epoch_of_a_seed_or_of_a_source_has_the_order_of_another(source, tokenizer):
     """Three epochs each of seeds that follow each other, alone and with a second source as long as the first."""
 

@@ -46,6 +46,62 @@ def test_a_file_is_imported_once_and_may_import_its_neighbours(tmp_path):
     assert references.function("gspo_jax.rewards.functions:countdown").__name__ == "countdown"
 
 
+NEIGHBOURS = {
+    "plain.py": "",
+    "chain.py": "import plain, chain",
+    "room/__init__.py": "",
+    "room/table.py": "from . import chair\nfrom .lamps import bulb",
+    "room/chair.py": "from . import table",
+    "room/lamps/bulb.py": "from .. import chair",
+    "room/unused.py": "",
+    "unused.py": "",
+}
+ROOM = ["room/__init__.py", "room/chair.py", "room/lamps/bulb.py", "room/table.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "imported"),
+    [
+        ("", []),
+        ("import json, numpy, gspo_jax.rewards.functions", []),
+        ("import plain as other", ["plain.py"]),
+        ("from plain import *", ["plain.py"]),
+        ("import chain", ["chain.py", "plain.py"]),
+        ("def later():\n    from room.table import anything", ROOM),
+        ("import room.table", ROOM),
+        ("from room import table", ROOM),
+        ("try:\n    import no_such, room\nexcept ImportError:\n    pass", ["room/__init__.py"]),
+        ("from room.lamps import bulb", ROOM),
+    ],
+)
+def test_files_of_a_function_are_what_it_imports_of_the_users_own(tmp_path, monkeypatch, text, imported):
+    """Whether it is named by its file or by its module."""
+    for name, content in {**NEIGHBOURS, "mine.py": f"{text}\ndef f(): pass\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = {"mine", "plain", "chain", "room", "unused"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in modules]:
+        monkeypatch.delitem(sys.modules, name)
+    references.module.cache_clear()
+    references.function.cache_clear()
+    for reference in (f"{tmp_path}/mine.py:f", "mine:f"):
+        assert references.files(reference) == [tmp_path / name for name in ["mine.py", *imported]]
+
+
+def test_files_of_a_function_of_a_package_have_the_package(tmp_path, monkeypatch):
+    """A function that another module defines has that module's files; functions of installed packages have one file."""
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").write_text("VALUE = 1")
+    (tmp_path / "shop" / "front.py").write_text("from shop.back import f")
+    (tmp_path / "shop" / "back.py").write_text("def f(): pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = references.files("shop.front:f")
+    assert found == [tmp_path / "shop" / name for name in ("front.py", "back.py", "__init__.py")]
+    assert [file.name for file in references.files("packaging.version:parse")] == ["version.py"]
+    assert references.files("time:sleep") == []
+
+
 @pytest.mark.parametrize(
     ("text", "name", "says"),
     [

@@ -169,7 +169,9 @@ def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign, code):
 def test_an_install_that_was_cut_off_is_finished(copy):
     (copy / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
     _fake_python(copy / "bin" / "python3.12", "3.12")
-    install = "-m pip install --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt -e .[report]"
+    install = (
+        "-m pip install --disable-pip-version-check --no-input --no-compile -c launch/constraints.txt -e .[report]"
+    )
 
     failed = _bash(copy, "bash launch/local.sh", PIP_CODE="1")
     assert failed.returncode == 1 and "Collecting everything" in failed.stderr and "the install failed" in failed.stderr

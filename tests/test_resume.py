@@ -3,22 +3,31 @@ are not what they were are refused.
 """
 
 import json
+import platform
+import re
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import cli
-from gspo_jax.config import base
+from gspo_jax.config import base, benchmark
 from gspo_jax.convert import convert
 from gspo_jax.data import tasks
-from gspo_jax.run.resume import check_same_run
+from gspo_jax.data.contents import changes
+from gspo_jax.reporting.writers import read_config
+from gspo_jax.run import resume
+from gspo_jax.run.resume import changed_since, check_same_run
+from gspo_jax.setup import inputs
 from gspo_jax.train import train
+from gspo_jax.training.checkpoint import describe
 from gspo_jax.types import UserError
+from gspo_jax.versions import versions
 from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, state_of, train_flags, wait_for
 
 ITERATIONS = 4
@@ -118,6 +127,8 @@ def test_unfinished_episodes_of_several_turns_resume_to_the_same_bits(tmp_path):
 
 
 JUDGE = """
+import scale
+
 def judge(prompt, completion, record):
     return float(len(completion) % 2 == VALUE)
 """
@@ -129,15 +140,17 @@ def write_rows(file: Path, numbers: range, **fields: object) -> None:
 
 
 @pytest.mark.faults
-def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path, capsys):
-    """One after the other; with all put back it goes on, and longer; changed held-out rows and functions are said."""
+def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path, capsys, monkeypatch):
+    """One after the other; with all put back it goes on, and longer; what may change, and did, is said."""
     folder, rows, held_out, judge, shots = (
         tmp_path / name for name in ("model", "rows.jsonl", "held_out.jsonl", "judge.py", "shots.jsonl")
     )
     shutil.copytree(ROOT / "tests" / "golden" / "adder", folder)
     write_rows(rows, range(20))
     write_rows(held_out, range(20, 30))
+    write_rows(tmp_path / "own.jsonl", range(30, 34))
     judge.write_text(JUDGE.replace("VALUE", "1"))
+    (tmp_path / "scale.py").touch()
     shots.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}))
     config = cli.load_config(f"{ROOT}/configs/tiny.py:runlocal")
     config.update_from_flattened_dict(
@@ -147,6 +160,7 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
     )
     del config.data.options["difficulty"]
     config.functions.judge, config.rewards.judge = f"{judge}:judge", 0.5
+    config.benchmarks.own = benchmark(str(tmp_path / "own.jsonl"), every=1, samples=4)
     train(config, tmp_path / "run")
 
     def weights() -> None:
@@ -181,14 +195,78 @@ def test_a_run_whose_data_files_or_reference_changed_is_refused_by_name(tmp_path
             train(config, tmp_path / "run")
         file.write_bytes(before)
     write_rows(held_out, range(20, 30), answer="7")
+    write_rows(tmp_path / "own.jsonl", range(30, 34), hint="new")
     judge.write_text(JUDGE.replace("VALUE", "0"))
+    (tmp_path / "scale.py").write_text("FACTOR = 2")
     config.iterations = 2
+    monkeypatch.setattr(resume, "versions", lambda: versions() | {"jax": "0.10.2"})
     capsys.readouterr()
     train(config, tmp_path / "run")
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "resuming from iteration 1" in said
-    assert "the held-out records differ from those before (answer" in said
-    assert "functions.judge (judge.py) changed since the run was saved: do not compare" in said
+    assert "warning: the evaluation on held-out records is not what it was (answer, worked): do not compare its" in said
+    assert "warning: the benchmark own is not what it was (hint): do not compare its accuracies" in said
+    changed = "functions.judge (judge.py) and functions.judge (scale.py)"
+    assert f"warning: {changed} changed since the run was saved: do not compare" in said
+    assert f"warning: the run was saved under jax {versions()['jax']} and goes on under jax 0.10.2: its numbers" in said
+    assert describe(str(tmp_path / "run" / "checkpoints" / "1"))["run"]["versions"] == versions()
+    assert read_config(tmp_path / "run")["versions"] == versions()
+
+
+SAVED = {
+    "inputs": {"tokenizer.json of the model": "a1", "functions.judge (judge.py)": "b2"},
+    "measured_on": {"the benchmark own": {"answer": "c3"}},
+    "versions": {"python": "3.13.0", "jax": "0.12.0"},
+}
+
+
+@pytest.mark.parametrize(
+    ("here", "says"),
+    [
+        ({}, []),
+        ({"inputs": {"functions.judge (judge.py)": "b2"}}, []),  # others are refused before
+        (
+            {"inputs": {"functions.judge (judge.py)": "b3"}},
+            ["functions.judge (judge.py) changed since the run was sav"],
+        ),
+        (
+            {"inputs": {"functions.judge (judge.py)": "b2", "functions.judge (new.py)": ""}},
+            ["functions.judge (new.py) changed since"],
+        ),
+        (
+            {"measured_on": {"the benchmark own": {"answer": "c4", "hint": "d"}}},
+            ["own is not what it was (answer, hint)"],
+        ),
+        ({"measured_on": {}}, []),
+        ({"versions": {"python": "3.13.0", "jax": "0.12.1"}}, ["under jax 0.12.0 and goes on under jax 0.12.1: its"]),
+        (
+            {"versions": {"python": "3.12.9", "jax": "0.12.0", "libtpu": "0.0.50"}},
+            ["under no libtpu, python 3.13.0 and goes on under libtpu 0.0.50, python 3.12.9: its numbers may differ"],
+        ),
+    ],
+)
+def test_what_may_change_and_did_is_one_sentence(here, says):
+    found = changed_since(SAVED, **SAVED | here)
+    assert len(found) == len(says) and all(part in text for part, text in zip(says, found, strict=True))
+
+
+@pytest.mark.parametrize("name", inputs.MODEL_FILES)
+def test_every_file_of_the_model_that_is_read_has_a_digest(tmp_path, name):
+    """Whether it is there from the beginning or not; another file of the folder has none."""
+    config = base()
+    (tmp_path / "notes.txt").touch()
+    before = inputs.of_run(config, tmp_path)
+    (tmp_path / name).write_text("{}")
+    then = inputs.of_run(config, tmp_path)
+    (tmp_path / name).write_text("{ }")
+    assert changes(before, then) == changes(then, inputs.of_run(config, tmp_path)) == [f"{name} of the model"]
+
+
+def test_versions_are_those_of_what_is_installed():
+    found = versions()
+    assert {"python", "gspo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"} <= found.keys()
+    assert found["jax"] == jax.__version__ and found["python"] == platform.python_version()
+    assert all(re.fullmatch(r"[\w.+]+", version) for version in found.values())
 
 
 @pytest.mark.parametrize(

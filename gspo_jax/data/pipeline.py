@@ -141,11 +141,6 @@ class Batches(Generic[_Batch]):
         The data are the records in use: the tokens of their prompts, and every field that a reward can read.
         """
         saved = json.loads(state)
-        if "settings" not in saved:
-            raise UserError(
-                "the data position was saved by an earlier version of gspo_jax, which had another order of prompts; go "
-                "on with that version, or start a new run"
-            )
         for name, value in self._settings.items():
             if saved["settings"].get(name) != value:
                 raise UserError(

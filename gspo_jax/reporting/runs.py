@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Float
 
 from gspo_jax.reporting.looks import Look, looks
-from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_metrics
+from gspo_jax.reporting.writers import METRICS_FILE, fields_of, read_config, read_metrics
 from gspo_jax.types import UserError
 
-IGNORED_FIELDS = ("seed", "workdir", "command")
+IGNORED_FIELDS = ("seed", "workdir")
 """Config fields, by the last part of their name, in which runs of one group may differ."""
 LABELLED_BY_VALUE = ("name", "replay", "correction")
 """Settings, by the last part of their name, whose value alone identifies them in a label."""
@@ -136,8 +136,9 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
     if not rows:
         raise UserError(f"{Path(folder) / METRICS_FILE} has no complete line yet; wait for the run's first update")
     config = read_config(folder)
-    command = "" if config is None else str(config.pop("command", ""))
-    return Run(folder=Path(folder), rows=rows, config=None if config is None else _flatten(config), command=command)
+    command = "" if config is None else str(config.get("command", ""))
+    fields = None if config is None else _flatten(fields_of(config))
+    return Run(folder=Path(folder), rows=rows, config=fields, command=command)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

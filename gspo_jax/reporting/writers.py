@@ -21,6 +21,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 
 from gspo_jax import storage
 from gspo_jax.types import UserError
+from gspo_jax.versions import versions
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
@@ -270,13 +271,12 @@ def _is_sample(row: Any) -> bool:
 
 
 def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, command: str) -> None:
-    """Write `config.json`: the config's sections, and under `command` the command that started the run, if any."""
-    if "command" in config:
-        raise ValueError("a config must not have a field named command: config.json stores the run's command there")
+    """Write `config.json`: the config's sections, `versions`, and the `command` that started the run, if any."""
+    start = {"command": command, "versions": versions()}
+    if both := start.keys() & config.keys():
+        raise ValueError(f"a config must not have a field named {min(both)}: config.json has the run's there")
     Path(workdir).mkdir(parents=True, exist_ok=True)
-    _write_atomically(
-        Path(workdir) / CONFIG_FILE, json.dumps({"command": command, **config}, indent=2, default=list) + "\n"
-    )
+    _write_atomically(Path(workdir) / CONFIG_FILE, json.dumps(start | dict(config), indent=2, default=list) + "\n")
 
 
 def write_stopped(file: Path, *, step: int | None, phase: str | None, seconds: float) -> None:
@@ -314,7 +314,7 @@ def read_saved(workdir: str | os.PathLike[str]) -> int | None:
 
 
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the contents of `config.json`, `command` included; None without that file."""
+    """Return the contents of `config.json`, `command` and `versions` included; None without that file."""
     path = Path(workdir) / CONFIG_FILE
     if not path.exists():
         return None
@@ -325,6 +325,11 @@ def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object; restore it or delete it")
     return content
+
+
+def fields_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config in the contents of `config.json`, without the command and the versions that stand beside it."""
+    return {name: value for name, value in content.items() if name not in ("command", "versions")}
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:

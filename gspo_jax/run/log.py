@@ -16,7 +16,6 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import benchmark
-from gspo_jax.data.contents import changes
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.objectives import Objective
@@ -157,22 +156,6 @@ class RunLog:
             self.warn(
                 "sampling.group_size is 1: advantages compare a response with its group, so all are exactly 0 and "
                 "nothing is learned; use 2 or more, or ppo, which has a critic"
-            )
-
-    def guard_functions(self, edited: Sequence[str]) -> None:
-        """Warn if own functions are not those that a resumed run was saved with; `edited` names them."""
-        if edited:
-            self.warn(
-                f"{' and '.join(edited)} changed since the run was saved: do not compare what depends on them from "
-                "here on with earlier numbers"
-            )
-
-    def guard_held_out(self, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
-        """Warn if the held-out records are not those that a resumed run was saved with; by their digests."""
-        if before is not None and (changed := changes(before, now)):
-            self.warn(
-                f"the held-out records differ from those before ({', '.join(changed)}): do not compare accuracies from "
-                "here on with earlier ones"
             )
 
     def guard_rounding(self, objective: Objective, first: Metrics, *, stale: int, recomputed: bool) -> None:

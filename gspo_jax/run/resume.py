@@ -1,7 +1,8 @@
 """The start of a run: at its newest checkpoint, if all that it depends on is as it was, or at its beginning.
 
-A run goes on with the config, the data, the files of the model and of own functions, and the frozen weights that it was
-saved with; what differs is named in a UserError. What own functions import is not compared, nor are their surroundings.
+A run goes on with the config, the data, the files of the model and the frozen weights that it was saved with; what
+differs is named in a UserError. Own functions, what evaluations measure on, and versions may differ, and that is said.
+What own functions read by themselves is not compared, nor is the machine.
 """
 
 import dataclasses
@@ -19,15 +20,17 @@ from gspo_jax.config import base
 from gspo_jax.data.contents import changes
 from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
-from gspo_jax.reporting.writers import read_config, read_saved
+from gspo_jax.reporting.writers import fields_of, read_config, read_saved
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.setup import inputs, keys, learning, policy
+from gspo_jax.setup.inputs import FUNCTION
 from gspo_jax.setup.policy import field_of
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.training.state import TrainState
 from gspo_jax.types import UserError
+from gspo_jax.versions import versions
 
 MAY_CHANGE = (
     "iterations",
@@ -55,6 +58,12 @@ run's numbers, except by rounding and by the tokens that a capacity factor drops
 rate falls over all of them.
 """
 
+COMPARED = {
+    "inputs": "digests of its files",
+    "measured_on": "digests of its evaluations' records",
+    "versions": "versions of packages",
+}
+"""What a checkpoint says of its run to compare with, beside the config and the position in the data, and in words."""
 
 _REFERENCE = "the weights of the reference policy"
 """What messages call them."""
@@ -80,10 +89,8 @@ class Start:
     """Parameters of the reference policy; None without a KL to it."""
     inputs: Mapping[str, str]
     """Digests that a checkpoint keeps to compare with, by what messages call their object."""
-    held_out: Mapping[str, str] | None
-    """Digests of the held-out records, by field, when the checkpoint was saved; None for a new run."""
-    edited: list[str]
-    """The config's own functions whose files differ from those when the checkpoint was saved; empty for a new run."""
+    changed: list[str]
+    """A sentence on each of what may differ from when the checkpoint was saved, and does; empty for a new run."""
     unfinished: Episodes | None
     """Partial rollouts in flight; None if there are none."""
     evaluated: bool
@@ -96,12 +103,14 @@ def start(
     files: RunFolder,
     prompts: Batches[PromptBatch],
     *,
+    measured_on: Mapping[str, Mapping[str, str]],
     folder: Path,
     start_over: bool,
 ) -> Start:
     """Restore the newest checkpoint and move `prompts` to its position, or load initial weights from `folder`.
 
-    With `start_over`, a run whose checkpoints are gone, or all damaged and now set aside, begins again.
+    With `start_over`, a run whose checkpoints are gone, or all damaged and now set aside, begins again. `measured_on`
+    has the digests of each evaluation's records by field, by what messages call the evaluation.
 
     Raises:
       UserError: what the checkpoint was saved with differs from config, data, files or weights here, all checkpoints
@@ -123,8 +132,7 @@ def start(
             base=base,
             reference=reference,
             inputs=read,
-            held_out=None,
-            edited=[],
+            changed=[],
         )
     run = restored.run
     _check_inputs(run["inputs"], read, files.name)
@@ -138,8 +146,7 @@ def start(
         base=run.get("base"),
         reference=reference,
         inputs=read,
-        held_out=run["held_out"],
-        edited=[name for name in changes(run["inputs"], read) if name.startswith(inputs.FUNCTION)],
+        changed=changed_since(run, inputs=read, measured_on=measured_on, versions=versions()),
         unfinished=Episodes.from_arrays(restored.arrays, **run["buffer"]) if "buffer" in run else None,
         evaluated=run["evaluated"],
     )
@@ -156,9 +163,13 @@ def _restore(
 ) -> Restored | None:
     def check(run: Mapping[str, Any]) -> None:
         check_same_run(config, run["config"], files.name)
-        saved = run.get("inputs")
-        if saved is not None:  # otherwise the position is refused, as an earlier version's
-            _check_inputs(_without_weights(saved), _without_weights(read), files.name)
+        if missing := [words for name, words in COMPARED.items() if name not in run]:
+            raise UserError(
+                f"the run in {files.name} was saved by an earlier version of gspo_jax, which did not keep "
+                f"{' and '.join(missing)}; go on with that version, or start another run with another "
+                f"--workdir, such as from these weights (python -m gspo_jax.convert --from={files.name} --to=FOLDER)"
+            )
+        _check_inputs(_without_weights(run["inputs"]), _without_weights(read), files.name)
         prompts.check_state(run["prompts"])
 
     try:
@@ -189,7 +200,7 @@ def check_folder(config: ConfigDict, files: RunFolder) -> None:
     except UserError:
         return
     if saved is not None:
-        check_same_run(config, {k: v for k, v in saved.items() if k != "command"}, files.name)
+        check_same_run(config, fields_of(saved), files.name)
 
 
 def check_same_run(
@@ -228,11 +239,46 @@ def _check_inputs(saved: Mapping[str, str], here: Mapping[str, str], workdir: st
 
     Not so for functions of the user's own, since a run that one of them has ended goes on once it is mended.
     """
-    if changed := [name for name in changes(saved, here) if not name.startswith(inputs.FUNCTION)]:
+    if changed := [name for name in changes(saved, here) if not name.startswith(FUNCTION)]:
         raise UserError(
             f"{' and '.join(changed)} changed since the run in {workdir} was saved; put back what was there, or start "
             "another run with another --workdir"
         )
+
+
+def changed_since(
+    run: Mapping[str, Any],
+    *,
+    inputs: Mapping[str, str],
+    measured_on: Mapping[str, Mapping[str, str]],
+    versions: Mapping[str, str],
+) -> list[str]:
+    """A sentence on each of what may differ from when a checkpoint was saved, and does; `run` is the checkpoint's.
+
+    The others are what it is here: digests of what the run reads and of what its evaluations measure on, and versions.
+    """
+    found = []
+    if edited := [name for name in changes(run["inputs"], inputs) if name.startswith(FUNCTION)]:
+        found.append(
+            f"{' and '.join(edited)} changed since the run was saved: do not compare what depends on them from here on "
+            "with earlier numbers"
+        )
+    for name, here in measured_on.items():
+        if fields := changes(run["measured_on"].get(name, {}), here):
+            found.append(
+                f"{name} is not what it was ({', '.join(fields)}): do not compare its accuracies from here on with "
+                "earlier ones"
+            )
+    if moved := changes(run["versions"], versions):
+        before, now = (
+            ", ".join(f"{name} {all_[name]}" if name in all_ else f"no {name}" for name in moved)
+            for all_ in (run["versions"], versions)
+        )
+        found.append(
+            f"the run was saved under {before} and goes on under {now}: its numbers may differ in their last bits from "
+            "those of a run that was not stopped"
+        )
+    return found
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -42,6 +42,7 @@ from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
 from gspo_jax.types import Diverged, EpisodeBatch, Experience, OldPolicy, Prompts, StopRequested, Weights
+from gspo_jax.versions import versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class Run:
     """Parameters of the reference policy; None without a KL to it."""
     inputs: Mapping[str, str]
     """Digests of what the run reads, by what messages call it."""
+    measured_on: Mapping[str, Mapping[str, str]]
+    """Digests of each evaluation's records by field, by what messages call the evaluation."""
     boundary: Boundary
     """State and positions at the end of the newest iteration, which a stop saves; the one in hand is sampled again."""
     key: jax.Array
@@ -356,7 +359,8 @@ class Run:
         self.files.publish()  # … or in the bucket
         at = self.boundary
         run = {"iteration": at.done, "prompts": at.prompts, "config": self.config.to_dict(), "evaluated": at.evaluated}
-        run |= {"key": jax.random.key_data(self.key).tolist(), "inputs": self.inputs, "held_out": self.held_out.content}
+        run |= {"key": jax.random.key_data(self.key).tolist(), "inputs": self.inputs, "measured_on": self.measured_on}
+        run["versions"] = versions()
         if self.base is not None:
             run["base"] = self.base
         left = at.unfinished
@@ -442,7 +446,15 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         if replies is not None:
             replies.interrupted = phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
-        start = resume.start(config, made, files, prompts, folder=folder, start_over=start_over)
+        held_out = data.held_out_prompts(config, tokenizer, records["test"])
+        benchmarks = {
+            label: (each, data.held_out_prompts(each.config, tokenizer, each.records)) for label, each in taken.items()
+        }
+        measured_on = {"the evaluation on held-out records": held_out.content | {"eval.correct": config.eval.correct}}
+        measured_on |= {f"the benchmark {label}": batches.content for label, (_, batches) in benchmarks.items()}
+        start = resume.start(
+            config, made, files, prompts, measured_on=measured_on, folder=folder, start_over=start_over
+        )
         checkpointer = Checkpointer(
             files.checkpoints, keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
         )
@@ -455,9 +467,8 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         for text in log_lib.opening_lines(files.name, **where, extensible=not learning.falling(config)):
             log.progress.say(text)
         log.guard_config(made.objective, group_size=config.sampling.group_size)
-        held_out = data.held_out_prompts(config, tokenizer, records["test"])
-        log.guard_held_out(start.held_out, held_out.content)
-        log.guard_functions(start.edited)
+        for text in start.changed:
+            log.warn(text)
         player = sampling.make_player(config, tokenizer, made.sampler, replies)
         run = Run(
             config=config,
@@ -470,11 +481,9 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             boundary=Boundary.of(start, prompts),
             key=start.key,
             prompts=prompts,
+            measured_on=measured_on,
             held_out=held_out,
-            benchmarks={
-                label: (each, data.held_out_prompts(each.config, tokenizer, each.records))
-                for label, each in taken.items()
-            },
+            benchmarks=benchmarks,
             player=player,
             buffer=sampling.make_buffer(config, player, start.unfinished),
             scorer=scorer,

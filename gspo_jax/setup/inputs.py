@@ -1,6 +1,7 @@
 """Digests of the files that a config names: what a run reads besides the config, its records and its weights.
 
-A function counts with the file that its reference names and the one that it is defined in, not with what these import.
+A function counts with the file that its reference names, the one that it is defined in, and what these import that is
+neither installed nor of this package.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import references
 from gspo_jax.data import tokenizer
-from gspo_jax.data.contents import digest, file_digest
+from gspo_jax.data.contents import file_digest
 from gspo_jax.models.config_json import CONFIG
 from gspo_jax.setup import functions
 
@@ -36,11 +37,14 @@ def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
 
 
 def of_functions(config: ConfigDict) -> dict[str, str]:
-    """Digests of the source files of the config's own functions, by the functions' names."""
-    found = {}
+    """Digests of the source files of the config's own functions, by the names of function and file."""
+    found: dict[str, str] = {}
     for name, reference in functions.own(config).items():
         files = references.files(reference)
-        found[f"{FUNCTION}{name} ({', '.join(file.name for file in files)})"] = digest(list(map(file_digest, files)))
+        for file in files:
+            place = file.relative_to(files[0].parent) if file.is_relative_to(files[0].parent) else file.name
+            key = f"{FUNCTION}{name} ({place})"
+            found[key] = found.get(key, "") + file_digest(file)  # elsewhere, two files may have one name
     return found
 
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart
 from gspo_jax.reporting.panels import PANELS
-from gspo_jax.reporting.writers import METRICS_FILE, read_config, read_saved
+from gspo_jax.reporting.writers import METRICS_FILE, fields_of, read_config, read_saved
 from gspo_jax.run.resume import check_same_run
 from gspo_jax.setup.checks import check_elsewhere
 from gspo_jax.setup.fields import at, check_value
@@ -144,8 +144,7 @@ def make_plan(words: Sequence[str], found: Sequence[Comparison], folder: Path) -
                 raise UserError(f"two runs would have the folder {run.folder}, named after what varies; change a value")
             saved = read_config(run.folder)
             if saved is not None and read_saved(run.folder) is not None:
-                saved.pop("command", None)
-                check_same_run(run.config, saved, run.folder, flag="--runs")
+                check_same_run(run.config, fields_of(saved), run.folder, flag="--runs")
     return pages
 
 
