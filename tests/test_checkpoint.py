@@ -373,9 +373,9 @@ def test_a_run_of_an_earlier_version_is_refused(tmp_path):
     with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones(3)}, {"config": base().to_dict(), "inputs": {}})
     says = (
-        "earlier version of gspo_jax, which did not keep digests of its evaluations' records and versions of packages;"
+        "by an earlier version of gspo_jax, which did not keep digests of its evaluations' records and versions of pac"
     )
-    with pytest.raises(UserError, match=f"^the run in run was saved by an {says} go on with that version, or start "):
+    with pytest.raises(UserError, match=f"^the run in run was saved {says}kages; go on with that version, or start "):
         begin(tmp_path)(start_over=False)
 
 

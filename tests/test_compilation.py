@@ -87,9 +87,7 @@ def test_a_program_under_another_key_or_without_a_seal_is_not_read(tmp_path, cap
     assert cache.get("two") is None and cache.get("three") is None and cache.get("one") is None
     assert not list(tmp_path.glob("*-cache"))
     (said,) = caplog.messages  # one line for all
-    assert said.endswith(
-        f"{tmp_path}: programs that are damaged, or that gspo_jax did not keep there, are compiled again"
-    )
+    assert said == f"{tmp_path}: programs that are damaged, or that gspo_jax did not keep there, are compiled again"
 
 
 def rotten_inside(entries: list[Path]) -> None:
