@@ -1,5 +1,6 @@
 """The versions that a run's numbers depend on, to the last bit."""
 
+import contextlib
 import functools
 import platform
 from importlib import metadata
@@ -18,8 +19,6 @@ def versions() -> dict[str, str]:
     """Versions of Python, this package and those of `PACKAGES` that are installed, by name."""
     found = {"python": platform.python_version(), "gspo_jax": gspo_jax.__version__}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
     return found

@@ -227,7 +227,7 @@ SAVED = {
         ({"inputs": {"functions.judge (judge.py)": "b2"}}, []),  # others are refused before
         (
             {"inputs": {"functions.judge (judge.py)": "b3"}},
-            ["functions.judge (judge.py) changed since the run was sav"],
+            ["functions.judge (judge.py) changed since the run"],
         ),
         (
             {"inputs": {"functions.judge (judge.py)": "b2", "functions.judge (new.py)": ""}},
@@ -235,7 +235,7 @@ SAVED = {
         ),
         (
             {"measured_on": {"the benchmark own": {"answer": "c4", "hint": "d"}}},
-            ["own is not what it was (answer, hint)"],
+            ["is not what it was (answer, hint): do"],
         ),
         ({"measured_on": {}}, []),
         ({"versions": {"python": "3.13.0", "jax": "0.12.1"}}, ["under jax 0.12.0 and goes on under jax 0.12.1: its"]),

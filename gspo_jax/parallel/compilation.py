@@ -28,8 +28,8 @@ def user_cache() -> Path:
 class SealedCache(lru_cache.LRUCache):
     """Compiled programs on the disk or in a bucket, of which only those are read that are as they were written.
 
-    Behind each stands a seal, the SHA-256 of its key and its bytes. jax compresses programs with zstandard where that is
-    installed, which notices no damage, and XLA may then crash or compute something else. A program without its seal is
+    Behind each stands a seal, the SHA-256 of its key and its bytes. jax compresses programs, with zstandard where that
+    is installed, which notices no damage; XLA may then crash or compute something else. A program without its seal is
     removed, with one warning for all, and so compiled again. Other processes of jax can read the sealed ones: they take
     no notice of what stands behind compressed data.
     """
