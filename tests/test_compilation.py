@@ -1,17 +1,20 @@
 """The cache of compiled programs: shared by processes, bounded, off on demand; and the counts of what it saves."""
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax._src import compilation_cache
 
-from gspo_jax.parallel import compilation
+from gspo_jax.parallel import ahead, compilation
 from gspo_jax.parallel.compilation import CompileCounter
 from tests.pods import ROOT, assert_same_bits, train_flags
 
@@ -88,6 +91,30 @@ def test_a_program_under_another_key_or_without_a_seal_is_not_read(tmp_path, cap
     assert not list(tmp_path.glob("*-cache"))
     (said,) = caplog.messages  # one line for all
     assert said == f"{tmp_path}: programs that are damaged, or that gspo_jax did not keep there, are compiled again"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda data, bit=bit: flipped(data, bit) for bit in (3, 200, 1000, -1, -20, -40)),
+        *(lambda data, size=size: data[:size] for size in (0, 10, -4)),
+        lambda data: gzip.compress(b"[]"),
+        lambda data: gzip.compress(gzip.decompress(data).replace(b'"digest": "', b'"digest": "0')),
+    ],
+)
+def test_a_damaged_plan_is_compiled_again(tmp_path, monkeypatch, damage):
+    compiled = ahead.Compiled("HloModule", 3, 0, True, (ahead.Buffer("dot", None, 2),), "", 0.5)
+    calls = []
+    monkeypatch.setattr(ahead, "_compile", lambda lowered: calls.append(lowered) or compiled)
+    lowered: Any = SimpleNamespace(as_text=lambda: "module")
+    for _ in range(2):
+        assert ahead.compile_ahead(lowered, key="v5p", cache=tmp_path) == compiled
+    assert len(calls) == 1
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    for _ in range(2):
+        assert ahead.compile_ahead(lowered, key="v5p", cache=tmp_path) == compiled
+    assert len(calls) == 2
 
 
 def rotten_inside(entries: list[Path]) -> None:

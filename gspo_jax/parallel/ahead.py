@@ -4,9 +4,11 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import os
 import re
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,23 +51,33 @@ class Compiled:
 def compile_ahead(lowered: jax.stages.Lowered, *, key: str, cache: Path) -> Compiled:
     """Compile a program, or return the cached result of compiling it before.
 
-    Cache entries are named by a digest of the lowered text and of `key`, which identifies target and compiler.
+    Cache entries are named by a digest of the lowered text and of `key`, which identifies target and compiler; a
+    damaged one is compiled again.
     """
     digest = hashlib.sha256(f"{key}\n{lowered.as_text()}".encode()).hexdigest()[:32]
-    facts, text = cache / f"{digest}.json", cache / f"{digest}.hlo.gz"
-    if facts.exists():
-        found = json.loads(facts.read_text())
-        live = tuple(Buffer(*buffer) for buffer in found.pop("live"))
-        return Compiled(text=gzip.decompress(text.read_bytes()).decode(), live=live, **found)
+    file = cache / f"{digest}.json.gz"
+    known = _read(file, digest)
+    if known is not None:
+        return known
     compiled = _compile(lowered)
     cache.mkdir(parents=True, exist_ok=True)
-    text.write_bytes(gzip.compress(compiled.text.encode()))
-    known = dataclasses.asdict(compiled) | {"live": [dataclasses.astuple(buffer) for buffer in compiled.live]}
-    del known["text"]
-    part = facts.with_suffix(".part")
-    part.write_text(json.dumps(known))
-    part.rename(facts)
+    facts = dataclasses.asdict(compiled) | {"digest": digest}
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(gzip.compress(json.dumps(facts).encode()))
+    part.rename(file)
     return compiled
+
+
+def _read(file: Path, digest: str) -> Compiled | None:
+    """The cached result of this digest; None if there is none, or if it is damaged, by gzip's checksum."""
+    try:
+        found = json.loads(gzip.decompress(file.read_bytes()))
+        if found.pop("digest") != digest:
+            return None
+        live = tuple(Buffer(**buffer) for buffer in found.pop("live"))
+        return Compiled(live=live, **found)
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:
