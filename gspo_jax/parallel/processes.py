@@ -255,7 +255,7 @@ def guarded(count: int) -> Iterator[None]:
             print(f"error: one of several processes failed; unless the cause is above, {_RESTART}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        exits.leave(code)
 
 
 def _gloo_error(error: BaseException | None) -> BaseException | None:
@@ -299,7 +299,7 @@ def _detect_cluster() -> dict[str, Any]:
 def _exit_lost(why: str) -> None:
     """Exit the process with code `exits.LOST` and a one-line message; safe in threads that Python did not create."""
     os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
-    os._exit(exits.LOST)
+    exits.leave(exits.LOST)
 
 
 def _on_abort(why: str) -> None:

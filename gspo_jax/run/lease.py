@@ -113,7 +113,7 @@ class Lease:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(exits.TAKEN)
+        exits.leave(exits.TAKEN)
 
     def _renew(self) -> None:
         while not self._over.wait(RENEWED_S):
