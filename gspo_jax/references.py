@@ -113,7 +113,7 @@ def mistake(error: BaseException, path: Path | None = None) -> str:
     Without `path`, the file and line that raised it.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame for frame in frames if path is None or frame.filename == str(path)]
+    lines = [frame for frame in frames if path is None or frame.filename in (str(path), str(path.absolute()))]
     place = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)
     if isinstance(error, SyntaxError):
         place = f"{error.filename or place}:{error.lineno}" if error.lineno else place

@@ -18,6 +18,7 @@ from gspo_jax.parallel import processes
 from tests.pods import (
     ROOT,
     assert_same_metrics,
+    copy_of_launchers,
     environment,
     field_run,
     train_flags,
@@ -31,18 +32,7 @@ slow, faults = pytest.mark.slow, pytest.mark.faults
 @pytest.fixture
 def repository(tmp_path) -> Path:
     """Return a copy of launch/ whose .venv runs the tests' own interpreter."""
-    root = tmp_path / "repository"
-    shutil.copytree(ROOT / "launch", root / "launch")
-    shutil.copy(ROOT / "pyproject.toml", root)
-    python = root / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/usr/bin/env bash\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    state = subprocess.run(
-        ["bash", "-c", "source launch/venv.sh; install_state"], cwd=root, capture_output=True, check=True
-    ).stdout
-    (root / ".venv" / "installed-report").write_bytes(state)
-    return root
+    return copy_of_launchers(tmp_path / "repository")
 
 
 def launch(repository: Path, *words: str) -> subprocess.Popen:
