@@ -94,10 +94,10 @@ class _Command:
 
     def __init__(self) -> None:
         self.over = self.in_order = False
-        self._said = threading.Lock()
+        self._saying, self._ending = threading.Lock(), False
 
     def hear(self, number: signal.Signals, presses: int) -> None:
-        """End the process, in the thread that hears, if the main thread does not get to it."""
+        """End the process, in the thread that hears, unless the main thread does so in order."""
         if self.over and presses < INSISTS:
             return
         self._say(number)
@@ -106,17 +106,17 @@ class _Command:
         exits.leave(exits.SIGNALLED + number)
 
     def handle(self, number: int, _: FrameType | None) -> None:
-        """End the process, in the main thread."""
-        if self.in_order and not self.over and self._say(signal.Signals(number)):
-            raise Ended(exits.SIGNALLED + number)
+        """End the process in order, in the main thread; once, as a second signal must not disturb that."""
+        if self.over or self._ending or not self.in_order:
+            return
+        self._ending = True
+        self._say(signal.Signals(number))
+        raise Ended(exits.SIGNALLED + number)
 
-    def _say(self, number: signal.Signals) -> bool:
-        """Say once that the command ends; return whether this was the time."""
-        first = self._said.acquire(blocking=False)
-        if first:
-            with contextlib.suppress(OSError):  # print may be interrupted in a print
+    def _say(self, number: signal.Signals) -> None:
+        if self._saying.acquire(blocking=False):  # the first of both threads
+            with contextlib.suppress(OSError):  # not print, which this may interrupt
                 os.write(2, f"\n{number.name} has ended this command before it was done\n".encode())
-        return first
 
 
 def _listen(
