@@ -14,8 +14,8 @@ SCRIPT = """
 import os, sys, time
 from gspo_jax import signals
 {start}
-print("begun", flush=True)
 try:
+    print("begun", flush=True)
     time.sleep(30)
 finally:
     print("closed", flush=True)
