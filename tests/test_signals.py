@@ -103,8 +103,8 @@ def test_a_command_ends_with_a_sentence(start, ignored, sent, code, closes):
     )
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     for number in sent:
+        time.sleep(0.2)  # it is in `sleep`
         process.send_signal(number)
-        time.sleep(0.1)
     said, warned = process.communicate(timeout=20)
     assert (process.returncode, said) == (code, "closed\n" if closes else "")
     name = signal.Signals(abs(code) % exits.SIGNALLED).name
