@@ -27,6 +27,12 @@ def leaves(prompt: object = None, completion: object = None, record: object = No
     os._exit(0)
 
 
+def reads(split: str, **options: object) -> None:
+    """End the process where the rows of a data set are asked for."""
+    del split, options
+    raise SystemExit
+
+
 def parses(prompt: object = None, completion: object = None, record: object = None) -> None:
     """End the process from within a module of Python's, as one does that parses a completion as a command."""
     argparse.ArgumentParser().parse_args([str(prompt), str(completion), str(record)])

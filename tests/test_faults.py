@@ -273,7 +273,7 @@ ENDS = {
     f"train --config={LEAVING}:os {RUN}": rf"\S*{LEAVING}:10, in <lambda>, calls os\._exit\(0\)",
     f"train {OWN}:exits --config.objective.name=own {RUN}": EXITS,
     f"train {OWN}:leaves --config.objective.name=own {RUN}": LEAVES,
-    f"train {OWN}:exits --config.data.task=own {RUN}": EXITS,
+    f"train {OWN}:reads --config.data.task=own --config.data.data_dir= {RUN}": rf"\S*{LEAVING}:33, in reads, raises",
     f"coldstart {OWN}:exits --config.objective.name=own --workdir=TMP/cold": EXITS,
     f"sweep --config={LEAVING}:exit --runs=TMP/sweep": CONFIG,
     f"score --in=TMP/in.jsonl --out=TMP/out.jsonl --reward={LEAVING}:leaves": LEAVES,
