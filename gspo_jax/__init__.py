@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 def _is_command() -> bool:
     """Whether Python was started as `python -m gspo_jax.COMMAND`: sys.argv[0] is "-m" until that module is found."""
     words = sys.orig_argv
-    return sys.argv[:1] == ["-m"] and "-m" in words and words[words.index("-m") + 1].count(".") == 1
+    return sys.argv[:1] == ["-m"] and "-m" in words[:-1] and words[words.index("-m") + 1].count(".") == 1
 
 
 if _is_command():  # whose imports take seconds

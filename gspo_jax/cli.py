@@ -223,16 +223,16 @@ def _guarded(step: Callable[[], Any]) -> Any:
     try:
         return step()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        signals.say(f"error: {error}")
         sys.exit(exits.MISTAKE)
     except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
+        signals.say(f"error: {error}")
         sys.exit(exits.DIVERGED)
     except Exception as error:
         says = storage.fault(error, _workdir())
         if says is None:
             raise
-        print(f"error: {says}; then start the same command again", file=sys.stderr)
+        signals.say(f"error: {says}; then start the same command again")
         sys.exit(1)
 
 

@@ -64,7 +64,7 @@ def end_command() -> None:
     """From now on, have these signals end this process at once, with a sentence, where no `heard` block hears them."""
     if not _commands:
         _commands.append(_Command())
-        atexit.register(_let_go)
+        atexit.register(flush)
         _listen(_commands[0].hear, _commands[0].handle, ASKS)
 
 
@@ -87,6 +87,18 @@ def say(text: str) -> None:
     """Print a line to stderr, if that still leads anywhere: a terminal may be closed."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    """Flush stdout and stderr; drop what a closed terminal or pipe does not take, for which Python would exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EPIPE):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except ValueError:  # it is closed
+            pass
 
 
 class _Command:
@@ -170,18 +182,6 @@ def _forget() -> None:
             signal.signal(number, before)
     _outermost.clear()
     _commands.clear()
-
-
-def _let_go() -> None:
-    """Drop what is still to be printed to a terminal or a pipe that is closed, for which Python would exit with 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError as error:
-            if error.errno in (errno.EIO, errno.EPIPE):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except ValueError:  # it is closed
-            pass
 
 
 os.register_at_fork(after_in_child=_forget)
