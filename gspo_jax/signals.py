@@ -90,8 +90,8 @@ def say(text: str) -> None:
 
 
 def flush() -> None:
-    """Flush stdout and stderr; drop what a closed terminal or pipe does not take, for which Python would exit with 120."""
-    for stream in (sys.stdout, sys.stderr):
+    """Flush stdout and stderr; drop what a closed terminal or pipe does not take: Python would exit with 120 for it."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError as error:
