@@ -41,7 +41,7 @@ class Ended(SystemExit):
 RAISED = (KeyboardInterrupt, Ended)
 """What a signal raises, and no code that is called."""
 
-_outermost: list[dict[int, Any]] = []  # handlers of the process without `heard`, while signals are heard
+_outermost: list[dict[signal.Signals, Any]] = []  # handlers of the process without `heard`, while signals are heard
 _commands: list["_Command"] = []  # the one of this process, if it is a command
 
 
