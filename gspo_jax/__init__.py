@@ -1,3 +1,17 @@
 """Group Sequence Policy Optimization for mixture-of-experts language models, in JAX/Flax."""
 
+import sys
+
 __version__ = "0.1.0"
+
+
+def _is_command() -> bool:
+    """Whether Python was started as `python -m gspo_jax.COMMAND`: sys.argv[0] is "-m" until that module is found."""
+    words = sys.orig_argv
+    return sys.argv[:1] == ["-m"] and "-m" in words[:-1] and words[words.index("-m") + 1].count(".") == 1
+
+
+if _is_command():  # whose imports take seconds
+    from gspo_jax import signals
+
+    signals.end_command()

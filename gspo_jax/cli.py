@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import Formatter, LogRecord
@@ -21,12 +22,13 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import exits, references, storage
+from gspo_jax import exits, references, signals, storage
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 from gspo_jax.types import Diverged, UserError
 
-Main = Callable[[ConfigDict], None]
+Main = Callable[[ConfigDict], int | None]
+"""A command; the program ends with the exit code that it returns, 0 for None."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """Options of glibc's `mallopt`, from malloc.h."""
@@ -45,10 +47,12 @@ def run_alone(main: Callable[[ConfigDict], int]) -> None:
 
     No device is touched, no cache made, and no other process of a run met.
     """
-    _run(lambda: main(flags.FLAGS.config), needs_config=True)
+    _run(lambda: _called(main, flags.FLAGS.config), needs_config=True)
 
 
 def _run(start: Callable[[], int | None], *, needs_config: bool) -> None:
+    signals.in_order()
+    references.refuse_exits()
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # so that --help shows it
     app.run(
@@ -82,7 +86,23 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
     prepare(config)
     with processes.guarded(count):
-        _guarded(lambda: main(config))
+        if code := _guarded(lambda: _called(main, config)):
+            sys.exit(code)
+
+
+def _called(main: Main, config: ConfigDict) -> int | None:
+    """Return `main(config)`.
+
+    Raises:
+      UserError: code of the user's has called `sys.exit`, in whatever thread; a command ends when its work is done.
+    """
+    try:
+        return main(config)
+    except signals.Ended:
+        raise
+    except SystemExit as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        raise UserError(references.exit_asked(f"raises SystemExit({error.code!r})", frames)) from error
 
 
 class _Plain(Formatter):
@@ -203,16 +223,16 @@ def _guarded(step: Callable[[], Any]) -> Any:
     try:
         return step()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        signals.say(f"error: {error}")
         sys.exit(exits.MISTAKE)
     except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
+        signals.say(f"error: {error}")
         sys.exit(exits.DIVERGED)
     except Exception as error:
         says = storage.fault(error, _workdir())
         if says is None:
             raise
-        print(f"error: {says}; then start the same command again", file=sys.stderr)
+        signals.say(f"error: {says}; then start the same command again")
         sys.exit(1)
 
 
@@ -378,13 +398,13 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn what a config file raises inside the block into a UserError: the line, and what is wrong there."""
     try:
         yield
-    except UserError:
+    except (UserError, *signals.RAISED):
         raise
-    except Exception as error:  # anything may go wrong in a file of the user's
+    except BaseException as error:  # anything may go wrong in a file of the user's, and it may call sys.exit
         raise UserError(_mistake_in(path, error)) from error
 
 
-def _mistake_in(path: Path, error: Exception) -> str:
+def _mistake_in(path: Path, error: BaseException) -> str:
     """Return one sentence on an exception raised by a config file: the line, and what is wrong there."""
     if isinstance(error, OSError) and error.filename == str(path):
         return f"config {str(path)!r} cannot be read: {error.strerror}; check its permissions"

@@ -20,7 +20,7 @@ def base() -> ConfigDict:
     config.processes = ConfigDict()  # runs of several processes
     config.processes.heartbeat_s = 30  # seconds of silence after which a process counts as lost and the others exit
     config.processes.start_s = 300  # seconds to wait at start-up for the other processes to connect
-    config.processes.grace_s = 30  # seconds from SIGTERM until a process exits, saved or not
+    config.processes.grace_s = 30  # seconds from a signal until a process exits, saved or not
 
     config.watchdog = ConfigDict()  # ends a process whose phase (sample, reward, update, save …) outlasts its deadline
     config.watchdog.factor = 10.0  # deadline of a phase, as a multiple of the longest that it has taken so far

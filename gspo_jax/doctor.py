@@ -336,8 +336,8 @@ def show(found: Sequence[Finding]) -> None:
     console.print(make_table(rows, title=f"{platform.node()}, {platform.platform(terse=True)}"))
 
 
-def main(config: ConfigDict) -> None:
-    """Run the checks, print and write the findings, and exit with code 1 if one failed."""
+def main(config: ConfigDict) -> int:
+    """Run the checks, print and write the findings, and return the exit code, 1 if one failed."""
     found = examine(config, flags.FLAGS.workdir)
     show(found)
     failed = [finding.check for finding in found if finding.state == "failed"]
@@ -345,7 +345,7 @@ def main(config: ConfigDict) -> None:
     cli.write_facts(flags.FLAGS.json, facts)
     if failed:
         print(f"error: {', '.join(failed)} failed; see the table", file=sys.stderr)
-        sys.exit(1)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

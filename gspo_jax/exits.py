@@ -1,7 +1,9 @@
 """Exit codes of the commands, which tell a launcher whether to start a run again.
 
-0: finished, or stopped and saved (`stopped.json`). 1: an unexpected error; start again.
+0: finished (`finished.json`), or stopped and saved (`stopped.json`). 1: an unexpected error; start again.
 """
+
+import os
 
 MISTAKE = 2
 """The input is wrong; starting again would end the same way."""
@@ -15,3 +17,8 @@ TAKEN = 6
 """Another run has taken over the run folder; starting again would only find it in use."""
 FINAL = (MISTAKE, DIVERGED, TAKEN)
 """Codes after which starting again would end the same way."""
+SIGNALLED = 128
+"""Added to the number of the signal that ended a command before it had anything to save, as shells do."""
+
+leave = os._exit
+"""End this process at once, whatever its threads are doing; `references.refuse_exits` takes the name in `os` away."""

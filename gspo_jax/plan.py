@@ -263,8 +263,8 @@ def plan(
     return facts
 
 
-def main(config: ConfigDict) -> None:
-    """Run the command; exit with code 1 if a program does not fit."""
+def main(config: ConfigDict) -> int:
+    """Run the command and return its exit code, 1 if a program does not fit."""
     f = flags.FLAGS
     jax.config.update("jax_platforms", "cpu")  # does not occupy a TPU that this machine may have
     jax.config.update("jax_enable_compilation_cache", False)  # texts of programs are cached, not programs
@@ -278,7 +278,7 @@ def main(config: ConfigDict) -> None:
         shared: dict[str, Any] = {"slices": f.slices, "cache": cache, "rates": rates, "console": Console()}
         found = tune(config, f.topology, f.lengths, headroom=f.headroom, **shared)
         cli.write_facts(f.json, {"arguments": sys.argv[1:]} | found)
-        return
+        return 0
     facts = plan(
         config,
         f.topology,
@@ -293,8 +293,7 @@ def main(config: ConfigDict) -> None:
         figure=Path(f.figure) if f.figure else None,
     )
     cli.write_facts(f.json, {"arguments": sys.argv[1:]} | facts)
-    if not all(program["fits"] for program in facts["programs"].values()):
-        sys.exit(1)
+    return int(not all(program["fits"] for program in facts["programs"].values()))
 
 
 if __name__ == "__main__":

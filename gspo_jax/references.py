@@ -10,13 +10,17 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
+import site
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
+
+from gspo_jax import exits, signals
 
 
 class BadReference(ValueError):
@@ -55,7 +59,9 @@ def module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
-        except (Exception, SystemExit) as error:  # anything may go wrong in a user's module
+        except signals.RAISED:
+            raise
+        except BaseException as error:  # anything may go wrong in a user's module, and it may call sys.exit
             if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
                 raise BadReference(
                     f"there is no module {error.name!r}; install it, start where it can be imported, or give the path "
@@ -71,7 +77,9 @@ def module(place: str) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         return load_file(path, name)
-    except (Exception, SystemExit) as error:
+    except signals.RAISED:
+        raise
+    except BaseException as error:
         raise BadReference(f"{place} cannot be imported, {mistake(error, path)}") from error
 
 
@@ -164,9 +172,41 @@ def mistake(error: BaseException, path: Path | None = None) -> str:
     Without `path`, the file and line that raised it.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame for frame in frames if path is None or frame.filename == str(path)]
+    lines = [frame for frame in frames if path is None or frame.filename in (str(path), str(path.absolute()))]
     place = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)
     if isinstance(error, SyntaxError):
         place = f"{error.filename or place}:{error.lineno}" if error.lineno else place
         return f"{place} raises {type(error).__name__}: {error.msg}"
     return f"{place} raises {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def refuse_exits() -> None:
+    """Have `os._exit` end this process, from now on, with an error that names who calls it; see `exit_asked`.
+
+    Processes that are forked from this one may call it.
+    """
+    here = os.getpid()
+
+    def refused(status: int) -> NoReturn:
+        if os.getpid() == here:
+            says = exit_asked(f"calls os._exit({status!r})", traceback.extract_stack()[:-1])
+            signals.say(f"\nerror: {says}")
+            exits.leave(exits.MISTAKE)
+        exits.leave(status)
+
+    os._exit = refused
+
+
+def exit_asked(what: str, frames: Sequence[traceback.FrameSummary]) -> str:
+    """Describe in one sentence that code has asked for the end of the process: where, and what to do instead.
+
+    The place is the innermost frame outside of installed packages and this one; without any, the innermost.
+    """
+    installed = [sysconfig.get_path("stdlib"), *site.getsitepackages(), str(Path(__file__).parent)]
+    foreign = ("<", *(f"{folder}{os.sep}" for folder in installed))
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    frame = (own or frames)[-1]
+    return (
+        f"{frame.filename}:{frame.lineno}, in {frame.name}, {what}; a command ends once its work is done, so return a "
+        "value there, or raise an exception that says what is wrong"
+    )

@@ -180,4 +180,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    references.refuse_exits()
     sys.exit(main())

@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, report
+from gspo_jax import cli, exits, report, signals
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import check_matplotlib
 from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
@@ -38,8 +38,8 @@ def sweep(pages: Sequence[Page], folder: Path, *, jobs: int) -> int:
         children = Children([run for run in runs if not run.is_done()], jobs=jobs, logs=logs)
         children.train()
         if children.told is not None and not all(run.is_done() for run in runs):
-            print(f"stopped: {_count(runs)}; the same command goes on", file=sys.stderr)
-            code = 128 + signal.SIGINT if children.told == signal.SIGINT else 0
+            signals.say(f"stopped: {_count(runs)}; the same command goes on")
+            code = exits.SIGNALLED + signal.SIGINT if children.told == signal.SIGINT else 0
         elif any(run.is_done() for run in runs):
             code = write_report(pages, folder)
     if children.failed:

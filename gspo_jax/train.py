@@ -29,7 +29,7 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
 
     Raises:
       UserError: the config, the folder or the devices do not allow the run: one sentence.
-      StopRequested: SIGTERM ended the run early; everything up to the newest iteration is saved.
+      StopRequested: SIGTERM, SIGINT or SIGHUP ended the run early; everything up to the newest iteration is saved.
     """
     cli.prepare(config)
     with open_run(config, workdir, start_over=start_over) as (run, state):
@@ -55,7 +55,7 @@ def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) 
                 metrics.append(measured)
 
             run.report(iteration, state, metrics, rounds, scored, clock)
-        return run.summary()
+        return run.finish()
 
 
 def main(config: ConfigDict) -> None:

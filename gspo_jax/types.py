@@ -25,7 +25,7 @@ class UserError(ValueError):
 
 
 class StopRequested(Exception):
-    """Raised in all processes of a run at the same point, after one of them got SIGTERM."""
+    """Raised in all processes of a run at the same point, after one of them got a signal."""
 
 
 class Diverged(RuntimeError):

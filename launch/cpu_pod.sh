@@ -2,8 +2,8 @@
 # Trains with N processes on this machine, as the hosts of a pod would: bash launch/cpu_pod.sh N [flags of gspo_jax.train …]
 # Flags and defaults are those of launch/local.sh. The processes share the simulated devices (--config.cpu_devices). The first
 # one prints here, the others to WORKDIR/processes/. If one dies, all are stopped and restarted, and the run resumes from its
-# newest checkpoint, at most RESTARTS times (default 3), unless it would fail again: wrong flags, or diverged. Ctrl-C and SIGTERM
-# save the run and end it; a SIGTERM that only the processes get saves it too, and it is started again.
+# newest checkpoint, at most RESTARTS times (default 3), unless it would fail again: wrong flags, or diverged. Ctrl-C, SIGTERM and a
+# closed terminal save the run and end it; a SIGTERM that only the processes get saves it too, and it is started again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/venv.sh
@@ -17,44 +17,48 @@ source launch/trainer.sh
 MISTAKEN=2
 LOST=3
 
-# begin FLAGS…: starts the processes and sets `pids`.
+# begin FLAGS…: starts the processes, whose ends are told in `scratch`, and sets `pids`.
 begin() {
-  local port i output
+  local port i output parent=$$
   port=$($python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-  export JAX_PLATFORMS=cpu JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count GSPO_JAX_PARENT=$$
+  export JAX_PLATFORMS=cpu JAX_COORDINATOR_ADDRESS=localhost:$port JAX_NUM_PROCESSES=$count
   pids=()
+  rm -rf "${scratch:?}"/*
   for ((i = 0; i < count; i++)); do
     output=$workdir/processes/$i.log
+    mkdir "$scratch/$i"
     if [ "$i" = 0 ]; then
-      JAX_PROCESS_ID=$i $python -m gspo_jax.train "$@" &
+      (JAX_PROCESS_ID=$i as_child "$scratch/$i" $python -m gspo_jax.train "$@") &
     else
-      JAX_PROCESS_ID=$i $python -m gspo_jax.train "$@" >>"$output" 2>&1 &
+      (JAX_PROCESS_ID=$i as_child "$scratch/$i" $python -m gspo_jax.train "$@") >>"$output" 2>&1 &
     fi
     pids+=($!)
   done
 }
 
-# Waits until all processes have exited with 0, or returns the exit code of the one that failed first and sets `failed` to its
-# number. Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported.
-# Once the script is told to stop, hands that on as one SIGTERM to each process.
+# Waits until all processes are finished, or returns the exit code of the one that failed first and sets `failed` to its number.
+# Its peers exit with LOST, and may be seen to do so before it; only if no other failure shows is a lost peer reported. Returns SAVED
+# once they have all ended, and some are saved. Once the script is told to stop, hands that on as one SIGTERM to each process.
 watch() {
-  local left=$count i code ended='' lost='' before looks=''
+  local left=$count i code seen='' lost='' before looks='' saved=0
   while [ "$left" -gt 0 ]; do
     if [ -n "$told" ] && [ -z "$looks" ]; then
       looks=$((5 * stop_patience)) # five a second, as $SECONDS jumps with a clock that is set
       kill "${pids[@]}" 2>/dev/null || true
-    elif [ -n "$looks" ] && [ $((looks -= 1)) -lt 0 ]; then
+    elif [ "$presses" -ge 3 ] || { [ -n "$looks" ] && [ $((looks -= 1)) -lt 0 ]; }; then
       kill -9 "${pids[@]}" 2>/dev/null || true
     fi
     before=$lost
     for ((i = 0; i < count; i++)); do
-      case $ended in *" $i "*) continue ;; esac
+      case $seen in *" $i "*) continue ;; esac
       if kill -0 "${pids[i]}" 2>/dev/null; then continue; fi
       code=0
       wait "${pids[i]}" || code=$?
-      ended+=" $i "
+      seen+=" $i "
+      ended "$code" "$scratch/$i" || code=$?
       case $code in
         0) left=$((left - 1)) ;;
+        "$SAVED") left=$((left - 1)) saved=$SAVED ;;
         "$LOST") lost=$i ;;
         *) failed=$i && return "$code" ;;
       esac
@@ -62,6 +66,7 @@ watch() {
     if [ -n "$before" ]; then failed=$before && return "$LOST"; fi
     sleep 0.2
   done
+  return $saved
 }
 
 # Ends the processes that are left after one has failed: by force after five seconds, as they cannot save without it.
@@ -69,7 +74,7 @@ end_all() {
   local patience=50
   while [ "$patience" -gt 0 ] && kill -0 "${pids[@]}" 2>/dev/null; do
     patience=$((patience - 1))
-    sleep 0.1
+    sleep 0.1 || true # Ctrl-C ends it, too
   done
   kill -9 "${pids[@]}" 2>/dev/null || true
   wait "${pids[@]}" 2>/dev/null || true
@@ -91,31 +96,32 @@ mkdir -p "$workdir/processes"
 pids=()
 stop_patience=$(stop_seconds "$@")
 restarts=${RESTARTS:-3}
-trap 'told=INT' INT
-trap 'told=TERM' TERM
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+on_signals :
 
 while true; do
   begin "$@"
   code=0
   watch || code=$?
-  if [ "$code" = 0 ] && [ ! -e "$workdir/stopped.json" ]; then break; fi
-  if [ "$code" = 0 ] && [ -z "$told" ]; then
-    echo "the run was stopped and saved: starting it again" >&2
+  if [ "$code" = 0 ]; then break; fi
+  if [ "$code" = "$SAVED" ] && [ -z "$told" ]; then
+    tell "the run was stopped and saved: starting it again"
     continue
   fi
-  if [ "$code" = 0 ]; then
-    echo "the run is saved; start it again with the same command" >&2
+  if [ "$code" = "$SAVED" ]; then
+    tell "the run is saved; start it again with the same command"
+    code=0
   else
     end_all
     if [ -z "$told" ] && [ "$restarts" -gt 0 ] && ! is_final "$code"; then
       restarts=$((restarts - 1))
-      echo "process $failed of $count exited with code $code: restarting all, the run resumes from its newest checkpoint" >&2
+      tell "process $failed of $count exited with code $code: restarting all, the run resumes from its newest checkpoint"
       continue
     fi
-    echo "error: process $failed of $count exited with code $code; see the output above and $workdir/processes" >&2
+    tell "error: process $failed of $count exited with code $code; see the output above and $workdir/processes"
   fi
-  if [ "$told" = INT ]; then code=130; fi
   exit "$code"
 done
-trap - INT TERM
+trap - INT TERM HUP
 $python -m gspo_jax.report "$workdir"

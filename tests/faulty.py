@@ -3,7 +3,8 @@
 FAULTS are joined by commas; each is ACTION:POINT:NUMBER[:PROCESS]. When process PROCESS (default 0) reaches POINT for
 the NUMBER-th time, it
 
-- `TERM`, `KILL` …: gets that signal, and goes on once it has noticed, if it ever does;
+- `TERM`, `KILL` …: gets that signal, and goes on once it has noticed, if it ever does; `INTx2` …: gets it twice;
+- `group-INT` …: its whole process group does, launcher and all, as from a terminal;
 - `slow`: sleeps for three seconds, then and every time it reaches the point;
 - `clock`: has its clock set back by five hours or ahead by nine, in turn, then and every time it reaches the point;
 - `power`: loses its power. What was not synced is lost, or cut where more was added to what was; checkpoints stay.
@@ -42,10 +43,13 @@ def inject(fault: str) -> None:
         elif action == "power" and len(seen) == int(number):
             cut_power(phases._files.local, synced)
         elif len(seen) == int(number):
-            os.kill(os.getpid(), signal.Signals[f"SIG{action}"])
-            deadline = time.monotonic() + 5
-            while not phases.noticed() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            where, _, asked = action.rpartition("-")
+            sign, _, times = asked.partition("x")
+            for _ in range(int(times or 1)):
+                (os.killpg if where else os.kill)(os.getpgrp() if where else os.getpid(), signal.Signals[f"SIG{sign}"])
+                deadline = time.monotonic() + 5
+                while not phases.noticed() and time.monotonic() < deadline:
+                    time.sleep(0.01)
 
     def enter_and_suffer(self: Phases, name: str) -> None:
         enter(self, name)

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -96,11 +98,46 @@ def run_processes(count: int, *words: str, seconds: float = 400) -> list[str]:
     return said
 
 
+def launch_faulty(fault: str, words: list[str], *, count: int, root: Path) -> tuple[list[int], str]:
+    """As `run_faulty`, through the launcher for `count` processes, in a session of its own; return the launcher's code.
+
+    `root` is a `copy_of_launchers`.
+    """
+    trainer = f'case $* in *gspo_jax.train*) shift 2; set -- -m tests.faulty {fault} "$@";; *report*) exit;; esac'
+    python = f'cd {ROOT} && PYTHONPATH={ROOT} exec {sys.executable} "$@"'
+    (root / ".venv" / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{trainer}\n{python}\n")
+    script = ["local.sh"] if count == 1 else ["cpu_pod.sh", str(count)]
+    done = subprocess.run(
+        ["bash", str(root / "launch" / script[0]), *script[1:], *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash keeps an inherited SIG_IGN
+    )
+    return [done.returncode], done.stdout
+
+
 def run_faulty(fault: str, words: list[str], *, count: int = 1) -> tuple[list[int], str]:
     """Run training with a fault of tests/faulty.py to its end; return the exit codes and all output."""
     with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
         said = pod.finish()
     return [process.returncode for process in pod.processes], "\n".join(said)
+
+
+def copy_of_launchers(root: Path) -> Path:
+    """Copy launch/ into the new folder `root`, with a .venv that runs this interpreter; return `root`."""
+    shutil.copytree(ROOT / "launch", root / "launch")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = ["bash", "-c", "source launch/venv.sh; install_state"]
+    state = subprocess.run(script, cwd=root, capture_output=True, check=True).stdout
+    (root / ".venv" / "installed-report").write_bytes(state)
+    return root
 
 
 def stopped(folder: Path) -> dict:

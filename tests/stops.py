@@ -1,10 +1,12 @@
-"""SIGTERM at twelve points of a run of one process and of two: what it saves, how soon, and what is done again.
+"""A signal at twelve points of a run of one process and of two: what it saves, how soon, and what is done again.
 
     JAX_PLATFORMS=cpu python -m tests.stops --json=stops.json
+    JAX_PLATFORMS=cpu python -m tests.stops --signal=INT --signal=INTx2 --signal=HUP --signal=HUPx2 --launcher
 
-Each start of the run goes on from the stop before it; its programs were compiled by an undisturbed run. Prints a line
-per stop. Exits with code 1 unless every process exited with code 0, no finished iteration was lost, a process on its
-own named the phase, and the run ended with the same bits as the undisturbed one.
+Each start of the run goes on from the stop before it; its programs were compiled by an undisturbed run. With
+`--launcher`, local.sh or cpu_pod.sh starts the processes, and all of them get the signal, as from a terminal. Prints a
+line per stop. Exits with code 1 unless every process exited with code 0, no finished iteration was lost, a process on
+its own named the phase, and the run ended with the same bits as the undisturbed one.
 """
 
 import argparse
@@ -16,7 +18,9 @@ from pathlib import Path
 
 from tests.pods import (
     assert_same_bits,
+    copy_of_launchers,
     field_run,
+    launch_faulty,
     rows_of,
     run_faulty,
     run_processes,
@@ -41,16 +45,22 @@ POINTS = (
 """Points of tests/faulty.py, and which of their occurrences after the start."""
 
 
-def stop_everywhere(count: int, folder: Path, data: Path) -> list[dict]:
+def stop_everywhere(signal: str, count: int, folder: Path, data: Path, launchers: Path | None) -> list[dict]:
     """Stop a run of `count` processes at every point, and let it end; return what each stop did."""
     words, facts = field_run(folder, data, iterations=ITERATIONS, **{"checkpoint.every": 5}), []
     for point, number in POINTS:
-        codes, said = run_faulty(f"TERM:{point}:{number}:{count - 1}", words, count=count)
-        assert codes == [0] * count, said
+        fault = f"{signal}:{point}:{number}:{count - 1}"
+        if launchers is None:
+            codes, said = run_faulty(fault, words, count=count)
+        else:
+            codes, said = launch_faulty(f"group-{fault}", words, count=count, root=launchers)
+        assert not any(codes), said
+        assert launchers is None or said.endswith("the run is saved; start it again with the same command\n"), said
         at = stopped(folder)
         assert count > 1 or at["phase"] == ("update" if point == "updated" else point), at
         done = max((row.get("iteration", 0) for row in rows_of(folder)), default=0)
-        facts.append({"processes": count, "point": f"{point}:{number}", **at, "lost": done - (at["step"] or 0)})
+        facts.append({"signal": signal, "processes": count, "point": f"{point}:{number}", **at})
+        facts[-1]["lost"] = done - (at["step"] or 0)
         print(json.dumps(facts[-1]), flush=True)
     run_processes(count, "-m", "gspo_jax.train", *words)
     return facts
@@ -60,16 +70,21 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--signal", action="append", help="TERM by default; INTx2: SIGINT twice; may be given again")
+    parser.add_argument("--launcher", action="store_true")
     given, facts = parser.parse_args(), []
     with tempfile.TemporaryDirectory(prefix="gspo_jax-stops-") as name:
         folder = Path(name)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
         data = folder / "data"
+        launchers = copy_of_launchers(folder / "repository") if given.launcher else None
         for count in (1, 2):
-            whole, torn = folder / f"whole-{count}", folder / f"stopped-{count}"
+            whole = folder / f"whole-{count}"
             run_processes(count, "-m", "gspo_jax.train", *field_run(whole, data, iterations=ITERATIONS))
-            facts += stop_everywhere(count, torn, data)
-            assert_same_bits(whole, torn, step=ITERATIONS)
+            for signal in given.signal or ["TERM"]:
+                torn = folder / f"stopped-{count}-{signal}"
+                facts += stop_everywhere(signal, count, torn, data, launchers)
+                assert_same_bits(whole, torn, step=ITERATIONS)
     if given.json is not None:
         given.json.write_text(json.dumps(facts, indent=2) + "\n")
     worst = max(fact["seconds"] for fact in facts)

@@ -1,7 +1,10 @@
 """Runs that are stopped, hang, go bad or lose their checkpoints: what the user sees, and how they go on."""
 
+import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -21,7 +24,9 @@ from tests.pods import (
     Pod,
     assert_same_bits,
     assert_same_metrics,
+    copy_of_launchers,
     field_run,
+    launch_faulty,
     rows_of,
     run_faulty,
     run_processes,
@@ -254,3 +259,92 @@ def test_a_stop_with_nothing_to_save_does_not_wait_for_a_poll(tmp_path):
     assert code == 0 and 2 < seconds < 5, said
     assert stopped(tmp_path / "bucket")["phase"] == "reward" and "stopped: nothing to save yet" in said
     assert not (tmp_path / "bucket" / "stacks").exists()
+
+
+LEAVING = "tests/leaving.py"
+OWN = f"--config=configs/tiny.py:runlocal --config.functions.own={LEAVING}"
+RUN = "--workdir=TMP/run"
+CONFIG = rf"the config cannot be made, \S*{LEAVING}:10 raises SystemExit: None"
+EXITS = rf"\S*{LEAVING}:21, in exits, raises SystemExit\(0\); a command ends once its work is done"
+LEAVES = rf"\S*{LEAVING}:27, in leaves, calls os\._exit\(0\); a command ends once its work is done"
+ENDS = {
+    f"train --config={LEAVING}:exit {RUN}": CONFIG,
+    f"train --config={LEAVING}:quit {RUN}": CONFIG,
+    f"train --config={LEAVING}:os {RUN}": rf"\S*{LEAVING}:10, in <lambda>, calls os\._exit\(0\)",
+    f"train {OWN}:exits --config.objective.name=own {RUN}": EXITS,
+    f"train {OWN}:leaves --config.objective.name=own {RUN}": LEAVES,
+    f"train {OWN}:reads --config.data.task=own --config.data.data_dir= {RUN}": rf"\S*{LEAVING}:33, in reads, raises",
+    f"coldstart {OWN}:exits --config.objective.name=own --workdir=TMP/cold": EXITS,
+    f"sweep --config={LEAVING}:exit --runs=TMP/sweep": CONFIG,
+    f"score --in=TMP/in.jsonl --out=TMP/out.jsonl --reward={LEAVING}:leaves": LEAVES,
+}
+"""Commands in which code of the user's ends the process, and what they say; TMP is a folder."""
+
+
+def test_code_of_the_user_s_that_ends_a_command_is_named_and_the_exit_code_says_so(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"completion": "1", "answer": "1"}\n')
+    words = [f"gspo_jax.{command}".replace("TMP", str(tmp_path)).split() for command in ENDS]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.commands"],
+        cwd=ROOT,
+        input=json.dumps(words),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    ended = list(map(json.loads, done.stdout.splitlines()))
+    assert len(ended) == len(ENDS), done.stderr
+    for (command, says), (code, _, said) in zip(ENDS.items(), ended, strict=True):
+        assert code == exits.MISTAKE and re.search(f"^error: {says}", said, re.MULTILINE), f"{command}: {code}, {said}"
+        assert "Traceback" not in said
+
+
+SHORT = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1, "training.minibatches": 1}
+"""Fields for a run whose programs are soon compiled."""
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "code", "says"),
+    [
+        ("leaves", "rewards.own=1.0", exits.MISTAKE, r"error: \S*leaving.py:27, in leaves, calls os\._exit\(0\)"),
+        ("exits", "environment.name=own", exits.MISTAKE, r"error: \S*leaving.py:21, in exits, raises SystemExit\(0\)"),
+        ("becomes_another", "rewards.own=1.0", 1, "error: the trainer ended with exit code 0, but its run is neither"),
+    ],
+)
+def test_a_run_that_code_of_the_user_s_ends_is_not_finished(name, field, code, says, data, tmp_path):
+    """Through the launcher, which does not believe a code alone."""
+    root = copy_of_launchers(tmp_path / "repository")
+    words = command(tmp_path / "run", data, **SHORT, **{"functions.own": f"{ROOT}/tests/leaving.py:{name}"})
+    codes, said = launch_faulty("TERM:none:1", [*words, f"--config.{field}"], count=1, root=root)
+    assert codes == [code] and re.search(f"^{says}", said, re.MULTILINE), said
+    assert not (tmp_path / "run" / "finished.json").exists()
+
+
+def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
+    """Typed twice in a real terminal, and then the terminal is closed under the launcher; no bit changes."""
+    root, run = copy_of_launchers(tmp_path / "repository"), tmp_path / "run"
+    words = ["bash", str(root / "launch" / "local.sh"), *command(run, data)]
+    for typed in (b"\x03", b""):
+        before = stopped(run)["step"] if run.exists() else 0
+        process, terminal = pty.fork()
+        if not process:
+            os.execvp(words[0], words)
+        said, struck, deadline = b"", 0, time.monotonic() + 300
+        while time.monotonic() < deadline:
+            try:
+                said += os.read(terminal, 1 << 16) if select.select([terminal], [], [], 0.1)[0] else b""
+            except OSError:  # it has ended
+                break
+            iterations = max((row.get("iteration", 0) for row in read_metrics(run)), default=0) if run.exists() else 0
+            if iterations > before and not typed:
+                break
+            if iterations > before and struck < 2:
+                os.write(terminal, typed)
+                struck += 1
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, said.decode(errors="replace")
+        assert stopped(run)["step"] > before
+        if typed:
+            assert b"the run is saved; start it again" in said and b"SIGINT in phase" in said
+    run_processes(1, "-m", "gspo_jax.train", *command(run, data))
+    assert_same_bits(whole, run, step=ITERATIONS)

@@ -43,7 +43,8 @@ case "$*" in
   *sys.implementation*) case " ${{!#}} " in *" {version} "*) exit 0;; *) exit 1;; esac ;;
   --version) echo "Python {version}.0" ;;
   "-m venv --clear .venv") mkdir -p .venv/bin && cat "$0" >.venv/bin/python && chmod +x .venv/bin/python ;;
-  *) echo "$*" >>calls; case "$*" in *"pip install"*) echo Collecting everything; exit "${{PIP_CODE:-0}}" ;; esac ;;
+  *"pip install"*) echo "$*" >>calls; echo Collecting everything; exit "${{PIP_CODE:-0}}" ;;
+  *) echo "$*" >>calls; case "$*" in *gspo_jax.train*) {FINISHES} ;; esac ;;
 esac"""
     _script(path, inner)
 
@@ -66,9 +67,16 @@ def _pick(root: Path, **environment: str):
     return _bash(root, "set -euo pipefail; source launch/venv.sh; pick_python", **environment)
 
 
+FINISHES = 'echo {} >"$GSPO_JAX_ENDED/finished.json"'
+"""Shell command with which a stub trainer says, as the trainer does, that its run is finished."""
+SAVES = 'echo {} >"$GSPO_JAX_ENDED/stopped.json"'
+"""Shell command with which it says that it was stopped and saved."""
+
+
 def _install(root: Path) -> None:
     """Make the copy look installed, with an interpreter that logs its arguments to `calls`."""
-    _script(root / ".venv" / "bin" / "python", 'if [ "$1" != -c ]; then echo "$*" >>calls; fi')
+    trains = f"case $* in *gspo_jax.train*) {FINISHES};; esac"
+    _script(root / ".venv" / "bin" / "python", f'if [ "$1" != -c ]; then echo "$*" >>calls; fi; {trains}')
     state = _bash(root, "source launch/venv.sh; install_state").stdout
     (root / ".venv" / "installed-test").write_text(state)
 
@@ -149,12 +157,19 @@ def test_no_report_after_a_failed_run(copy):
     assert not (copy / "calls").exists()
 
 
-SAVES = 'echo {} >"$GSPO_JAX_STOPPED"'
-"""Shell command with which a stub trainer says, as the trainer does, that it was stopped and saved."""
+def test_code_0_alone_does_not_finish_a_run(copy):
+    """As where code of the user's ends the trainer; what an earlier start has left says nothing either."""
+    _install(copy)
+    _script(copy / ".venv" / "bin" / "python", '[ "$1" = -c ] || echo "$*" >>calls')
+    (copy / "runs" / "tiny").mkdir(parents=True)
+    (copy / "runs" / "tiny" / "finished.json").write_text('{"step": 8}')
+    done = _bash(copy, "bash launch/local.sh")
+    assert done.returncode == 1 and [call.split()[1] for call in _calls(copy)] == ["gspo_jax.train"]
+    assert "error: the trainer ended with exit code 0, but its run is neither finished nor saved" in done.stderr
 
 
-@pytest.mark.parametrize(("sign", "code"), [("TERM", 0), ("INT", 130)])
-def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign, code):
+@pytest.mark.parametrize("sign", ["TERM", "INT", "HUP"])
+def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign):
     _install(copy)
     waits = f"trap : TERM; echo >begun; sleep 60 & wait; kill $!; {SAVES}"
     _script(copy / ".venv" / "bin" / "python", f"case $* in *gspo_jax.train*) {waits};; esac")
@@ -162,7 +177,7 @@ def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign, code):
         (copy / "bin" / tool).symlink_to(shutil.which(tool) or "")
     command = f"set -m; bash launch/local.sh & until [ -e begun ]; do sleep 0.1; done; kill -{sign} $!; wait $!"
     done = _bash(copy, command)
-    assert done.returncode == code and not (copy / "calls").exists()
+    assert done.returncode == 0 and not (copy / "calls").exists()
     assert "the run is saved; start it again with the same command\n" in done.stderr
 
 

@@ -190,10 +190,11 @@ def test_sky(root):
 
 def test_a_pod_s_job_fails_if_the_run_is_only_saved(root):
     """The command is started by `eval "exec …"`, as in sky.yaml, and the signal sent to the shell that does that."""
-    _script(root / "bin" / "trainer", f'{WAITS}\nif [ "$1" != save ]; then exit "$1"; fi\n{SAVES}')
+    ends = f'case $1 in save) {SAVES};; finish) {FINISHES};; *) exit "$1";; esac'
+    _script(root / "bin" / "trainer", f"{WAITS}\n{ends}")
     job = """set -m; (eval 'exec bash launch/pod_job.sh trainer "$0"') & until [ -e ready ]; do sleep 0.1; done
     kill -TERM $!; wait $!; echo "exit code $?" """
-    for word, code in (("save", 75), ("0", 0), ("1", 1), ("2", 2), ("5", 5)):
+    for word, code in (("save", 75), ("finish", 0), ("0", 1), ("1", 1), ("2", 2), ("5", 5)):
         done = _bash(root, job.replace("$0", word))
         assert f"exit code {code}\n" in done.stdout, done.stdout + done.stderr
         (root / "ready").unlink()
@@ -424,9 +425,10 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
     again = worker(machine, "start", "true")
     assert again.returncode == 2 and "is already running; stop it first" in again.stderr
     assert worker(machine, "stop").stdout.endswith(": stopped, exit code 143\n")
-    assert worker(machine, "start", "true").returncode == 0
+    assert worker(machine, "start", FINISHES).returncode == 0
     assert state_of(machine, "finished") == "finished"
     for code, said in (
+        (0, "failed with exit code 1"),  # some code has ended the trainer
         (3, "failed with exit code 3"),
         *((code, f"failed for good with exit code {code}") for code in (exits.MISTAKE, exits.DIVERGED, exits.TAKEN)),
     ):
@@ -439,8 +441,10 @@ def test_a_worker_tells_what_has_become_of_its_run(machine):
 
 WAITS = "trap : TERM; echo >ready; sleep 60 & wait; kill $!"
 """Shell command of a stub trainer that waits for SIGTERM, once it has written the file `ready`."""
-SAVES = 'sleep 0.3; echo {} >"$GSPO_JAX_STOPPED"'
+SAVES = 'sleep 0.3; echo {} >"$GSPO_JAX_ENDED/stopped.json"'
 """Shell command of a stub trainer that saves, and says so as the trainer does."""
+FINISHES = 'echo {} >"$GSPO_JAX_ENDED/finished.json"'
+"""Shell command of one that says that its run is finished."""
 
 
 def start(machine: Path, *commands: str) -> None:
@@ -472,7 +476,7 @@ def test_a_run_that_a_signal_from_elsewhere_saved_is_not_finished(machine):
 
 
 def test_a_run_that_ends_by_itself_while_it_is_stopped_is_finished(machine):
-    start(machine, WAITS)
+    start(machine, WAITS, FINISHES)
     assert worker(machine, "stop").stdout.endswith(": finished\n")
 
 

@@ -11,8 +11,10 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
-from gspo_jax.rewards.scorer import Scorer
+from gspo_jax import signals
+from gspo_jax.rewards.scorer import Scorer, attempt
 from gspo_jax.types import StopRequested, UserError
+from tests.pods import ROOT
 
 TIMEOUT_S = 2.0
 
@@ -342,3 +344,22 @@ def test_scoring_ends_soon_after_it_is_interrupted(fakes):
         scorer.interrupted = lambda: True
         with pytest.raises(StopRequested):
             scorer.score(["p"], ["fine"], [{}])
+
+
+@pytest.mark.parametrize("name", ["exits", "parses", "cancels"])
+def test_what_is_no_exception_is_a_failure_of_the_function_too(name):
+    """So a completion ends no run, and a function that does so on each is broken, as one that raises is."""
+    scorer = Scorer({name: 1.0}, own={name: f"{ROOT}/tests/leaving.py:{name}"})
+    row = ("1+1=", "2", {"answer": "2"})
+    (outcome,) = scorer.outcomes([row])[name]
+    assert outcome.raised and outcome.error is not None and f"in {name}" in outcome.error
+    with pytest.raises(RuntimeError, match=rf"reward '{name}' raised on all 2 completions; .*"):
+        scorer.score(["1+1=", "1+2="], ["2", "3"], [row[2], {"answer": "3"}])
+
+
+def test_a_signal_is_no_failure_of_the_function_that_it_interrupts():
+    def interrupted(*row: object) -> None:
+        raise signals.Ended(130)
+
+    with pytest.raises(signals.Ended):
+        attempt(lambda function, row: function(*row), interrupted, ("", "", {}))

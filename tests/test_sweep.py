@@ -12,12 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, exits, sweep
 from gspo_jax.reporting.writers import write_config, write_saved
 from gspo_jax.run.resume import MAY_CHANGE
-from gspo_jax.sweeping.plan import Page, comparisons, find_folder, make_plan
-from gspo_jax.sweeping.processes import exit_code
+from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
+from gspo_jax.sweeping.processes import Children, describe, exit_code
 from gspo_jax.types import UserError
 from tests.pods import ROOT, assert_same_bits, rows_of, run_processes, wait_for
 
@@ -238,6 +239,33 @@ def test_the_commands_of_the_page_are_sweeps(tmp_path, monkeypatch):
 def test_the_exit_code_says_whether_to_start_again():
     assert exit_code([exits.DIVERGED, exits.MISTAKE]) == exits.DIVERGED
     assert exit_code([exits.DIVERGED, exits.LATE]) == exit_code([-signal.SIGKILL]) == 1
+
+
+class _Played(Run):
+    """A run whose trainer is a shell command."""
+
+    @property
+    def command(self) -> list[str]:
+        return ["sh", "-c", self.name]
+
+
+@pytest.mark.parametrize(
+    ("script", "failed"),
+    [
+        ("exit 0", 0),  # code of the user's has ended it
+        ("echo {} >stopped.json", 0),  # as an earlier start may have left it
+        ("exit 5", 5),
+        ("echo '{\"step\": 9}' >saved.json", None),
+    ],
+)
+def test_a_run_is_finished_if_its_folder_says_so_too(script, failed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ConfigDict({"iterations": 9, "processes": {"grace_s": 1}})
+    run = _Played(name=script, folder=tmp_path, words=(), config=config, cold=None)
+    children = Children([run], jobs=1, logs=tmp_path)
+    children.train()
+    assert children.failed == ({} if failed is None else {script: failed})
+    assert exit_code([0]) == 1 and describe(0) == "exit code 0, although it is not finished"
 
 
 def test_a_dry_run_prints_the_commands_and_touches_neither_disk_nor_devices(tmp_path):

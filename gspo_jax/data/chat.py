@@ -71,6 +71,7 @@ def _try(source: str) -> None:
         capture_output=True,
         encoding="utf-8",
         env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C is no verdict on the template
     )
     if done.returncode == 0:
         return

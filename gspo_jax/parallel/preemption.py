@@ -1,7 +1,8 @@
-"""Preemption: notices SIGTERM while it arrives, and agrees with the other processes of the run on where to stop.
+"""Preemption: notices a signal while it arrives, and agrees with the other processes of the run on where to stop.
 
-A process on its own handles the signal itself. Several use jax's preemption service, which tells all of them of a
-signal to any one, and picks the poll at which all stop: the first that none of them has reached yet.
+SIGTERM, Ctrl-C and the end of a terminal all ask for the same (signals.py). A process on its own handles them itself.
+Several use jax's preemption service, which tells all of them of a SIGTERM to any one, and picks the poll at which all
+stop: the first that none of them has reached yet.
 """
 
 import contextlib
@@ -16,19 +17,28 @@ import jax
 from jax._src import distributed  # the service is started, and its notice read, by no public function
 from jax.experimental import multihost_utils
 
+from gspo_jax import signals
+
 _NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 """Key under which jax's preemption service tells all processes that one of them got the signal."""
 _LOOK_S = 0.5
 
 
 class Preemption:
-    """Notices SIGTERM in any process of the run; `agreed` says where all processes stop."""
+    """Notices a signal in any process of the run; `agreed` says where all processes stop."""
 
-    def __init__(self, on_notice: Callable[[], None]):
-        """`on_notice` is called once, from a thread of its own, within about a second of the signal."""
-        self._on_notice = on_notice
+    def __init__(self, on_notice: Callable[[], None], on_press: Callable[[int], None]):
+        """Both are called from threads of their own, within about a second of the signal.
+
+        Args:
+          on_notice: called once.
+          on_press: called with the number of presses, for the second of Ctrl-C in this process and later ones.
+        """
+        self._on_notice, self._on_press = on_notice, on_press
         self._noticed, self._lock = threading.Event(), threading.Lock()
         self._polls = 0
+        self.signal = signal.SIGTERM
+        """The first signal of this process; SIGTERM if there is none."""
 
     @property
     def alone(self) -> bool:
@@ -47,40 +57,30 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Notice SIGTERM inside the block instead of dying of it; enter it in the main thread."""
-        with self._listen_alone() if self.alone else self._listen_together():
+        """Notice the signals inside the block instead of dying of them; enter it in the main thread."""
+        with signals.heard(self._hear_alone) if self.alone else self._listen_together():
             yield
 
-    @contextmanager
-    def _listen_alone(self) -> Iterator[None]:
-        # Python runs a handler only between two of its own instructions, and a compilation is one of them. The signal's
-        # number is written to the pipe at once.
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-
-        def read() -> None:
-            while number := os.read(reader, 1):
-                if number[0] == signal.SIGTERM:
-                    self._notice()
-
-        thread = threading.Thread(target=read, name="preemption", daemon=True)
-        thread.start()
-        earlier = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(writer)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(earlier[1])
-            signal.signal(signal.SIGTERM, earlier[0])
-            os.close(writer)
-            thread.join()
-            os.close(reader)
+    def _hear_alone(self, number: signal.Signals, presses: int) -> None:
+        if not self._noticed.is_set():
+            self.signal = number
+            self._notice()
+        if presses > 1:
+            self._on_press(presses)
 
     @contextmanager
     def _listen_together(self) -> Iterator[None]:
         jax.config.update("jax_enable_preemption_service", True)
-        distributed.global_state.initialize_preemption_sync_manager()
+        distributed.global_state.initialize_preemption_sync_manager()  # which handles SIGTERM until the process ends
         client: Any = distributed.global_state.client
         over = threading.Event()
+
+        def hear(number: signal.Signals, presses: int) -> None:
+            if self.signal == signal.SIGTERM and not self._noticed.is_set():
+                self.signal = number
+                os.kill(os.getpid(), signal.SIGTERM)  # jax tells the other processes
+            if presses > 1:
+                self._on_press(presses)
 
         def look() -> None:
             while not over.wait(_LOOK_S):
@@ -92,8 +92,9 @@ class Preemption:
         thread = threading.Thread(target=look, name="preemption", daemon=True)
         thread.start()
         try:
-            yield
-        finally:  # jax keeps handling the signal until the process ends, but takes no calls while it shuts down
+            with signals.heard(hear, [signal.SIGINT, signal.SIGHUP]):
+                yield
+        finally:  # jax takes no calls while it shuts down
             over.set()
             thread.join()
 

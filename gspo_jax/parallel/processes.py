@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from jax._src import clusters, distributed  # cluster detection and the process 
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspo_jax import exits
+from gspo_jax import exits, signals
 from gspo_jax.types import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -253,9 +253,8 @@ def guarded(count: int) -> Iterator[None]:
         if not isinstance(error, SystemExit):
             traceback.print_exc()
             print(f"error: one of several processes failed; unless the cause is above, {_RESTART}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        signals.flush()
+        exits.leave(code)
 
 
 def _gloo_error(error: BaseException | None) -> BaseException | None:
@@ -298,8 +297,9 @@ def _detect_cluster() -> dict[str, Any]:
 
 def _exit_lost(why: str) -> None:
     """Exit the process with code `exits.LOST` and a one-line message; safe in threads that Python did not create."""
-    os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
-    os._exit(exits.LOST)
+    with suppress(OSError):  # the terminal may be closed
+        os.write(2, f"\nerror: {why}; {_RESTART}\n".encode())
+    exits.leave(exits.LOST)
 
 
 def _on_abort(why: str) -> None:

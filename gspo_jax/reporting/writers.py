@@ -26,6 +26,7 @@ from gspo_jax.versions import versions
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
 STOPPED_FILE = "stopped.json"
+FINISHED_FILE = "finished.json"
 SAVED_FILE = "saved.json"
 MAX_LIST = 1024
 """Maximum length of a list metric, which has one number per layer or expert, never one per token."""
@@ -279,22 +280,33 @@ def write_config(workdir: str | os.PathLike[str], config: Mapping[str, Any], *, 
     _write_atomically(Path(workdir) / CONFIG_FILE, json.dumps(start | dict(config), indent=2, default=list) + "\n")
 
 
-def write_stopped(file: Path, *, step: int | None, phase: str | None, seconds: float) -> None:
-    """Write a file such as `stopped.json`, which tells a stopped run from a finished one: both exit with code 0.
+def write_stopped(folder: Path, *, step: int | None, phase: str | None, seconds: float) -> None:
+    """Write `stopped.json`, which tells a stopped run from a finished one: both exit with code 0.
 
     Args:
-      file: the file to write.
+      folder: the run's, or one of its launcher's.
       step: checkpoint step that the run resumes from; None for the beginning.
       phase: phase in which the run was told to stop.
       seconds: from then until everything was saved.
     """
     facts = {"step": step, "phase": phase, "seconds": round(seconds, 3)}
-    _write_atomically(file, json.dumps(facts) + "\n")
+    _write_atomically(folder / STOPPED_FILE, json.dumps(facts) + "\n")
 
 
-def clear_stopped(workdir: str | os.PathLike[str]) -> None:
-    """Remove `stopped.json`: the run goes on."""
-    (Path(workdir) / STOPPED_FILE).unlink(missing_ok=True)
+def write_finished(folder: Path, *, step: int | None) -> None:
+    """Write `finished.json`, without which exit code 0 does not say that the run in a folder has done its iterations.
+
+    Args:
+      folder: the run's, or one of its launcher's.
+      step: its last checkpoint step.
+    """
+    _write_atomically(folder / FINISHED_FILE, json.dumps({"step": step}) + "\n")
+
+
+def clear_end(workdir: str | os.PathLike[str]) -> None:
+    """Remove `stopped.json` and `finished.json`: the run goes on."""
+    for name in (STOPPED_FILE, FINISHED_FILE):
+        (Path(workdir) / name).unlink(missing_ok=True)
 
 
 def write_saved(workdir: str | os.PathLike[str], step: int) -> None:

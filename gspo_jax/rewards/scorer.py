@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Bool, Float
 
-from gspo_jax import references
+from gspo_jax import references, signals
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards import code
 from gspo_jax.rewards.certain import DECIDERS
@@ -333,10 +333,12 @@ def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequen
 
 
 def attempt(call: Callable[[Function, Row], Outcome[Value]], function: Function, row: Row) -> Outcome[Value]:
-    """Return `call(function, row)`, or an outcome with the traceback if it raises."""
+    """Return `call(function, row)`, or an outcome with the traceback if it raises, be it what `sys.exit` raises."""
     try:
         return call(function, row)
-    except Exception:
+    except signals.RAISED:
+        raise
+    except BaseException:
         return Outcome(None, traceback.format_exc(), raised=True)
 
 

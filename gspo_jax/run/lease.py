@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from absl import logging
 
-from gspo_jax import exits
+from gspo_jax import exits, signals
 from gspo_jax.parallel import processes
 from gspo_jax.storage import LEASE, AnyPath, check_folder, explained, find
 from gspo_jax.types import UserError
@@ -107,13 +107,11 @@ class Lease:
         if self._is_ours(text):
             return
         what = "is gone" if text is None else f"is now held by {_parse(text) or 'another run'}"
-        print(
+        signals.say(
             f"error: the lease of this run, {self._folder / LEASE}, {what}; it ends without writing anything more, as "
-            "only one run can use a folder",
-            file=sys.stderr,
-            flush=True,
+            "only one run can use a folder"
         )
-        os._exit(exits.TAKEN)
+        exits.leave(exits.TAKEN)
 
     def _renew(self) -> None:
         while not self._over.wait(RENEWED_S):

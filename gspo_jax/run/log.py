@@ -23,7 +23,7 @@ from gspo_jax.objectives.guards import clip_range_warning, rounding_warning
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.progress import Progress
 from gspo_jax.reporting.weights_and_biases import connect
-from gspo_jax.reporting.writers import MetricsWriter, Mirror, SamplesWriter, clear_stopped, read_metrics, write_config
+from gspo_jax.reporting.writers import MetricsWriter, Mirror, SamplesWriter, clear_end, read_metrics, write_config
 from gspo_jax.rewards.shaping import differ
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.run.clock import Clock
@@ -192,7 +192,7 @@ def open_log(config: ConfigDict, workdir: Path, *, after_step: int | None, done:
         if processes.is_first():
             words = ["python", "-m", "gspo_jax.train", *sys.argv[1:]]
             command = shlex.join(words) if flags.FLAGS.is_parsed() else ""  # "" for a run from a notebook
-            clear_stopped(workdir)
+            clear_end(workdir)
             write_config(workdir, config.to_dict(), command=command)
             writer = stack.enter_context(MetricsWriter(workdir, after_step=after_step, mirrors=mirrors))
             samples = SamplesWriter(workdir, after_step=after_step)

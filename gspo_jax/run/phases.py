@@ -2,7 +2,7 @@
 
 import faulthandler
 import os
-import sys
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from gspo_jax import exits
+from gspo_jax import exits, signals
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
-from gspo_jax.reporting.writers import STOPPED_FILE, write_stopped
+from gspo_jax.reporting.writers import write_finished, write_stopped
 from gspo_jax.storage import RunFolder, unused
 from gspo_jax.types import StopRequested
 
 STACKS = "stacks"
 """Folder, inside the run folder, of the stacks of processes that missed a deadline."""
-STOPPED = "GSPO_JAX_STOPPED"
-"""Environment variable that names a second file for what `stopped.json` says, written by every process: a launcher may
-be unable to read the run folder.
+ENDED = "GSPO_JAX_ENDED"
+"""Environment variable that names a second folder for `finished.json` and `stopped.json`, into which every process
+writes: a launcher may be unable to read the run folder, and what it finds there may be of an earlier start.
 """
 SETTLED_S = 2.0
 """Seconds after which a process on its own stops without a poll, in a compilation say, if nothing has to be saved."""
@@ -34,13 +34,13 @@ class Phases:
     """Knows the phase that this process is in, and ends the process if a phase outlasts its deadline.
 
     The deadline of a phase is `factor` times the longest that it has taken so far in this process, and never less than
-    `floor_s` seconds. After SIGTERM, the process has `grace_s` seconds to save its state and exit.
+    `floor_s` seconds. After a signal, the process has `grace_s` seconds to save its state and exit.
     """
 
     def __init__(self, files: RunFolder, *, floor_s: float, factor: float, grace_s: float):
         """Begin in the phase "start" of a run in the folder `files`."""
         self._files, self._floor_s, self._factor, self._grace_s = files, floor_s, factor, grace_s
-        self._preemption = Preemption(self.take_notice)
+        self._preemption = Preemption(self.take_notice, self._press)
         self._longest: dict[str, float] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -48,7 +48,7 @@ class Phases:
         """Shows a phase's name; the progress bar's, once there is one."""
         self.name, self._begun = "start", time.monotonic()
         self.noticed_in: str | None = None
-        """Phase in which SIGTERM arrived; None before."""
+        """Phase in which the signal arrived; None before."""
         self._noticed_at, self._stopping = 0.0, False
         self.saved: int | None = None
         """Checkpoint step that a stop saved, or found saved; None while there is none."""
@@ -79,17 +79,17 @@ class Phases:
         return step
 
     def noticed(self) -> bool:
-        """Whether SIGTERM has arrived, in any process; unlike `poll`, it may be called at any time."""
+        """Whether a signal has arrived, in any process; unlike `poll`, it may be called at any time."""
         return self.noticed_in is not None
 
     @property
     def stop_seconds(self) -> float:
-        """Seconds since SIGTERM was noticed."""
+        """Seconds since the signal was noticed."""
         return time.monotonic() - self._noticed_at
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Listen for SIGTERM, and enforce the deadlines, inside the block."""
+        """Listen for signals, and enforce the deadlines, inside the block."""
         watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         with self._preemption.listening():
             watchdog.start()
@@ -100,22 +100,46 @@ class Phases:
                 watchdog.join()
 
     def take_notice(self) -> None:
-        """Remember, and say, when SIGTERM came; only the first call counts."""
-        if self.noticed_in is not None:
+        """Remember, and say, when the signal came; only the first call counts, and none once the run is finished."""
+        if self.noticed_in is not None or self._over.is_set():
             return
         self._noticed_at, self.noticed_in = time.monotonic(), self.name
-        _say(f"SIGTERM in phase {self.noticed_in}: saving at the next point where all processes can stop")
+        _say(f"{self._signal} in phase {self.noticed_in}: saving at the next point where all processes can stop")
+
+    @property
+    def _signal(self) -> str:
+        return self._preemption.signal.name
+
+    def _press(self, presses: int) -> None:
+        """Answer a second press of Ctrl-C or a later one; the third ends the process at once."""
+        if presses < signals.INSISTS:
+            _say(f"already stopping, which takes at most {self._grace_s:g} s; a third Ctrl-C ends the process unsaved")
+            return
+        _say("ended by the third Ctrl-C; the run resumes from its newest checkpoint")
+        exits.leave(exits.SIGNALLED + signal.SIGINT)
 
     def record_stop(self) -> None:
-        """Write what was saved to `stopped.json` and to the file that the launcher named, and say it."""
+        """Write what was saved to `stopped.json`, for the launcher too, and say it."""
         seconds, phase = self.stop_seconds, self.noticed_in
-        files = [self._files.local / STOPPED_FILE] if processes.number() == 0 else []
-        if told := os.environ.get(STOPPED):
-            files.append(Path(told))
-        for file in files:
-            write_stopped(file, step=self.saved, phase=phase, seconds=seconds)
+        for folder in self._told():
+            write_stopped(folder, step=self.saved, phase=phase, seconds=seconds)
         what = "nothing to save yet" if self.saved is None else f"iteration {self.saved} is saved"
-        _say(f"stopped: {what}, {seconds:.1f} s after SIGTERM in phase {phase}")
+        _say(f"stopped: {what}, {seconds:.1f} s after {self._signal} in phase {phase}")
+        signals.is_over()
+
+    def record_finish(self) -> None:
+        """Write `finished.json`, for the launcher too: all iterations are done and saved."""
+        self._over.set()  # a signal from now on stops nothing
+        for folder in self._told():
+            write_finished(folder, step=self.saved)
+        signals.is_over()
+
+    def _told(self) -> list[Path]:
+        """Folders in which this process says how the run has ended."""
+        folders = [self._files.local] if processes.number() == 0 else []
+        if launcher := os.environ.get(ENDED):
+            folders.append(Path(launcher))
+        return folders
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
@@ -129,8 +153,8 @@ class Phases:
                 self._leave(0)
             if told and late:
                 self._end(
-                    f"nothing was saved within {self._grace_s:g} s of SIGTERM (processes.grace_s), which came in phase "
-                    f"{self.noticed_in}; the process is still in phase {name}"
+                    f"nothing was saved within {self._grace_s:g} s of {self._signal} (processes.grace_s), which came "
+                    f"in phase {self.noticed_in}; the process is still in phase {name}"
                 )
             if taken > deadline:
                 self._end(f"phase {name} has taken {taken:.0f} s, and its deadline is {deadline:.0f} s (watchdog)")
@@ -156,7 +180,7 @@ class Phases:
         publish = threading.Thread(target=self._files.publish, daemon=True)  # which may hang, too
         publish.start()
         publish.join(_PUBLISH_S)
-        os._exit(code)
+        exits.leave(code)
 
 
 @contextmanager
@@ -173,4 +197,4 @@ def open_phases(config: ConfigDict, files: RunFolder) -> Iterator[Phases]:
 
 
 def _say(text: str) -> None:
-    print(f"process {processes.number()}: {text}", file=sys.stderr, flush=True)
+    signals.say(f"process {processes.number()}: {text}")

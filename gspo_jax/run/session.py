@@ -388,10 +388,11 @@ class Run:
             if processes.is_first():
                 write_saved(self.files.local, latest)
 
-    def summary(self) -> dict[str, dict[str, float]]:
-        """Wait for the last checkpoint; print and return the first and the last evaluation."""
+    def finish(self) -> dict[str, dict[str, float]]:
+        """Wait for the last checkpoint, and record the end; print and return the first and the last evaluation."""
         self.checkpointer.wait()
         self._note_saved()
+        self.phases.record_finish()
         return self.log.summary(f"{self.objective.name}, {self.config.iterations} iterations")
 
 

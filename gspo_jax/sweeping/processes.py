@@ -9,22 +9,25 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
-from gspo_jax import exits, storage
+from gspo_jax import exits, signals, storage
 from gspo_jax.parallel.processes import PARENT
 from gspo_jax.reporting.writers import STOPPED_FILE
+from gspo_jax.run.phases import ENDED
 from gspo_jax.sweeping.plan import ColdStart, Run
 
 FORCED_S = 30.0
 """Seconds, after those in which a run told to stop must have ended (`processes.grace_s`), until it is killed."""
 _LOOK_S = 0.2
+_BEFORE_IT_SAVED = (-signal.SIGTERM, exits.SIGNALLED + signal.SIGTERM)
+"""Exit codes of a child that SIGTERM ended before it had anything to save."""
 _Task = ColdStart | Run
 
 
@@ -32,6 +35,8 @@ _Task = ColdStart | Run
 class _Child:
     task: _Task
     process: subprocess.Popen
+    ended: tempfile.TemporaryDirectory
+    """Folder in which it says how it has ended."""
     told: bool = False
     """Whether SIGTERM has been handed on to it."""
 
@@ -48,16 +53,16 @@ class Children:
         self._jobs, self._logs = jobs, logs
         self._grace_s = FORCED_S + max((run.config.processes.grace_s for run in runs), default=0)
         self._active: list[_Child] = []
-        self._told_at = 0.0
+        self._told_at, self._late = 0.0, False
         self._done = 0
-        self.told: int | None = None
+        self.told: signal.Signals | None = None
         """Signal that told the sweep to stop."""
         self.failed: dict[str, int] = {}
         """Exit codes of the cold starts and runs that failed, negative for death by a signal."""
 
     def train(self) -> None:
         """Train all runs that have not failed; return earlier, once the children have ended, if told to stop."""
-        with self._listening():
+        with signals.heard(self._hear):
             while self._active or (self._waiting and self.told is None):
                 while self.told is None and len(self._active) < self._jobs and (task := self._next()) is not None:
                     self._start(task)
@@ -68,20 +73,11 @@ class Children:
                     self._active.remove(child)
                     self._ended(child)
 
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Notice SIGTERM and Ctrl-C inside the block instead of ending."""
-
-        def notice(number: int, _: FrameType | None) -> None:
-            if self.told is None:
-                self.told, self._told_at = number, time.monotonic()
-
-        earlier = {number: signal.signal(number, notice) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
+    def _hear(self, number: signal.Signals, presses: int) -> None:
+        """Notice SIGTERM, SIGINT and SIGHUP; the third press of Ctrl-C kills the children."""
+        if self.told is None:
+            self._told_at, self.told = time.monotonic(), number
+        self._late = presses >= signals.INSISTS
 
     def _next(self) -> _Task | None:
         """Take the first task that can start: a run, or the cold start that it waits for; None if none can."""
@@ -102,20 +98,21 @@ class Children:
             give(task.cold.folder, task.folder)
         log = None if self._jobs == 1 else self._logs / f"{task.name}.log"
         _say(f"{task.name}: starts" + (f", its output goes to {log}" if log is not None else ""))
+        ended = tempfile.TemporaryDirectory(prefix="gspo_jax-ended-")
         with _output(log) as output:
             process = subprocess.Popen(
                 task.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {PARENT: str(os.getpid())},
+                env=os.environ | {PARENT: str(os.getpid()), ENDED: ended.name},
                 process_group=0,  # a Ctrl-C reaches the sweep alone, which hands it on as a SIGTERM
             )
-        self._active.append(_Child(task, process))
+        self._active.append(_Child(task, process, ended))
 
     def _stop(self) -> None:
         """Hand SIGTERM on to each child, once, and kill those that have not ended in their time."""
-        late = time.monotonic() - self._told_at > self._grace_s
+        late = self._late or time.monotonic() - self._told_at > self._grace_s
         for child in self._active:
             if late:
                 child.process.kill()
@@ -124,14 +121,17 @@ class Children:
                 child.told = True
 
     def _ended(self, child: _Child) -> None:
+        """Say what has become of a child: its code and its folder have to agree."""
         task, code = child.task, child.process.returncode
-        if code == 0 and isinstance(task, Run) and (task.folder / STOPPED_FILE).exists():
-            _say(f"{task.name}: stopped, and saved")
-            self._waiting.append(task)
-        elif code == 0:
+        with child.ended as folder:
+            saved = (Path(folder) / STOPPED_FILE).exists()
+        if code == 0 and (task.is_done() if isinstance(task, Run) else task.folder.exists()):
             self._done += isinstance(task, Run)
             _say(f"{task.name}: finished" + (f", {self._done} of {self._count}" if isinstance(task, Run) else ""))
-        elif child.told and code == -signal.SIGTERM:  # before it had anything to save
+        elif code == 0 and saved and isinstance(task, Run):
+            _say(f"{task.name}: stopped, and saved")
+            self._waiting.append(task)
+        elif child.told and code in _BEFORE_IT_SAVED:
             _say(f"{task.name}: stopped")
         else:
             self.failed[task.name] = code
@@ -166,6 +166,8 @@ def commands(runs: Sequence[Run]) -> Iterator[str]:
 
 def describe(code: int) -> str:
     """Describe the exit code of a child that failed."""
+    if code == 0:
+        return "exit code 0, although it is not finished"
     return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
@@ -186,4 +188,5 @@ def _output(log: Path | None) -> Iterator[TextIO | None]:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    with suppress(OSError):  # the terminal is closed, and the children have still to save
+        print(text, flush=True)
