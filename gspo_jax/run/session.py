@@ -471,10 +471,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             key=start.key,
             prompts=prompts,
             held_out=held_out,
-            benchmarks={
-                label: (each, data.held_out_prompts(each.config, tokenizer, each.records))
-                for label, each in taken.items()
-            },
+            benchmarks={label: (each, each.prompts(tokenizer)) for label, each in taken.items()},
             player=player,
             buffer=sampling.make_buffer(config, player, start.unfinished),
             scorer=scorer,

@@ -176,10 +176,14 @@ class Judge:
 
     def _run_program(self, request: Mapping[str, Any], text: str, limits: Limits) -> tuple[str, str]:
         """Return what a program prints, and why it did not end well, if so."""
+        try:
+            given = text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise Broken("an input is not Unicode text") from None
         with self._processes(limits) as running, contextlib.ExitStack() as stack:
             ends = [stack.enter_context(end) for _ in range(2) for end in socket.socketpair()]
             (read, stdout), (errors, stderr) = zip(ends[::2], ends[1::2], strict=True)
-            stdin = stack.enter_context(_file_of(text.encode("utf-8", "surrogateescape")))
+            stdin = stack.enter_context(_file_of(given))
             channel = running.start("run_program", inherited=[end.fileno() for end in (stdin, stdout, stderr)])
             for end in (stdin, stdout, stderr):
                 end.close()

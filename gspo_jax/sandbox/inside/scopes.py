@@ -53,9 +53,7 @@ def modules(source: str) -> set[str]:
 def owners(source: str) -> set[str]:
     """Return the names of which a source takes attributes: `m` of `f(m.x)`."""
     return {
-        node.value.id
-        for node in _nodes(source)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        node.value.id for node in _nodes(source) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
 
 

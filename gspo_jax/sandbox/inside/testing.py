@@ -277,6 +277,12 @@ class _Tests:
         self.program.asked = 0
         with contextlib.suppress(NameError):
             self._set_up()
+        for test in self._job["tests"]:
+            try:
+                self._run(test)
+            except BaseException as error:
+                if self.lacks(error):
+                    self.program.cannot(f"a test: {_said(error)}")
         if self._job["entry_point"] is None and not any(map(scopes.looked_up, self._job["tests"])):
             self.program.cannot("the tests ask nothing of the program")
 
