@@ -12,7 +12,6 @@ from typing import Any
 
 from gspo_jax.rewards import blocks
 from gspo_jax.rewards.code import Record, called_by, defines, given_by
-from gspo_jax.sandbox.inside import scopes
 from gspo_jax.sandbox.inside.compare import COMPARISONS
 
 _MOST_CHARACTERS = 1 << 20
@@ -22,7 +21,10 @@ _OURS = frozenset({"__main__", "program", "tests"})
 
 
 def defect(name: str, prompt: str, record: Record) -> str:
-    """Return what is wrong with a record for the reward `name`, in words that begin with a field; "" if nothing is."""
+    """Return what is wrong with a record for the reward `name`, in words that begin with a field; "" if nothing is.
+
+    Only the first defect is looked for: what is read next relies on what was found to be right.
+    """
     defects = _of_whole_programs(record) if name.startswith("code_stdin") else _of_functions(prompt, record)
     return next(defects, "")
 
@@ -34,11 +36,11 @@ def _of_whole_programs(record: Record) -> Iterator[str]:
         yield "inputs and outputs are not of the same length"
     compare = record.get("compare")
     if compare not in (None, "", *COMPARISONS):
-        yield f"compare is {repr(compare):.40}, and none of {', '.join(COMPARISONS)}"
+        yield f"compare is {compare!s:.40} instead of one of {' '.join(COMPARISONS)}"
     for field in ("checker", "prelude"):
         yield from _not_source(record, field)
     if record.get("checker"):
-        yield from _not_checker(record["checker"])
+        yield from filter(None, [_checker_defect(record["checker"])])
 
 
 def _of_functions(prompt: str, record: Record) -> Iterator[str]:
@@ -46,7 +48,7 @@ def _of_functions(prompt: str, record: Record) -> Iterator[str]:
         yield from _not_source(record, field)
     if record.get("test") is None:
         if "test_list" not in record:
-            yield "test_list is missing, and so is test"
+            yield "test_list and test are missing"
         yield from _not_texts(record, "test_list")
         tests, given = record["test_list"], _begun(prompt, record)
         if not any(map(str.strip, tests)):
@@ -73,34 +75,42 @@ def _not_texts(record: Record, field: str) -> Iterator[str]:
     if value is None:
         yield f"{field} is missing"
     elif not isinstance(value, list | tuple):
-        yield f"{field} is of type {_type(value)}, and not a list of texts"
+        yield f"{field} is of type {_type(value)} instead of a list of texts"
     elif not value:
         yield f"{field} is empty"
     for item in value or ():
         if not isinstance(item, str):
-            yield f"{field} holds values of type {_type(item)}, and not texts"
+            yield f"{field} holds values of type {_type(item)} instead of texts"
 
 
 def _not_source(record: Record, field: str) -> Iterator[str]:
     """Yield what is wrong with a text that may be missing, and the module that it lacks."""
     value = record.get(field)
     if value is not None and not isinstance(value, str):
-        yield f"{field} is of type {_type(value)}, and not a text"
+        yield f"{field} is of type {_type(value)} instead of a text"
     yield from _lacking(field, value or "")
 
 
-def _not_checker(source: str) -> Iterator[str]:
+@functools.lru_cache(maxsize=256)
+def _checker_defect(source: str) -> str:
     tree = _parsed(source)
     if tree is None:
-        yield "checker does not compile"
-    elif "check" not in scopes.bound(source) and not any(isinstance(node, ast.ImportFrom) for node in tree.body):
-        yield "checker does not define check"
+        return "checker does not compile"
+    names = {name for node in ast.walk(tree) for name in _bound(node)}
+    return "checker does not define check" if names.isdisjoint({"check", "*"}) else ""
+
+
+def _bound(node: ast.AST) -> tuple[str | None, ...]:
+    """Return the names that a node of a syntax tree itself gives to something."""
+    if isinstance(node, ast.Name):
+        return (node.id,) if isinstance(node.ctx, ast.Store) else ()
+    return getattr(node, "asname", None), getattr(node, "name", None)
 
 
 def _lacking(field: str, source: str) -> Iterator[str]:
     """Yield that a source lacks a module."""
     if "import" in source and len(source) <= _MOST_CHARACTERS and (module := _missing_module(source)):
-        yield f"{field} imports {module}, which is not in the sandbox"
+        yield f"{field} imports {module} from outside the standard library"
 
 
 @functools.lru_cache(maxsize=256)
