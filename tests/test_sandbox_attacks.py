@@ -183,7 +183,6 @@ def test_a_hostile_checker_gives_no_score(sandbox, attack):
         ("__import__('re').match('(a+)+$', output)", "'a' * 60 + 'b'"),
         ("eval(output)", "'__import__(\"os\")._exit(0)'"),
         ("__import__('json').loads(output)", "'[' * 10 ** 6"),
-        ("int(output)", "'1' * (8 * 10 ** 6)"),
     ],
 )
 def test_output_that_breaks_a_checker_is_wrong(sandbox, reads, output):

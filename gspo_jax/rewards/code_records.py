@@ -16,8 +16,8 @@ from gspo_jax.sandbox.inside.compare import COMPARISONS
 
 _MOST_CHARACTERS = 1 << 20
 """Characters of a source that is read for its imports; what a longer one lacks, the sandbox finds."""
-_OURS = frozenset({"__main__", "program", "tests"})
-"""Modules beside the standard library's that a test finds."""
+_OURS = frozenset({"__main__", "program", "test", "tests"})
+"""Modules beside those of `sys.stdlib_module_names` that a test finds."""
 
 
 def defect(name: str, prompt: str, record: Record) -> str:
