@@ -190,6 +190,35 @@ def test_other_records_judge_programs(scored, record):
     assert scored("code_tests", [RIGHT, WRONG, BAD, "x = 1"], record) == [1, 0, 0, 0]
 
 
+CASES = """import unittest
+class T(unittest.TestCase):
+    def test_a(self):
+        self.assertEqual(f(1), 2)
+    def test_b(self):
+        self.assertEqual(f(2), 3)"""
+CAUGHT = """raised = []
+for x in (1, 2):
+    try:
+        assert f(x) == x + 1
+    except BaseException as error:
+        raised.append(error)
+if raised:
+    raise raised[0]"""
+
+
+@pytest.mark.parametrize("test", [CASES, CAUGHT], ids=["unittest", "caught"])
+def test_whatever_a_program_raises_more_than_once_is_its_own_fault(scored, test):
+    """Neither what ends a run well, nor what says that a test lacks something."""
+    raised = (
+        "SystemExit(0)",
+        "ImportError('numpy')",
+        "FileNotFoundError()",
+        "TypeError(\"'module' object is not callable\")",
+    )
+    programs = [f"import math\ndef f(x):\n    raise {error}" for error in raised]
+    assert scored("code_tests", [RIGHT, *programs], {"test_list": [test]}) == [1, 0, 0, 0, 0]
+
+
 NAMED = {
     "called": {"test_list": ["assert {0}(1) == 2"]},
     "imported by the set-up": {"test_setup_code": "import {0}", "test_list": ["assert {0}(1) == 2"]},

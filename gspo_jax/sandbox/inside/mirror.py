@@ -45,8 +45,7 @@ class Program(Border):
         """Numbers of mirrors that came of calculating with plain data of the tests."""
         self.broken = ""
         """Why the test can't be judged; it may have caught the exception that said so."""
-        self.raised: BaseException | None = None
-        """The last exception of the program."""
+        self._raised: list[BaseException] = []
         self.globals: Mapping[str, Any] = {}
         """Global names of the tests."""
         self.settled: set[str] = set()
@@ -89,8 +88,12 @@ class Program(Border):
             raise TypeError("the program raised what is no exception")
         if type(found) is NameError and found.name in self.globals:
             self.cannot(f"the program uses {found.name}, which a test defines")
-        self.raised = found
+        self._raised.append(found)
         raise found
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return whether an exception is the program's."""
+        return any(error is raised for raised in self._raised)
 
     def _ask(self, operation: str, asked: tuple[Any, ...]) -> tuple[Any, bool]:
         """Return what the program answers, and whether it raises that."""

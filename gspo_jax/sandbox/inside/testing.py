@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def _is_known(name: str) -> bool:
     return hasattr(builtins, name) or name in sys.stdlib_module_names
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: Any) -> typing.TypeGuard[types.ModuleType]:
     return type(value) is types.ModuleType  # and not what says that it is one
 
 
@@ -309,7 +310,7 @@ class _Tests:
         except BrokenTest:
             return "the test can't be judged"
         except SystemExit as end:  # as unittest.main() ends
-            return None if end is not self.program.raised and not end.code else _said(end)
+            return None if not self.program.has_raised(end) and not end.code else _said(end)
         except BaseException as error:
             if self.lacks(error):
                 self.program.broken = self.program.broken or f"a test: {_said(error)}"
@@ -333,7 +334,9 @@ class _Tests:
 
     def lacks(self, error: BaseException) -> bool:
         """Return whether a test lacks a module, file or runner of its own, and not of the program."""
-        return error is not self.program.raised and (isinstance(error, _LACKS) or self._takes_a_module(error))
+        if self.program.has_raised(error):
+            return False
+        return isinstance(error, _LACKS) or self._takes_a_module(error)
 
     def _takes_a_module(self, error: BaseException) -> bool:
         """Return whether a test has called a module, or looked in it, that is named like a function of the program."""
