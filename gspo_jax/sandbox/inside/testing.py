@@ -276,6 +276,10 @@ class _Tests:
     def _check_without_program(self) -> None:
         """Raise BrokenTest if no program would do: there is none, since it does not load."""
         self.program.asked = 0
+        try:
+            exec(self._job["prelude"], {"__name__": "program"})
+        except BaseException as error:
+            self.program.cannot(f"the prelude: {_said(error)}")
         with contextlib.suppress(NameError):
             self._set_up()
         for test in self._job["tests"]:
