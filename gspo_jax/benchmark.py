@@ -78,7 +78,7 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
     policy.check_weights(config)
     with open_folder(workdir, write=False) as files:
         model, tokenizer = policy.read_run(config, files)
-        batches = data.held_out_prompts(config, tokenizer, benchmark.records)
+        batches = benchmark.prompts(tokenizer)
         meshes = make_meshes(config, model)
         with (
             jax.set_mesh(meshes.trainer),
@@ -145,9 +145,17 @@ class Benchmark:
         records = data.load_records(config, "test") if _is_file(name) else benchmarks.read(name, place)
         return cls(name, config, records, samples)
 
+    def prompts(self, tokenizer: Tokenizer) -> EvalBatches:
+        """The prompts of its records."""
+        return data.held_out_prompts(self.config, tokenizer, self.records, scores=self._scores)
+
     def make_scorer(self) -> Scorer:
         """The benchmark's rewards; all processes have to call it."""
-        return data.make_scorer(self.config, scores=None if _is_file(self.name) else _applies)
+        return data.make_scorer(self.config, scores=self._scores)
+
+    @property
+    def _scores(self) -> data.Scores | None:
+        return None if _is_file(self.name) else _applies
 
     def measure(
         self,

@@ -175,6 +175,25 @@ def test_a_hostile_checker_gives_no_score(sandbox, attack):
     assert verdict.broken and not verdict.passed
 
 
+@pytest.mark.parametrize(
+    ("reads", "output"),
+    [
+        ("10 ** int(output)", "10 ** 9"),
+        ("[0] * int(output)", "2 * 10 ** 9"),
+        ("__import__('re').match('(a+)+$', output)", "'a' * 60 + 'b'"),
+        ("eval(output)", "'__import__(\"os\")._exit(0)'"),
+        ("__import__('json').loads(output)", "'[' * 10 ** 6"),
+    ],
+)
+def test_output_that_breaks_a_checker_is_wrong(sandbox, reads, output):
+    """It hangs, eats memory, ends or raises on the output, and not on what is expected: 0 and no missing score."""
+    checker = f"def check(input, expected, output):\n    {reads}\n    return output.strip() == expected"
+    asked = {"inputs": ["1"] * 2, "expected": ["3", "4"], "compare": "token", "checker": checker, "stop": False}
+    verdict = sandbox.judge(Request(f"print({output})", asked, WALL_S))
+    assert verdict.passed == (False, False) and not verdict.broken, verdict
+    assert sandbox.judge(Request("print(3)", asked, WALL_S)).passed == (True, False)
+
+
 def test_a_judge_that_is_killed_is_replaced(sandbox):
     """Killed from outside, as the kernel does when memory is short; the program is judged all the same."""
     with Sandbox(workers=1) as own:

@@ -31,16 +31,17 @@ def _listed(value):
     return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 """
 """LiveCodeBench's own comparison takes a tuple for a list."""
-_PRELUDE = """from typing import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from bisect import *
-from math import *
-import collections, functools, heapq, itertools, bisect, math, operator, random, re, string, sys
-"""
-"""What LiveCodeBench's programs find imported."""
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+_PRELUDE = "".join(
+    (
+        *(f"from {module} import *\n" for module in ("typing", *_MODULES, "builtins")),
+        f"import {', '.join(_MODULES)}\nsys.setrecursionlimit(50000)\n",
+    )
+)
+"""What LiveCodeBench's programs find imported; builtins come last, as `pow` is none of math's."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _tests(tests: list[dict[str, str]], row: dict[str, Any]) -> Record:
         return {
             "inputs": [t["input"] for t in tests],
             "outputs": [t["output"] for t in tests],
-            "compare": "number",
+            "compare": "livecodebench",
         }
     name = json.loads(row["metadata"])["func_name"]
     asserts = []

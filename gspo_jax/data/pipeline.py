@@ -26,6 +26,8 @@ from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import GUARD, Tokenizer
 from gspo_jax.types import Prompts, UserError
 
+Defects = Callable[[Record], str]
+"""Returns what makes a record unusable, in words under which it is counted; "" if nothing does."""
 _SCAN_CHUNK = 1024
 """Records tokenised at a time while scanning for usable ones."""
 _TOKENS = "prompt as tokens"
@@ -193,12 +195,14 @@ def prompt_batches(
     shuffle: bool = True,
     max_corrupt: int = 10,
     style: PromptStyle = PLAIN,
+    defect: Defects = lambda record: "",
 ) -> Batches[PromptBatch]:
     """Return endless batches of training prompts, reshuffled every epoch.
 
     Prompts that are empty, too long, rejected by the chat template, or contain a token outside the vocabulary are left
-    out, counted, and reported in one warning. Repeated questions, and a batch larger than the data, are used as they
-    are after a warning. Several parts of the records are mixed by weight, each reshuffled every epoch of its own.
+    out, counted, and reported in one warning, and so are records with a `defect`. Repeated questions, and a batch
+    larger than the data, are used as they are after a warning. Several parts of the records are mixed by weight, each
+    reshuffled every epoch of its own.
 
     Args:
       source: records, as returned by `tasks.load`.
@@ -208,11 +212,12 @@ def prompt_batches(
       shuffle: False keeps the order of the records.
       max_corrupt: unreadable records to leave out before giving up.
       style: what every prompt begins with.
+      defect: tells what else makes a record unusable.
 
     Raises:
       UserError: no prompt is usable, or too many records are corrupt.
     """
-    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style)
+    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style, defect)
 
     def make(indices: list[int]) -> PromptBatch:
         return _prompt_batch(source, indices, tokenizer, max_prompt_length, style)
@@ -229,12 +234,13 @@ def eval_batches(
     max_prompt_length: int,
     max_corrupt: int = 10,
     style: PromptStyle = PLAIN,
+    defect: Defects = lambda record: "",
 ) -> EvalBatches:
     """Return batches of every prompt once, in order, for evaluation; arguments and errors as in `prompt_batches`.
 
     All batches have the same shape; rows that pad the last one have `valid` False.
     """
-    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style)
+    usable = _scan_prompts(source, tokenizer, max_prompt_length, max_corrupt, style, defect)
 
     def make(indices: list[int]) -> PromptBatch:
         return _prompt_batch(source, indices, tokenizer, max_prompt_length, style)
@@ -387,11 +393,16 @@ def _prompt_problem(ids: list[int], tokenizer: Tokenizer, limit: int) -> _Proble
 
 
 def _scan_prompts(
-    source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int, style: PromptStyle
+    source: Sequence[Record], tokenizer: Tokenizer, limit: int, max_corrupt: int, style: PromptStyle, defect: Defects
 ) -> _UsableRecords:
+    def checked(record: Record, prompt: list[int] | _Problem) -> list[int] | _Problem:
+        if isinstance(prompt, _Problem):
+            return prompt
+        reason = defect(record)
+        return _prompt_problem(prompt, tokenizer, limit) or (_Problem(reason, "correct them") if reason else prompt)
+
     def check(records: list[Record]) -> list[list[int] | _Problem]:
-        prompts = _encode_prompts(records, tokenizer, style)
-        return [ids if isinstance(ids, _Problem) else _prompt_problem(ids, tokenizer, limit) or ids for ids in prompts]
+        return list(map(checked, records, _encode_prompts(records, tokenizer, style)))
 
     return _scan(source, check, max_corrupt)
 

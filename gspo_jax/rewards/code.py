@@ -38,13 +38,10 @@ def code_tests(prompt: str, completion: str, record: Record, *, timeout_s: float
     Tests are record["test"], which defines `check(candidate)`, for the function record["entry_point"], as in HumanEval;
     or the asserts of record["test_list"], after record["test_setup_code"], as in MBPP.
     """
-    tests = [record["test"]] if "test" in record else list(record["test_list"])
-    entry_point = record["entry_point"] if "test" in record else None
-    given: tuple[str, ...] = ()
-    if entry_point is not None:
-        # The prompt itself may be a conversation, of which the question is a part.
-        texts = (record.get("prompt"), record.get("question"), prompt)
-        given = next(filter(None, (_given(text, entry_point) for text in texts if isinstance(text, str))), ())
+    whole = record.get("test") is not None
+    tests = [record["test"]] if whole else list(record["test_list"])
+    entry_point = record["entry_point"] if whole else None
+    given = given_by(prompt, record) if whole else ()
     asked = {
         "tests": tests,
         "given": given,
@@ -63,9 +60,9 @@ def code_tests_share(prompt: str, completion: str, record: Record, *, timeout_s:
 def code_stdin(prompt: str, completion: str, record: Record, *, timeout_s: float, stop: bool = True) -> Request:
     """Score 1 if the program prints record["outputs"] for record["inputs"], read from standard input, else 0.
 
-    record["compare"] is how: "token" by words, the default, "exact" by lines, "number" by words with numbers up to
-    1e-6; or record["checker"] is the source of a function `check(input, expected, output)`, which runs in the sandbox
-    too. Each input has `timeout_s`.
+    record["compare"] is how, by a function of sandbox/inside/compare.py: "token", the default, "exact", "number" or
+    "livecodebench"; or record["checker"] is the source of a function `check(input, expected, output)`, which runs in
+    the sandbox too. Each input has `timeout_s`.
     """
     asked = {
         "inputs": list(record["inputs"]),
@@ -100,22 +97,30 @@ def programs_of(
     opened = blocks.left_open(prompt)
     found = [*(blocks.programs(opened + text) if opened else ()), *blocks.programs(text)]
     whole = [text]
-    if entry_point is not None and not _defines(text, entry_point):
+    if entry_point is not None and not defines(text, {_name(entry_point)}):
         whole = [source + text for source in given or [prompt]]
         found += [source + block for source in given for block in found]
     found = [*whole, *found]  # fences in a text that compiles stand in its docstrings
     if entry_point is None and not tests:
         return tuple(sorted(found, key=lambda source: not _PRINTS.search(source)))
-    called = {name for test in tests for name in _CALLED.findall(test)}
-    names = {_name(entry_point)} if entry_point else called.difference(vars(builtins)) or called
+    names = {_name(entry_point)} if entry_point else called_by(tests)
     return tuple(sorted(found, key=lambda source: _distance(source, names)))
 
 
-def _given(text: str, entry_point: str) -> tuple[str, ...]:
-    """Return a question that defines the entry point, and its blocks that do, as it may be in words."""
-    if not _defines(text, entry_point):
-        return ()
-    return (text, *(block for block in blocks.programs(text) if _defines(block, entry_point)))
+def given_by(prompt: str, record: Record) -> tuple[str, ...]:
+    """Return the question, if it defines the entry point, and its blocks that do, as it may be in words."""
+    names = {_name(record["entry_point"])}
+    # The prompt itself may be a conversation, of which the question is a part.
+    for text in (record.get("prompt"), record.get("question"), prompt):
+        if isinstance(text, str) and defines(text, names):
+            return (text, *(block for block in blocks.programs(text) if defines(block, names)))
+    return ()
+
+
+def called_by(tests: Sequence[str]) -> set[str]:
+    """Return the names that tests call by their look, but for builtins beside others."""
+    called = {name for test in tests for name in _CALLED.findall(test)}
+    return called.difference(vars(builtins)) or called
 
 
 def _distance(source: str, names: set[str]) -> int:
@@ -132,8 +137,9 @@ def _distance(source: str, names: set[str]) -> int:
     return nearest
 
 
-def _defines(source: str, entry_point: str) -> bool:
-    return _distance(source, {_name(entry_point)}) == 0
+def defines(source: str, names: set[str]) -> bool:
+    """Return whether a source defines one of the names at its top level, by its look."""
+    return _distance(source, names) == 0
 
 
 def _name(entry_point: str) -> str:

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 
 from gspo_jax import references, signals
 from gspo_jax.parallel import hosts
-from gspo_jax.rewards import code
+from gspo_jax.rewards import code, code_records
 from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.sandbox import Request, Sandbox, Verdict
@@ -231,12 +231,15 @@ class Scorer:
     def _ask(self, name: str, row: Row) -> Future[Outcome[float]]:
         """The outcome of judging a program; what is only thought is none."""
         prompt, completion, record = row
+        wrong = code_records.defect(name, prompt, record)
+        if wrong:
+            return _done(Outcome(None, wrong))
         answer = answer_part(prompt, completion)
         if answer is None:
             return _done(Outcome(0.0))
         try:
             request = self._programs[name](prompt, answer, record, timeout_s=self._timeout_s)
-        except Exception:  # the record lacks what the reward reads
+        except Exception:  # as any reward may raise on a single row
             return _done(Outcome(None, traceback.format_exc(), raised=True))
         assert self._sandbox is not None
         return self._sandbox.submit(request, lambda verdict: _judged(name, verdict))

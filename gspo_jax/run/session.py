@@ -448,9 +448,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
             replies.interrupted = phases.noticed
         prompts = data.training_prompts(config, tokenizer, records["train"])
         held_out = data.held_out_prompts(config, tokenizer, records["test"])
-        benchmarks = {
-            label: (each, data.held_out_prompts(each.config, tokenizer, each.records)) for label, each in taken.items()
-        }
+        benchmarks = {label: (each, each.prompts(tokenizer)) for label, each in taken.items()}
         measured_on = {"the evaluation on held-out records": held_out.content | {"eval.correct": config.eval.correct}}
         measured_on |= {f"the benchmark {label}": batches.content for label, (_, batches) in benchmarks.items()}
         start = resume.start(

@@ -6,15 +6,27 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from gspo_jax.data import files, rows, tasks
-from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch, PromptStyle, eval_batches, prompt_batches
+from gspo_jax.data.pipeline import (
+    Batches,
+    Defects,
+    EvalBatches,
+    PromptBatch,
+    PromptStyle,
+    eval_batches,
+    prompt_batches,
+)
 from gspo_jax.data.records import Record
 from gspo_jax.data.rows import Source
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.parallel import processes
+from gspo_jax.rewards import code, code_records
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.setup import functions
 from gspo_jax.types import UserError
+
+Scores = Callable[[str, Record], bool]
+"""Whether a reward function, by its name, scores completions for a record; by default its source says so."""
 
 
 def load_records(config: ConfigDict, split: str) -> Sequence[Record]:
@@ -104,7 +116,7 @@ def prompt_style(config: ConfigDict) -> PromptStyle:
 
 
 def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> Batches[PromptBatch]:
-    """Endless shuffled batches of tokenised training prompts, with a checkpointable position."""
+    """Endless shuffled batches of tokenised training prompts, with a checkpointable position; see `_defects`."""
     return prompt_batches(
         records,
         tokenizer,
@@ -112,35 +124,59 @@ def training_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence
         max_prompt_length=config.data.max_prompt_length,
         seed=config.seed,
         style=prompt_style(config),
+        defect=_defects(config, None),
     )
 
 
-def held_out_prompts(config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record]) -> EvalBatches:
-    """Batches that cover every test prompt once, in order."""
+def held_out_prompts(
+    config: ConfigDict, tokenizer: Tokenizer, records: Sequence[Record], *, scores: Scores | None = None
+) -> EvalBatches:
+    """Batches that cover every test prompt once, in order; see `_defects`."""
     return eval_batches(
         records,
         tokenizer,
         prompts_per_batch=config.data.prompts_per_batch,
         max_prompt_length=config.data.max_prompt_length,
         style=prompt_style(config),
+        defect=_defects(config, scores),
     )
 
 
-def make_scorer(config: ConfigDict, *, scores: Callable[[str, Record], bool] | None = None) -> Scorer:
-    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it.
-
-    `scores` tells whether a function, by its name, scores completions for a record; by default its source does.
-    """
+def make_scorer(config: ConfigDict, *, scores: Scores | None = None) -> Scorer:
+    """The weighted reward functions, with worker processes for those that may hang; all processes have to call it."""
     own, scoring = functions.own(config), config.scoring
-    of_source = {name: tuple(source.rewards or config.rewards) for name, source in config.data.sources.items()}
     return Scorer(
         config.rewards.to_dict(),
         own=own,
         timeout_s=scoring.timeout_s,
         workers=scoring_workers(config),
         unsafe=scoring.unsafe,
-        scores=scores or (lambda name, record: not of_source or name in of_source[record[rows.SOURCE]]),
+        scores=scores or _scores(config),
     )
+
+
+def _scores(config: ConfigDict) -> Scores:
+    of_source = {name: tuple(source.rewards or config.rewards) for name, source in config.data.sources.items()}
+    return lambda name, record: not of_source or name in of_source[record[rows.SOURCE]]
+
+
+def _defects(config: ConfigDict, scores: Scores | None) -> Defects:
+    """Return record -> what keeps a reward for programs that counts from scoring anything for it; "" if nothing does.
+
+    Such a record is left out before any work. A reward that is only recorded may lack what it reads.
+    """
+    scores, decides = scores or _scores(config), correct_for(config)
+    names = [name for name in config.rewards if name in code.__all__]
+
+    def defect(record: Record) -> str:
+        reasons = (
+            code_records.defect(name, record["question"], record)
+            for name in names
+            if scores(name, record) and (config.rewards[name] or name == decides(record))
+        )
+        return next(filter(None, reasons), "")
+
+    return defect
 
 
 def scoring_workers(config: ConfigDict) -> int:

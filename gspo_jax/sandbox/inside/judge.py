@@ -32,6 +32,7 @@ _LOOK_S = 0.02
 """Seconds between two looks at the memory of running programs."""
 _WHY_CHARACTERS = 200
 """Characters of the reason why a program failed."""
+_WRONG = "wrong output"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _USUAL = (
     *("bisect", "cmath", "copy", "fractions", "functools", "heapq", "io", "itertools", "math", "operator"),
@@ -113,21 +114,39 @@ class Judge:
         passed, first = [], ""
         for text, expected in zip(request["inputs"], request["expected"], strict=True):
             output, why = self._run_program(request, text, limits)
-            right = not why and self._is_right(request, text, expected, output, limits)
-            passed.append(right)
-            first = first or ("" if right else why or "wrong output")
-            if request["stop"] and not right:
+            why = why or self._fault(request, text, expected, output, limits)
+            passed.append(not why)
+            first = first or why
+            if request["stop"] and why:
                 break
         return {"passed": passed + [False] * (len(request["inputs"]) - len(passed)), "why": first}
 
-    def _is_right(self, request: Mapping[str, Any], text: str, expected: str, output: str, limits: Limits) -> bool:
+    def _fault(self, request: Mapping[str, Any], text: str, expected: str, output: str, limits: Limits) -> str:
+        """Return why an output is not the right one; "" if it is.
+
+        A checker that breaks on it, and accepts what is expected, is broken by the program.
+
+        Raises:
+          Broken: the checker is at fault.
+        """
         if not request.get("checker"):
-            return same(expected, output, request["compare"])
-        job = {"checker": request["checker"], "input": text, "expected": expected, "output": output}
+            return "" if same(expected, output, request["compare"]) else _WRONG
+        try:
+            return "" if self._accepts(request["checker"], text, expected, output, limits) else _WRONG
+        except Broken:
+            if output == expected or not self._accepts(request["checker"], text, expected, expected, limits):
+                raise
+        try:  # once more, since the machine may have been busy
+            return "" if self._accepts(request["checker"], text, expected, output, limits) else _WRONG
+        except Broken as broken:
+            return f"on the program's output, {broken}"[:_WHY_CHARACTERS]
+
+    def _accepts(self, checker: str, text: str, expected: str, output: str, limits: Limits) -> bool:
+        """Return the verdict of a checker; raises Broken if it gives none."""
         with self._processes(limits) as running:
             channel = running.start("check_output")
             try:
-                channel.send(job)
+                channel.send({"checker": checker, "input": text, "expected": expected, "output": output})
                 verdict = running.receive(channel)
             except (_Stopped, EOFError, OSError, ValueError, RecursionError) as error:
                 raise Broken(f"the checker gave no verdict: {str(error) or 'it ended'}") from None
@@ -157,10 +176,14 @@ class Judge:
 
     def _run_program(self, request: Mapping[str, Any], text: str, limits: Limits) -> tuple[str, str]:
         """Return what a program prints, and why it did not end well, if so."""
+        try:
+            given = text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise Broken("an input is not Unicode text") from None
         with self._processes(limits) as running, contextlib.ExitStack() as stack:
             ends = [stack.enter_context(end) for _ in range(2) for end in socket.socketpair()]
             (read, stdout), (errors, stderr) = zip(ends[::2], ends[1::2], strict=True)
-            stdin = stack.enter_context(_file_of(text.encode("utf-8", "surrogateescape")))
+            stdin = stack.enter_context(_file_of(given))
             channel = running.start("run_program", inherited=[end.fileno() for end in (stdin, stdout, stderr)])
             for end in (stdin, stdout, stderr):
                 end.close()

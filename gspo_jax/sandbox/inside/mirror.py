@@ -19,6 +19,8 @@ from .world import fingerprint, shared_source
 
 _SEEN = {"builtins": ("print", "input", "open"), "time": ("time", "sleep"), "random": ("random", "randint")}
 """Functions that a test may put its own in the place of, which the program would not see."""
+_READ_THERE = ("iterator", "stream")
+"""Kinds of values of the tests that a program may read in a way that only its own process can tell."""
 _WAIT_S = 1.0
 """Seconds for which a thread of a test waits for another one that has asked the program."""
 
@@ -45,8 +47,7 @@ class Program(Border):
         """Numbers of mirrors that came of calculating with plain data of the tests."""
         self.broken = ""
         """Why the test can't be judged; it may have caught the exception that said so."""
-        self.raised: BaseException | None = None
-        """The last exception of the program."""
+        self._raised: list[BaseException] = []
         self.globals: Mapping[str, Any] = {}
         """Global names of the tests."""
         self.settled: set[str] = set()
@@ -87,10 +88,14 @@ class Program(Border):
             return found
         if not isinstance(found, BaseException):
             raise TypeError("the program raised what is no exception")
-        if type(found) is NameError and found.name in self.globals:
+        if type(found) is NameError and found.name in self.globals and not found.name.startswith(("__", "(")):
             self.cannot(f"the program uses {found.name}, which a test defines")
-        self.raised = found
+        self._raised.append(found)
         raise found
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return whether an exception is the program's."""
+        return any(error is raised for raised in self._raised)
 
     def _ask(self, operation: str, asked: tuple[Any, ...]) -> tuple[Any, bool]:
         """Return what the program answers, and whether it raises that."""
@@ -111,7 +116,10 @@ class Program(Border):
             if text and stream is not own:  # a test looks at what is printed
                 stream.write(str(text))
         if "broken" in answer:
-            self.cannot(str(answer["broken"]))
+            why = str(answer["broken"])
+            if any(entry.kind in _READ_THERE and number % 2 == 0 for number, entry in self._entries.items()):
+                self.cannot(why)
+            return RuntimeError(why), True  # the program's process may say so of any test
         return self._read(answer), bool(answer.get("raised"))
 
     def _read(self, message: dict[str, Any]) -> Any:
@@ -230,8 +238,20 @@ class Program(Border):
                 "source": next(filter(None, sources), ""),
                 "fields": getattr(kind, "_fields", None),
             }
+            if not (kind.__name__ in self.names or header["fields"] or self._stands_alone(header["source"])):
+                raise Unsendable(f"a test hands over a {kind.__name__}, a class that the program does not have")
             self._own[kind] = self.share(kind, "class", header)[1]
         return ["@", self._own[kind]]
+
+    def _stands_alone(self, source: str) -> bool:
+        """Return whether the program can make a class from its source."""
+        try:
+            exec(compile(source, "tests.py", "exec"), {})
+        except NameError as error:
+            return error.name in self.names
+        except Exception:
+            return False
+        return source != ""
 
     # What stands for the program's values.
 

@@ -8,6 +8,7 @@ process can only fail.
 import atexit
 import contextlib
 import io
+import math
 import os
 import sys
 import threading
@@ -67,11 +68,14 @@ def check_output() -> None:
     """Call `check(input, expected, output)` of a checker that comes through descriptor 3; its verdict goes there."""
     channel = Channel.of(3)
     job = channel.receive()
+    sys.set_int_max_str_digits(0)
     names = new_module("checker")
     try:
         exec(compile(job["checker"], "checker.py", "exec"), names)
-        verdict = names["check"](job["input"], job["expected"], job["output"])
-        channel.send({"passed": float(verdict) > 0.5})
+        verdict = float(names["check"](job["input"], job["expected"], job["output"]))
+        if math.isnan(verdict):
+            raise ValueError("its verdict is no number")
+        channel.send({"passed": verdict > 0.5})
     except BaseException as error:
         channel.send({"broken": f"the checker: {describe(error)}"})
 

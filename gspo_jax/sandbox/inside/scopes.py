@@ -1,6 +1,7 @@
 """Which names a source binds and which it looks up, as the interpreter sees it; none of it is run."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -8,17 +9,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import symtable
 
+_BEGINS_WITH_ASSERT = re.compile(r"^[ \t]*(?:assert|raise)\b", re.MULTILINE)
+_ASSERTS = re.compile(r"assert|fail|raises|warns|exit|abort", re.IGNORECASE)
+"""What is in the names of functions that end a test, such as `assertEqual`, `pytest.raises` and `sys.exit`."""
+
+
+def asserts(source: str) -> bool:
+    """Return whether a source has an `assert` or `raise`, or names a function that by its look does the same."""
+    return _BEGINS_WITH_ASSERT.search(source) is not None or any(
+        isinstance(node, ast.Assert | ast.Raise)
+        or (isinstance(node, ast.Name) and _ASSERTS.search(node.id))
+        or (isinstance(node, ast.Attribute) and _ASSERTS.search(node.attr))
+        for node in _nodes(source)
+    )
+
 
 def bound(source: str) -> set[str]:
     """Return the names that a module binds: its variables, functions, classes and imports."""
     tables = list(_tables(source))
-    found = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned()} if tables else set()
-    return found | {
-        symbol.get_name()
-        for table in tables[1:]
-        for symbol in table.get_symbols()
-        if symbol.is_declared_global() and symbol.is_assigned()
-    }
+    found = {symbol for table in tables[:1] for symbol in table.get_symbols()}
+    found |= {symbol for table in tables[1:] for symbol in table.get_symbols() if symbol.is_declared_global()}
+    return {symbol.get_name() for symbol in found if symbol.is_assigned() or symbol.is_imported()}
 
 
 def imported(source: str) -> set[str]:
@@ -31,6 +42,19 @@ def imported(source: str) -> set[str]:
                 names = set(vars(sys.modules[node.module])) if node.module in sys.modules else set()
             found |= names
     return found
+
+
+def modules(source: str) -> set[str]:
+    """Return the names that a source binds to modules."""
+    imports = (node for node in _nodes(source) if isinstance(node, ast.Import))
+    return {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+
+
+def owners(source: str) -> set[str]:
+    """Return the names of which a source takes attributes: `m` of `f(m.x)`."""
+    return {
+        node.value.id for node in _nodes(source) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
 
 
 def looked_up(source: str) -> set[str]:

@@ -2,12 +2,14 @@
 
 import ast
 import builtins
+import contextlib
 import importlib
 import os
 import random
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +32,9 @@ _CHANGES: dict[str, Callable[..., bool]] = {
 """Functions by which a test changes the world around it, and when; its program has another one."""
 _REACHING = frozenset({"eval", "exec", "globals", "locals", "vars", "getattr", "__import__", "sys", "importlib"})
 """Names through which a test may look up any other."""
-_LACKS = (ModuleNotFoundError, FileNotFoundError, Unrunnable)
+_LACKS = (ImportError, FileNotFoundError, Unrunnable)
 """What a test raises that lacks something."""
+_NO_CALL = "'module' object is not callable"
 _IS = "(is)"
 """The name of what stands for `is` in tests."""
 
@@ -79,12 +82,22 @@ class _Names(dict[str, Any]):
         mine = {name for name in self._program.names if _is_known(name)}
         if not mine:
             return
-        names, taken = ({n for source in sources for n in of(source)} for of in (scopes.looked_up, scopes.values))
-        names -= {name for source in sources for name in scopes.bound(source)}
-        called = {name for name in names & taken if name in sys.stdlib_module_names and not hasattr(builtins, name)}
+        names, taken, owners, bound, modules = (
+            {name for source in sources for name in of(source)}
+            for of in (scopes.looked_up, scopes.values, scopes.owners, scopes.bound, scopes.modules)
+        )
+        called = (names & taken) - (bound - (modules - owners))
+        called = {name for name in called if name in sys.stdlib_module_names and not hasattr(builtins, name)}
+        names -= bound
         others = called or names & _REACHING or {name for name in names if not _is_known(name)}
         rest = set() if others else mine & names
         self._subjects = (mine & called) | (rest if len(rest) == 1 else set()), rest
+
+    def forget_modules(self) -> None:
+        """Forget what a set-up has imported under the names that are the program's."""
+        for name in self._subjects[0]:
+            if _is_module(self.get(name)):
+                del self[name]
 
     def __missing__(self, name: str) -> Any:
         if name in self._found:
@@ -108,6 +121,10 @@ class _Names(dict[str, Any]):
 
 def _is_known(name: str) -> bool:
     return hasattr(builtins, name) or name in sys.stdlib_module_names
+
+
+def _is_module(value: Any) -> typing.TypeGuard[types.ModuleType]:
+    return type(value) is types.ModuleType  # and not what says that it is one
 
 
 class _Module(types.ModuleType):
@@ -189,6 +206,9 @@ class _Tests:
             self._watch(module, name, changes)
         self.program = Program(channel)
         self._job, self._names = job, _Names(self.program)
+        self._compiled: dict[str, types.CodeType] = {}
+        self._candidate: Any = None
+        """The function or class of the program that is tested, if the job names its entry point."""
         self._names[_IS] = self._is
         for name in ("tests", "__main__"):
             sys.modules[name] = _Module(name, self._names)
@@ -207,11 +227,15 @@ class _Tests:
         world = shared_source(job["setup"]) if job["setup"] else {}
         entry = job["entry_point"]
         given = given_source(choose(job["given"]), _begun_with(entry)) if entry and job["given"] else ""
+        self._check_sources(given)
         try:
             program.names = frozenset(program.do("load", "\n".join([*world.values(), given])))
-        except NameError as error:
-            if error.name in scopes.bound(job["setup"]):
+        except BrokenTest:
+            raise
+        except BaseException as error:
+            if isinstance(error, NameError) and error.name in scopes.bound(job["setup"]):
                 program.cannot(f"the program uses {error.name}, which the set-up defines")
+            self._check_without_program()
             raise
         # What the prompt gives, such as helpers, is the tests' own, and not what a program has made of it.
         try:
@@ -226,10 +250,11 @@ class _Tests:
         program.asked = 0
         if entry is None:
             names.are_tested_by([job["setup"], *job["tests"]])
-        self._run(job["setup"])
+        self._set_up()
+        names.forget_modules()
         if entry is not None:
             asked = program.asked
-            names[entry] = program.name(entry) if entry.isidentifier() else eval(entry, names)
+            self._candidate = names[entry] = program.name(entry) if entry.isidentifier() else eval(entry, names)
             program.asked = asked
         program.globals, program.settled = names, set(names)
         seed = random.seed
@@ -239,6 +264,43 @@ class _Tests:
             program.do("seed", *args)
 
         random.seed = seeded
+
+    def _check_sources(self, given: str) -> None:
+        """Raise BrokenTest if a test does not compile, or none can fail."""
+        job = self._job
+        for source in (job["setup"], *job["tests"]):
+            self._compile(source)
+        if not any(map(scopes.asserts, (*job["tests"], job["setup"], given))):
+            self.program.cannot("the tests assert nothing" if job["tests"] else "there are no tests")
+
+    def _check_without_program(self) -> None:
+        """Raise BrokenTest if no program would do: there is none, since it does not load."""
+        self.program.asked = 0
+        try:
+            exec(self._job["prelude"], {"__name__": "program"})
+        except BaseException as error:
+            self.program.cannot(f"the prelude: {_said(error)}")
+        with contextlib.suppress(NameError):
+            self._set_up()
+        for test in self._job["tests"]:
+            try:
+                self._run(test)
+            except BaseException as error:
+                if self.lacks(error):
+                    self.program.cannot(f"a test: {_said(error)}")
+        if self._job["entry_point"] is None and not any(map(scopes.looked_up, self._job["tests"])):
+            self.program.cannot("the tests ask nothing of the program")
+
+    def _set_up(self) -> None:
+        """Run the set-up; it is at fault for what it raises, unless it needs the program."""
+        try:
+            self._run(self._job["setup"])
+        except (BrokenTest, NameError):
+            raise
+        except BaseException as error:
+            if not self.program.asked:
+                self.program.cannot(f"the set-up of a test: {_said(error)}")
+            raise
 
     def failure(self, test: str) -> str | None:
         """Run a test and return why it fails; None if it passes."""
@@ -252,7 +314,7 @@ class _Tests:
         except BrokenTest:
             return "the test can't be judged"
         except SystemExit as end:  # as unittest.main() ends
-            return None if end is not self.program.raised and not end.code else _said(end)
+            return None if not self.program.has_raised(end) and not end.code else _said(end)
         except BaseException as error:
             if self.lacks(error):
                 self.program.broken = self.program.broken or f"a test: {_said(error)}"
@@ -266,7 +328,7 @@ class _Tests:
         """
         names = self._names
         if self._job["entry_point"] is not None and "check" in names:
-            names["check"](names[self._job["entry_point"]])
+            names["check"](self._candidate)
             return
         new = {n: v for n, v in names.items() if before.get(n) is not v and isinstance(v, type | types.FunctionType)}
         run = scopes.values(test) if new and self.program.asked > asked else set()
@@ -276,14 +338,29 @@ class _Tests:
 
     def lacks(self, error: BaseException) -> bool:
         """Return whether a test lacks a module, file or runner of its own, and not of the program."""
-        return isinstance(error, _LACKS) and error is not self.program.raised
+        if self.program.has_raised(error):
+            return False
+        return isinstance(error, _LACKS) or self._takes_a_module(error)
+
+    def _takes_a_module(self, error: BaseException) -> bool:
+        """Return whether a test has called a module, or looked in it, that is named like a function of the program."""
+        if type(error) is AttributeError:
+            return _is_module(error.obj) and error.obj.__name__ in self.program.names
+        if type(error) is not TypeError or not str(error).startswith(_NO_CALL):
+            return False
+        values = {name: self._names.get(name) for name in self.program.names}
+        return any(_is_module(value) and value.__name__ == name for name, value in values.items())
 
     def _run(self, source: str) -> None:
-        try:
-            code = compile(_asking_for_identity(source), "tests.py", "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            self.program.cannot(f"a test does not compile: {error}")
-        exec(code, self._names)
+        exec(self._compile(source), self._names)
+
+    def _compile(self, source: str) -> types.CodeType:
+        if source not in self._compiled:
+            try:
+                self._compiled[source] = compile(_asking_for_identity(source), "tests.py", "exec")
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                self.program.cannot(f"a test does not compile: {error}")
+        return self._compiled[source]
 
     def _is(self, one: Any, other: Any) -> bool:
         """Return whether two values are the same one; equal copies of what crossed might be, in one process."""
