@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -29,10 +30,16 @@ from .world import add_builtins
 _SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
 _LOOK_S = 0.02
-"""Seconds between two looks at the memory of running programs."""
+"""Seconds between two looks at what running programs use."""
+_OWN = 0.9
+"""Share of its time in which a program ran, or slept, and did not wait for a processor, if others are not to blame."""
+_BUFFER_BYTES = 208 << 10
+"""What a socket holds at most that is not read; the memory of no process. Pipes hold less."""
 _WHY_CHARACTERS = 200
 """Characters of the reason why a program failed."""
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MEMORY = re.compile(rb"^(?:RssAnon|VmSwap):\s+(\d+)", re.MULTILINE)
+"""Lines of /proc/PID/status: KiB that a process shares with no file."""
 _USUAL = (
     *("bisect", "cmath", "copy", "fractions", "functools", "heapq", "io", "itertools", "math", "operator"),
     *("queue", "random", "re", "statistics", "string", "typing"),
@@ -52,6 +59,10 @@ class _Stopped(RuntimeError):
     """A program was killed; the message says for what."""
 
 
+class _Starved(RuntimeError):
+    """A program's time was over, and for most of it other programs had the processor."""
+
+
 def main() -> None:
     """Answer requests until standard input closes."""
     prepare()
@@ -64,6 +75,8 @@ def main() -> None:
     for line in requests:
         try:
             reply = judge.answer(json.loads(line))
+        except _Starved:
+            reply = {"starved": True}
         except (Broken, SpawnError, OSError) as error:
             reply = {"broken": str(error)}
         replies.write(json.dumps(reply).encode() + b"\n")
@@ -88,7 +101,7 @@ class Judge:
         self._nothing = os.open(os.devnull, os.O_RDWR)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, or `{"broken": text}`.
+        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, `{"broken": text}` or `{"starved": True}`.
 
         Args:
           request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
@@ -127,7 +140,7 @@ class Judge:
         with self._processes(limits) as running:
             channel = running.start("check_output")
             try:
-                channel.send(job)
+                running.send(channel, job)
                 verdict = running.receive(channel)
             except (_Stopped, EOFError, OSError, ValueError, RecursionError) as error:
                 raise Broken(f"the checker gave no verdict: {str(error) or 'it ended'}") from None
@@ -143,7 +156,7 @@ class Judge:
                 running.spawn("answer_calls", program.fileno())
                 channel = running.start("run_tests", tests.fileno())
             try:
-                channel.send({name: request[name] for name in _TESTED})
+                running.send(channel, {name: request[name] for name in _TESTED})
                 while "why" not in (verdict := running.receive(channel)):
                     if "broken" in verdict:
                         raise Broken(verdict["broken"])
@@ -165,7 +178,7 @@ class Judge:
             for end in (stdin, stdout, stderr):
                 end.close()
             try:
-                channel.send({"program": request["program"], "prelude": request["prelude"]})
+                running.send(channel, {"program": request["program"], "prelude": request["prelude"]})
                 output, said = running.read(read, errors)
                 why = running.ended_badly()
                 if why:
@@ -191,7 +204,8 @@ class _Processes:
 
     def __init__(self, spawner: Spawner, limits: Limits, *, isolated: bool, nothing: int) -> None:
         self._spawner, self._limits, self._isolated, self._nothing = spawner, limits, isolated, nothing
-        self._deadline = time.monotonic() + limits.wall_s
+        self._begun = self._looked = time.monotonic()
+        self._deadline = self._begun + limits.wall_s
         self._pids: list[int] = []
         self._channels: list[Channel] = []
 
@@ -199,6 +213,8 @@ class _Processes:
         """Start a process with `inherited`, or nothing, as 0, 1 and 2, and `descriptors` as 3 …; return its pid."""
         pid = self._spawner.spawn(role, self._limits, [*(inherited or [self._nothing] * 3), *descriptors])
         self._pids.append(pid)
+        self._begun = self._looked = time.monotonic()  # what it takes to start processes is not the program's
+        self._deadline = self._begun + self._limits.wall_s
         return pid
 
     def start(self, role: str, *descriptors: int, inherited: Sequence[int] = ()) -> Channel:
@@ -206,18 +222,34 @@ class _Processes:
         ours, theirs = socket.socketpair()
         with theirs:
             self.spawn(role, theirs.fileno(), *descriptors, inherited=inherited)
-        ours.settimeout(self._left())
+        ours.settimeout(self._limits.wall_s + self._limits.patience_s)
         self._channels.append(Channel(ours))
         return self._channels[-1]
 
+    def send(self, channel: Channel, message: Any) -> None:
+        """Send a message to a process; raises like Channel.send, and if limits are exceeded."""
+        with self._late_is_stopped():
+            channel.send(message)
+
     def receive(self, channel: Channel) -> Any:
-        """Return the next message of a process; raises like Channel.receive, and _Stopped if limits are exceeded."""
+        """Return the next message of a process; raises like Channel.receive, and if limits are exceeded."""
         while not select.select([channel.socket], [], [], min(_LOOK_S, self._left()))[0]:
-            self._check()
-        return channel.receive()
+            self._check_time()
+            self._check_use()
+        self._check_use()
+        with self._late_is_stopped():
+            return channel.receive()
+
+    @contextlib.contextmanager
+    def _late_is_stopped(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            self._deadline = 0.0
+            self._check_time()
 
     def read(self, stdout: socket.socket, stderr: socket.socket) -> tuple[bytes, bytes]:
-        """Read what a process prints until it ends; raises _Stopped if limits are exceeded."""
+        """Read what a process prints until it ends; raises if limits are exceeded."""
         end = os.pidfd_open(self._pids[0])
         found = {stdout: bytearray(), stderr: bytearray()}
         for side in found:
@@ -226,8 +258,10 @@ class _Processes:
             reading, ended = [stdout, stderr], False
             while reading and not ended:
                 ready = select.select([*reading, end], [], [], min(_LOOK_S, self._left()))[0]
-                self._check()
                 ended = end in ready
+                if not ended:
+                    self._check_time()
+                    self._check_use()
                 if ended:  # what it has started ends with it, and what was printed is there
                     self._kill()
                     ready = reading
@@ -259,7 +293,7 @@ class _Processes:
             pid, status = os.waitpid(self._pids[0], os.WNOHANG)
             if pid:
                 break
-            self._check()
+            self._check_time()
             time.sleep(0.001)
         del self._pids[0]
         code = os.waitstatus_to_exitcode(status)
@@ -293,13 +327,29 @@ class _Processes:
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _check(self) -> None:
-        """Raise _Stopped if time or memory is used up."""
-        if not self._left():
+    def _check_time(self) -> None:
+        """Raise _Stopped or _Starved if time is up; there is more if the program waited for a processor so far."""
+        if self._left():
+            return
+        passed = time.monotonic() - self._begun
+        waited = min(sum(map(_waited_s, self._all())), self._limits.patience_s)
+        if passed - waited >= _OWN * self._limits.wall_s:
             raise _Stopped(f"no end within {self._limits.wall_s:g} s")
-        used = sum(map(_resident_bytes, self._all()))
-        if used > self._limits.memory_bytes:
-            raise _Stopped(f"more than {self._limits.memory_bytes >> 20} MiB of memory")
+        if passed >= self._limits.wall_s + self._limits.patience_s:
+            raise _Starved
+        self._deadline = self._begun + self._limits.wall_s + waited
+
+    def _check_use(self) -> None:
+        """Raise _Stopped if the processes have used up what they may use together, if the last look was a while ago."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_S:
+            return
+        self._looked, limits, processes = now, self._limits, self._all()
+        if sum(map(_processor_s, processes)) > limits.processor_s:
+            raise _Stopped(f"more than {limits.processor_s:g} s of processor time")
+        buffers = len(processes) * limits.files * _BUFFER_BYTES
+        if sum(map(_memory_bytes, processes)) + buffers > limits.memory_bytes:
+            raise _Stopped(f"more than {limits.memory_bytes >> 20} MiB of memory")
 
     def _all(self) -> list[int]:
         """All processes of the test; without namespaces, those that were started for it."""
@@ -328,11 +378,31 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
-def _resident_bytes(pid: int) -> int:
-    """Return the memory of a process that it shares with no file; 0 if it has ended."""
+def _memory_bytes(pid: int) -> int:
+    """Return the memory of a process that it shares with no file, in swap space, too; 0 if it has ended."""
+    return 1024 * sum(map(int, _MEMORY.findall(_read(f"/proc/{pid}/status"))))
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time of a process and of its children that have ended; 0 if it is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS
+
+
+def _waited_s(pid: int) -> float:
+    """Return the time for which the threads of a process could have run, and had no processor; 0 if it is gone."""
     try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = file.read().split()
+        threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return 0
-    return (int(resident) - int(shared)) * _PAGE
+        return 0.0
+    found = [_read(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    return sum(int(fields[1]) for fields in found if fields) / 1e9
+
+
+def _read(place: str) -> bytes:
+    """Return the content of a file of /proc; b"" if its process is gone."""
+    try:
+        with open(place, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

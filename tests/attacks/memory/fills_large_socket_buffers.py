@@ -16,9 +16,9 @@ for _ in range(4):
                         pass
         except OSError:
             pass
-        os.write(told, b'%d ' % (held >> 20))
+        os.write(told, b'%9d' % (held >> 20))
         time.sleep(99)
 held = 0
 for _ in range(4):
-    held += int(os.read(tell, 9).split()[0])
+    held += int(os.read(tell, 9))
 print([held] * (held > 64))
