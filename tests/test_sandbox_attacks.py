@@ -156,6 +156,21 @@ def test_a_right_program_beside_attacks_passes(attack):
         os.sched_setaffinity(0, processors)
 
 
+def test_a_program_that_waited_for_a_processor_is_tried_again():
+    """While everything else on this machine, for a while, takes what there is."""
+    right = "import time\nwhile time.process_time() < 0.1:\n    pass\nprint(1)"
+    hog = "import os, time\nuntil = time.monotonic() + 2.3\nfor _ in range(6):\n    os.fork()\nos.setsid()\n"
+    hog += "while time.monotonic() < until:\n    pass"
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        with Sandbox(workers=1) as one, subprocess.Popen([sys.executable, "-c", hog]):
+            time.sleep(0.3)
+            assert run(one, right).output == "1\n"
+    finally:
+        os.sched_setaffinity(0, processors)
+
+
 def test_a_flood_of_output_is_cut(sandbox):
     assert "bytes of output" in run(sandbox, "while True:\n    print('x' * 10000)").why
 

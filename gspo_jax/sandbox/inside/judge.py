@@ -32,7 +32,7 @@ _SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.02
 """Seconds between two looks at what running programs use."""
 _OWN = 0.9
-"""Share of its time in which a program ran, or slept, and did not wait for a processor, if others are not to blame."""
+"""Share of its time in which a program ran, or slept, if others are not to blame that it has not ended."""
 _BUFFER_BYTES = 208 << 10
 """What a socket holds at most that is not read; the memory of no process. Pipes hold less."""
 _WHY_CHARACTERS = 200
@@ -331,13 +331,14 @@ class _Processes:
         """Raise _Stopped or _Starved if time is up; there is more if the program waited for a processor so far."""
         if self._left():
             return
-        passed = time.monotonic() - self._begun
-        waited = min(sum(map(_waited_s, self._all())), self._limits.patience_s)
-        if passed - waited >= _OWN * self._limits.wall_s:
-            raise _Stopped(f"no end within {self._limits.wall_s:g} s")
-        if passed >= self._limits.wall_s + self._limits.patience_s:
+        limits, processes, passed = self._limits, self._all(), time.monotonic() - self._begun
+        waited = sum(map(_waited_s, processes))
+        own = max(passed - waited, sum(map(_processor_s, processes)))  # they may also have waited for each other
+        if own >= _OWN * limits.wall_s or not limits.patience_s:
+            raise _Stopped(f"no end within {limits.wall_s:g} s")
+        if passed >= limits.wall_s + limits.patience_s:
             raise _Starved
-        self._deadline = self._begun + self._limits.wall_s + waited
+        self._deadline = self._begun + limits.wall_s + min(waited, limits.patience_s)
 
     def _check_use(self) -> None:
         """Raise _Stopped if the processes have used up what they may use together, if the last look was a while ago."""
