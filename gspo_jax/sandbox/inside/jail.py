@@ -22,9 +22,8 @@ _INSIDE = 1000
 _NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUTS."""
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT = 1, 2, 4, 32
-_SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 4, 38, 22, 2
+_GET_DUMPABLE, _SET_DUMPABLE, _SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 3, 4, 38, 22, 2
 _CAPABILITIES_VERSION = 0x20080522
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,13 @@ _CALL_FILTER = ctypes.create_string_buffer(call_filter())
 """Made before any process is forked."""
 
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CALLS = {name: getattr(_LIBC, name) for name in ("capset", "mount", "prctl", "unshare")}
+"""Found before any process is forked, which then need not search."""
+_CALLS["prctl"](_GET_DUMPABLE, 0, 0, 0, 0)  # a first call makes what all later ones use
+
+
 def _call(name: str, *arguments: int | bytes | None) -> None:
-    if getattr(_LIBC, name)(*arguments):
+    if _CALLS[name](*arguments):
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
