@@ -30,7 +30,8 @@ SECRET = "the expected output is 7319"
 ATTACKS = Path(__file__).parent / "attacks"
 """Programs that try to pass the tests without the function, or use up what there is (forgeries); that print what they
 got hold of, and an empty list if that is nothing (escapes), or how many MiB they hold that no process of theirs is seen
-to hold, if that is much (memory); classes that try to be what a test compares them with (objects); hostile checkers."""
+to hold, if that is much (memory); classes that try to be what a test compares them with (objects); hostile checkers;
+and, beside them, programs that are right and use much of what there is."""
 
 
 def attacks(group):
@@ -108,6 +109,11 @@ def test_nothing_is_found(sandbox, attack):
     assert verdict.output.strip().replace(" 0", "") == "[]", verdict
 
 
+@attacks("right")
+def test_a_program_that_means_no_harm_passes(sandbox, attack):
+    assert functions(sandbox, attack, wall_s=5).passed == (True, True)
+
+
 @attacks("memory")
 def test_no_memory_is_held_that_is_not_counted(sandbox, attack):
     verdict = run(sandbox, attack, wall_s=10)
@@ -118,8 +124,9 @@ def test_no_memory_is_held_that_is_not_counted(sandbox, attack):
 def test_processes_share_one_budget_of_processor_time(sandbox, seconds):
     """Though none of them uses it up."""
     program = (
-        f"import os, time\nfor number in range(1000):\n    if os.fork() == 0:\n        while time.process_time() < {seconds}:\n"
-        "            pass\n        os._exit(0)\n    if number >= 6:\n        os.wait()"
+        "import os, time\nfor number in range(1000):\n    if os.fork() == 0:\n"
+        f"        while time.process_time() < {seconds}:\n            pass\n"
+        "        os._exit(0)\n    if number >= 6:\n        os.wait()"
     )
     why = [run(sandbox, program, wall_s=2).why for _ in range(2)]
     if os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0)) and not any("of processor time" in each for each in why):
@@ -139,7 +146,9 @@ def test_a_lock_is_seen_by_no_other_program():
         assert [future.result().output for future in asked] == ["taken\n"] * 2
 
 
-@pytest.mark.parametrize("attack", ["loops_in_sixty_sessions", "loops_in_children_that_end", "starts_threads_without_end"])
+@pytest.mark.parametrize(
+    "attack", ["loops_in_sixty_sessions", "loops_in_children_that_end", "starts_threads_without_end"]
+)
 def test_a_right_program_beside_attacks_passes(attack):
     """Though it needs most of its time, of a processor that it shares with them."""
     right = "import time\ndef f(x):\n    while time.process_time() < 0.3:\n        pass\n    return x + 1"

@@ -144,7 +144,7 @@ def _command(*, unsafe: bool) -> list[str]:
     for folder in _packages():
         words += ["--tmpfs", folder, "--remount-ro", folder]
     words += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/dev/shm", "--symlink", "full", "/dev/zero"]
-    words += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    words += [word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     words += ["--symlink", "/proc/self/fd", "/dev/fd"]

@@ -34,7 +34,7 @@ _LOOK_S = 0.02
 _OWN = 0.9
 """Share of its time in which a program ran, or slept, if others are not to blame that it has not ended."""
 _BUFFER_BYTES = 208 << 10
-"""What a socket holds at most that is not read; the memory of no process. Pipes hold less."""
+"""What a socket may hold that is not read, which is the memory of no process; a pipe holds less."""
 _WHY_CHARACTERS = 200
 """Characters of the reason why a program failed."""
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -101,7 +101,7 @@ class Judge:
         self._nothing = os.open(os.devnull, os.O_RDWR)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, `{"broken": text}` or `{"starved": True}`.
+        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, `{"broken": text}`, `{"starved": True}`.
 
         Args:
           request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
@@ -348,8 +348,7 @@ class _Processes:
         self._looked, limits, processes = now, self._limits, self._all()
         if sum(map(_processor_s, processes)) > limits.processor_s:
             raise _Stopped(f"more than {limits.processor_s:g} s of processor time")
-        buffers = len(processes) * limits.files * _BUFFER_BYTES
-        if sum(map(_memory_bytes, processes)) + buffers > limits.memory_bytes:
+        if sum(_memory_bytes(pid, limits.files) for pid in processes) > limits.memory_bytes:
             raise _Stopped(f"more than {limits.memory_bytes >> 20} MiB of memory")
 
     def _all(self) -> list[int]:
@@ -379,9 +378,19 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
-def _memory_bytes(pid: int) -> int:
-    """Return the memory of a process that it shares with no file, in swap space, too; 0 if it has ended."""
-    return 1024 * sum(map(int, _MEMORY.findall(_read(f"/proc/{pid}/status"))))
+def _memory_bytes(pid: int, files: int) -> int:
+    """Return the memory of a process that it shares with no file, and what its descriptors may hold; 0 if it has ended.
+
+    What is in swap space counts as well. Kernels before 6.2 do not tell how many descriptors there are.
+    """
+    found = _MEMORY.findall(_read(f"/proc/{pid}/status"))
+    if not found:
+        return 0
+    try:
+        descriptors = os.stat(f"/proc/{pid}/fd").st_size or files
+    except OSError:
+        return 0
+    return 1024 * sum(map(int, found)) + descriptors * _BUFFER_BYTES
 
 
 def _processor_s(pid: int) -> float:
