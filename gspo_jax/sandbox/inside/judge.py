@@ -237,6 +237,8 @@ class _Processes:
             self._check_time()
             self._check_use()
         self._check_use()
+        if time.monotonic() > self._begun + 2 * self._limits.wall_s:  # there may be a message at every look
+            self._check_time()
         with self._late_is_stopped():
             return channel.receive()
 
@@ -259,12 +261,12 @@ class _Processes:
             while reading and not ended:
                 ready = select.select([*reading, end], [], [], min(_LOOK_S, self._left()))[0]
                 ended = end in ready
-                if not ended:
-                    self._check_time()
-                    self._check_use()
                 if ended:  # what it has started ends with it, and what was printed is there
                     self._kill()
                     ready = reading
+                else:
+                    self._check_time()
+                    self._check_use()
                 for side in [side for side in reading if side in ready]:
                     if not self._read(side, found[side], to_the_end=ended):
                         reading.remove(side)
@@ -294,6 +296,7 @@ class _Processes:
             if pid:
                 break
             self._check_time()
+            self._check_use()
             time.sleep(0.001)
         del self._pids[0]
         code = os.waitstatus_to_exitcode(status)
