@@ -33,13 +33,13 @@ _LOOK_S = 0.02
 """Seconds between two looks at what running programs use."""
 _OWN = 0.9
 """Share of its time in which a program ran, or slept, if others are not to blame that it has not ended."""
-_BUFFER_BYTES = 208 << 10
-"""What a socket may hold that is not read, which is the memory of no process; a pipe holds less."""
+_BUFFER_BYTES = 256 << 10
+"""What may wait to be read at a socket, which is the memory of no process; datagrams of eleven senders may."""
 _WHY_CHARACTERS = 200
 """Characters of the reason why a program failed."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-_MEMORY = re.compile(rb"^(?:RssAnon|VmSwap):\s+(\d+)", re.MULTILINE)
-"""Lines of /proc/PID/status: KiB that a process shares with no file."""
+_MEMORY = re.compile(rb"^(?:RssAnon|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
+"""Lines of /proc/PID/status: KiB that a process shares with no file, and those of its page tables."""
 _USUAL = (
     *("bisect", "cmath", "copy", "fractions", "functools", "heapq", "io", "itertools", "math", "operator"),
     *("queue", "random", "re", "statistics", "string", "typing"),
@@ -351,7 +351,8 @@ class _Processes:
         self._looked, limits, processes = now, self._limits, self._all()
         if sum(map(_processor_s, processes)) > limits.processor_s:
             raise _Stopped(f"more than {limits.processor_s:g} s of processor time")
-        if sum(_memory_bytes(pid, limits.files) for pid in processes) > limits.memory_bytes:
+        buffers = _buffer_bytes() if self._isolated else 0
+        if sum(map(_memory_bytes, processes)) + buffers > limits.memory_bytes:
             raise _Stopped(f"more than {limits.memory_bytes >> 20} MiB of memory")
 
     def _all(self) -> list[int]:
@@ -381,19 +382,15 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
-def _memory_bytes(pid: int, files: int) -> int:
-    """Return the memory of a process that it shares with no file, and what its descriptors may hold; 0 if it has ended.
+def _memory_bytes(pid: int) -> int:
+    """Return the memory of a process that it shares with no file, in swap space, too, and of its page tables."""
+    return 1024 * sum(map(int, _MEMORY.findall(_read(f"/proc/{pid}/status"))))
 
-    What is in swap space counts as well. Kernels before 6.2 do not tell how many descriptors there are.
-    """
-    found = _MEMORY.findall(_read(f"/proc/{pid}/status"))
-    if not found:
-        return 0
-    try:
-        descriptors = os.stat(f"/proc/{pid}/fd").st_size or files
-    except OSError:
-        return 0
-    return 1024 * sum(map(int, found)) + descriptors * _BUFFER_BYTES
+
+def _buffer_bytes() -> int:
+    """Return what may wait at the sockets of this sandbox, those included that wait to be accepted."""
+    kinds = [line.split()[4] for line in _read("/proc/self/net/unix").splitlines()[1:]]
+    return _BUFFER_BYTES * sum(11 if kind == b"0002" else 1 for kind in kinds)
 
 
 def _processor_s(pid: int) -> float:
