@@ -101,7 +101,7 @@ class FakeBox:
         self.pid = id(self)
 
     def judge(self, request, *, within_s):
-        alone = request["limits"]["patience_s"] == 0
+        alone = request["limits"]["final"]
         if request["program"] == ["print(1)"]:
             return {"output": "1\n", "why": ""}
         with FakeBox.lock:

@@ -17,6 +17,8 @@ from gspo_jax.types import UserError
 
 __all__ = ["Request", "Sandbox", "Verdict", "check_bubblewrap"]
 
+_PATIENCE, _PATIENCE_ALONE = 0.5, 1.0
+"""How much longer than its time, as a share of it, a program may take if it waits for a processor."""
 _PROBE_S = 30.0
 """Seconds that the first program may take: a judge may still be starting."""
 Value = TypeVar("Value")
@@ -151,8 +153,9 @@ class Sandbox:
         message = {"program": sources, "prelude": request.prelude, **request.asked}
         queued_s, why = time.monotonic() - submitted, ""
         try:
-            for turn, patience in ((self._turns.beside_others, 1), (self._turns.alone, 0)):
-                message["limits"] = {"wall_s": request.wall_s, "patience_s": patience * request.wall_s}
+            for turn, patience in ((self._turns.beside_others, _PATIENCE), (self._turns.alone, _PATIENCE_ALONE)):
+                limits = {"wall_s": request.wall_s, "patience_s": patience * request.wall_s}
+                message["limits"] = limits | {"final": turn == self._turns.alone}
                 with turn():
                     try:
                         reply = box.judge(message, within_s=(1 + patience) * request.within_s)

@@ -34,6 +34,8 @@ class Limits:
     """Seconds until it is killed, with all that it started."""
     patience_s: float = 0.0
     """Seconds beyond these that it may have if it waits for a processor as long."""
+    final: bool = True
+    """Whether it has failed if these are not enough; else there is no verdict."""
     memory_bytes: int = 1 << 30
     """Address space of a process, and memory of all processes of a program together."""
     processes: int = 64
