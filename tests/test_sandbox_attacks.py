@@ -81,7 +81,7 @@ def test_no_test_is_passed(sandbox, attack):
     begun = time.monotonic()
     verdict = functions(sandbox, attack)
     assert verdict.passed == (False, False) and not verdict.broken, verdict
-    assert time.monotonic() - begun < WALL_S + 5  # on a busy machine, too, where it is tried twice
+    assert time.monotonic() - begun < WALL_S + 7  # on a busy machine, too, where it is tried twice
 
 
 @attacks("objects")
