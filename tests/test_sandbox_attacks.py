@@ -29,8 +29,9 @@ SECRET = "the expected output is 7319"
 
 ATTACKS = Path(__file__).parent / "attacks"
 """Programs that try to pass the tests without the function, or use up what there is (forgeries); that print what they
-got hold of, and an empty list if that is nothing (escapes); classes that try to be what a test compares them with
-(objects); and hostile checkers."""
+got hold of, and an empty list if that is nothing (escapes), or how many MiB they hold that no process of theirs is seen
+to hold, if that is much (memory); classes that try to be what a test compares them with (objects); hostile checkers;
+and, beside them, programs that are right and use much of what there is."""
 
 
 def attacks(group):
@@ -80,7 +81,7 @@ def test_no_test_is_passed(sandbox, attack):
     begun = time.monotonic()
     verdict = functions(sandbox, attack)
     assert verdict.passed == (False, False) and not verdict.broken, verdict
-    assert time.monotonic() - begun < WALL_S + 3  # on a busy machine, too
+    assert time.monotonic() - begun < WALL_S + 7  # on a busy machine, too, where it is tried twice
 
 
 @attacks("objects")
@@ -106,6 +107,77 @@ def test_a_program_sees_no_test_and_changes_nothing_that_it_was_not_handed(sandb
 def test_nothing_is_found(sandbox, attack):
     verdict = run(sandbox, attack, wall_s=5)
     assert verdict.output.strip().replace(" 0", "") == "[]", verdict
+
+
+@attacks("right")
+def test_a_program_that_means_no_harm_passes(sandbox, attack):
+    assert functions(sandbox, attack, wall_s=5).passed == (True, True)
+
+
+@attacks("memory")
+def test_no_memory_is_held_that_is_not_counted(sandbox, attack):
+    verdict = run(sandbox, attack, wall_s=10)
+    assert verdict.output == "[]\n" or "MiB of memory" in verdict.why, verdict
+
+
+@pytest.mark.parametrize("seconds", [99, 0.05], ids=["that_stay", "that_end"])
+def test_processes_share_one_budget_of_processor_time(sandbox, seconds):
+    """Though none of them uses it up."""
+    program = (
+        "import os, time\nfor number in range(1000):\n    if os.fork() == 0:\n"
+        f"        while time.process_time() < {seconds}:\n            pass\n"
+        "        os._exit(0)\n    if number >= 6:\n        os.wait()"
+    )
+    why = [run(sandbox, program, wall_s=2).why for _ in range(2)]
+    if os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0)) and not any("of processor time" in each for each in why):
+        pytest.skip("the machine is too busy for them to use it up within their time")
+    assert any("of processor time" in each for each in why), why
+
+
+def test_a_lock_is_seen_by_no_other_program():
+    """Of a file that all see; what locks its own files, as sqlite3 does, goes on."""
+    take = (
+        "import fcntl, os, sqlite3, time\nf = open(os.__file__)\nfcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "fcntl.lockf(f, fcntl.LOCK_SH | fcntl.LOCK_NB)\ntime.sleep(0.5)\nd = sqlite3.connect('/tmp/d')\n"
+        "d.execute('create table t (a)')\nd.commit()\nprint('taken')"
+    )
+    with Sandbox(workers=2) as two:
+        asked = [two.submit(Request(take, {"inputs": [""]}, 5.0), lambda verdict: verdict) for _ in range(2)]
+        assert [future.result().output for future in asked] == ["taken\n"] * 2
+
+
+@pytest.mark.parametrize(
+    "attack", ["loops_in_sixty_sessions", "loops_in_children_that_end", "starts_threads_without_end"]
+)
+def test_a_right_program_beside_attacks_passes(attack):
+    """On the one processor that it shares with them."""
+    right = "import time\ndef f(x):\n    while time.process_time() < 0.1:\n        pass\n    return x + 1"
+    attacks_on = (ATTACKS / "forgeries" / f"{attack}.py").read_text()
+    asked = {"tests": TESTS[:1], "given": [], "setup": "", "entry_point": None}
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        with Sandbox(workers=3) as three:
+            programs = [attacks_on, attacks_on, right] * 2
+            futures = [three.submit(Request(p, asked, WALL_S), lambda verdict: verdict) for p in programs]
+            assert [future.result().passed == (True,) for future in futures] == [False, False, True] * 2
+    finally:
+        os.sched_setaffinity(0, processors)
+
+
+def test_a_program_that_waited_for_a_processor_is_tried_again():
+    """While everything else on this machine, for a while, takes what there is."""
+    right = "import time\nwhile time.process_time() < 0.1:\n    pass\nprint(1)"
+    hog = "import os, time\nuntil = time.monotonic() + 1.8\nfor _ in range(6):\n    os.fork()\nos.setsid()\n"
+    hog += "while time.monotonic() < until:\n    pass"
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        with Sandbox(workers=1) as one, subprocess.Popen([sys.executable, "-c", hog]):
+            time.sleep(0.3)
+            assert run(one, right).output == "1\n"
+    finally:
+        os.sched_setaffinity(0, processors)
 
 
 def test_a_flood_of_output_is_cut(sandbox):

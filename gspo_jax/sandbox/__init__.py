@@ -3,9 +3,11 @@
 `Sandbox` keeps boxes (box.py) warm and judges on all of them at a time. What runs inside is in inside/.
 """
 
+import contextlib
 import queue
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +17,8 @@ from gspo_jax.types import UserError
 
 __all__ = ["Request", "Sandbox", "Verdict", "check_bubblewrap"]
 
-_MAX_TRIES = 2
+_PATIENCE, _PATIENCE_ALONE = 0.5, 1.0
+"""How much longer than its time, as a share of it, a program may take if it waits for a processor."""
 _PROBE_S = 30.0
 """Seconds that the first program may take: a judge may still be starting."""
 Value = TypeVar("Value")
@@ -57,6 +60,39 @@ class Verdict:
     """Seconds that the request waited for a sandbox."""
 
 
+class _Turns:
+    """Many threads beside each other, or one alone, which waits only for those that have begun."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running, self._one_is_alone = 0, False
+
+    @contextlib.contextmanager
+    def beside_others(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._one_is_alone)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._one_is_alone)
+            self._one_is_alone = True
+            self._changed.wait_for(lambda: not self._running)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._one_is_alone = False
+                self._changed.notify_all()
+
+
 class Sandbox:
     """Boxes that are kept warm, each used by one thread at a time."""
 
@@ -70,6 +106,7 @@ class Sandbox:
             check_bubblewrap()
         self._unsafe, self._closed = unsafe, False
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._turns = _Turns()
         self._all: set[Box] = set()
         self._idle: queue.SimpleQueue[Box] = queue.SimpleQueue()
         for _ in range(workers):
@@ -90,7 +127,7 @@ class Sandbox:
     def submit(self, request: Request, read: Callable[[Verdict], Value]) -> "Future[Value]":
         """Queue a request; the future holds what `read` makes of the verdict."""
         submitted = time.monotonic()
-        return self._threads.submit(lambda: read(self._judge(request, time.monotonic() - submitted)))
+        return self._threads.submit(lambda: read(self._judge(request, submitted)))
 
     def judge(self, request: Request) -> Verdict:
         """Return the verdict about a program."""
@@ -109,19 +146,23 @@ class Sandbox:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _judge(self, request: Request, queued_s: float) -> Verdict:
+    def _judge(self, request: Request, submitted: float) -> Verdict:
+        """Try twice, the second time with nothing beside it: if the sandbox ends, or others took the program's time."""
         box = self._idle.get()  # never blocks: one box per thread
         sources = [request.program] if isinstance(request.program, str) else list(request.program)
         message = {"program": sources, "prelude": request.prelude, **request.asked}
-        message["limits"] = {"wall_s": request.wall_s}
-        why = ""
+        queued_s, why = time.monotonic() - submitted, ""
         try:
-            for _ in range(_MAX_TRIES):
-                try:
-                    reply = box.judge(message, within_s=request.within_s)
-                except BoxFailed as failure:
-                    box, why = self._replace(box), f"{failure}, {_MAX_TRIES} times"
-                else:
+            for turn, patience in ((self._turns.beside_others, _PATIENCE), (self._turns.alone, _PATIENCE_ALONE)):
+                limits = {"wall_s": request.wall_s, "patience_s": patience * request.wall_s}
+                message["limits"] = limits | {"final": turn == self._turns.alone}
+                with turn():
+                    try:
+                        reply = box.judge(message, within_s=(1 + patience) * request.within_s)
+                    except BoxFailed as failure:
+                        box, why = self._replace(box), f"{failure}, 2 times"
+                        continue
+                if "starved" not in reply:
                     return Verdict(**reply | {"passed": tuple(reply.get("passed", ())), "queued_s": queued_s})
             return Verdict(broken=why, queued_s=queued_s)
         finally:

@@ -23,6 +23,10 @@ _INSIDE = Path(__file__).parent / "inside"
 _START = "import sys; sys.path.insert(0, {folder!r}); from inside.judge import main; main()"
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 """What of the system a judge sees."""
+_PACKAGES = ("lib*/py*/site-packages", "lib*/py*/dist-packages", "share/python-wheels", "envs", "pkgs")
+"""Where installed packages are below a prefix, conda's too; programs have the standard library alone."""
+_DEVICES = ("null", "full", "random", "urandom")
+"""What of /dev a judge sees. To map the device of zeros is memory that is no process's; /dev/full reads the same."""
 _MARGIN_S = 5.0
 """Seconds beyond its limits after which a judge that has not answered is ended."""
 
@@ -137,9 +141,23 @@ def _command(*, unsafe: bool) -> list[str]:
             words += ["--ro-bind", place, place]
     if not Path(sys.base_prefix).is_relative_to("/usr"):
         words += _bind(sys.base_prefix, sys.base_prefix)
-    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *_bind(str(_INSIDE), "/judge/inside")]
+    for folder in _packages():
+        words += ["--tmpfs", folder, "--remount-ro", folder]
+    words += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/dev/shm", "--symlink", "full", "/dev/zero"]
+    words += [word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    words += ["--symlink", "/proc/self/fd", "/dev/fd"]
+    words += ["--tmpfs", "/tmp", *_bind(str(_INSIDE), "/judge/inside")]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
     return [*words, "--", *judge, _START.format(folder="/judge")]
+
+
+def _packages() -> list[str]:
+    """Return the folders of packages that a judge would see."""
+    prefixes = [Path(sys.base_prefix), Path("/usr"), Path("/usr/local")]
+    found = {place.resolve() for prefix in prefixes for pattern in _PACKAGES for place in prefix.glob(pattern)}
+    return sorted(str(place) for place in found if place.is_dir() and any(map(place.is_relative_to, prefixes)))
 
 
 def _bind(place: str, inside: str) -> list[str]:

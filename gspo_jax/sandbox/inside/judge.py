@@ -29,11 +29,17 @@ from .world import add_builtins
 _SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h."""
 _LOOK_S = 0.02
-"""Seconds between two looks at the memory of running programs."""
+"""Seconds between two looks at what running programs use."""
+_OWN = 0.9
+"""Share of its time in which a program ran, or slept, if others are not to blame that it has not ended."""
+_BUFFER_BYTES = 256 << 10
+"""What may wait to be read at a socket, which is the memory of no process; datagrams of eleven senders may."""
 _WHY_CHARACTERS = 200
 """Characters of the reason why a program failed."""
 _WRONG = "wrong output"
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MEMORY = (b"\nRssAnon:", b"\nVmSwap:", b"\nVmPTE:")
+"""Lines of /proc/PID/status: KiB that a process shares with no file, and those of its page tables."""
 _USUAL = (
     *("bisect", "cmath", "copy", "fractions", "functools", "heapq", "io", "itertools", "math", "operator"),
     *("queue", "random", "re", "statistics", "string", "typing"),
@@ -53,6 +59,10 @@ class _Stopped(RuntimeError):
     """A program was killed; the message says for what."""
 
 
+class _Starved(RuntimeError):
+    """A program's time was over, and for most of it other programs had the processor."""
+
+
 def main() -> None:
     """Answer requests until standard input closes."""
     prepare()
@@ -65,6 +75,8 @@ def main() -> None:
     for line in requests:
         try:
             reply = judge.answer(json.loads(line))
+        except _Starved:
+            reply = {"starved": True}
         except (Broken, SpawnError, OSError) as error:
             reply = {"broken": str(error)}
         replies.write(json.dumps(reply).encode() + b"\n")
@@ -89,7 +101,7 @@ class Judge:
         self._nothing = os.open(os.devnull, os.O_RDWR)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, or `{"broken": text}`.
+        """Return the reply to a request: `{"passed": [bool, …], "why": text}`, `{"broken": text}`, `{"starved": True}`.
 
         Args:
           request: `program`, sources of which the first that compiles is judged, `prelude`, a source that is run
@@ -146,7 +158,7 @@ class Judge:
         with self._processes(limits) as running:
             channel = running.start("check_output")
             try:
-                channel.send({"checker": checker, "input": text, "expected": expected, "output": output})
+                running.send(channel, {"checker": checker, "input": text, "expected": expected, "output": output})
                 verdict = running.receive(channel)
             except (_Stopped, EOFError, OSError, ValueError, RecursionError) as error:
                 raise Broken(f"the checker gave no verdict: {str(error) or 'it ended'}") from None
@@ -162,7 +174,7 @@ class Judge:
                 running.spawn("answer_calls", program.fileno())
                 channel = running.start("run_tests", tests.fileno())
             try:
-                channel.send({name: request[name] for name in _TESTED})
+                running.send(channel, {name: request[name] for name in _TESTED})
                 while "why" not in (verdict := running.receive(channel)):
                     if "broken" in verdict:
                         raise Broken(verdict["broken"])
@@ -188,7 +200,7 @@ class Judge:
             for end in (stdin, stdout, stderr):
                 end.close()
             try:
-                channel.send({"program": request["program"], "prelude": request["prelude"]})
+                running.send(channel, {"program": request["program"], "prelude": request["prelude"]})
                 output, said = running.read(read, errors)
                 why = running.ended_badly()
                 if why:
@@ -214,7 +226,8 @@ class _Processes:
 
     def __init__(self, spawner: Spawner, limits: Limits, *, isolated: bool, nothing: int) -> None:
         self._spawner, self._limits, self._isolated, self._nothing = spawner, limits, isolated, nothing
-        self._deadline = time.monotonic() + limits.wall_s
+        self._begun = self._looked = time.monotonic()
+        self._deadline = self._begun + limits.wall_s
         self._pids: list[int] = []
         self._channels: list[Channel] = []
 
@@ -222,6 +235,8 @@ class _Processes:
         """Start a process with `inherited`, or nothing, as 0, 1 and 2, and `descriptors` as 3 …; return its pid."""
         pid = self._spawner.spawn(role, self._limits, [*(inherited or [self._nothing] * 3), *descriptors])
         self._pids.append(pid)
+        self._begun = self._looked = time.monotonic()  # what it takes to start processes is not the program's
+        self._deadline = self._begun + self._limits.wall_s
         return pid
 
     def start(self, role: str, *descriptors: int, inherited: Sequence[int] = ()) -> Channel:
@@ -229,18 +244,38 @@ class _Processes:
         ours, theirs = socket.socketpair()
         with theirs:
             self.spawn(role, theirs.fileno(), *descriptors, inherited=inherited)
-        ours.settimeout(self._left())
+        ours.settimeout(self._limits.wall_s + self._limits.patience_s)
         self._channels.append(Channel(ours))
         return self._channels[-1]
 
+    def send(self, channel: Channel, message: Any) -> None:
+        """Send a message to a process; raises like Channel.send, and if limits are exceeded."""
+        with self._late_is_stopped():
+            channel.send(message)
+
     def receive(self, channel: Channel) -> Any:
-        """Return the next message of a process; raises like Channel.receive, and _Stopped if limits are exceeded."""
+        """Return the next message of a process; raises like Channel.receive, and if limits are exceeded."""
         while not select.select([channel.socket], [], [], min(_LOOK_S, self._left()))[0]:
-            self._check()
-        return channel.receive()
+            self._check_time()
+            self._check_use()
+        self._check_use()
+        if (
+            time.monotonic() > self._begun + self._limits.wall_s + self._limits.patience_s
+        ):  # there may be a message at every look
+            self._check_time()
+        with self._late_is_stopped():
+            return channel.receive()
+
+    @contextlib.contextmanager
+    def _late_is_stopped(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            self._deadline = 0.0
+            self._check_time()
 
     def read(self, stdout: socket.socket, stderr: socket.socket) -> tuple[bytes, bytes]:
-        """Read what a process prints until it ends; raises _Stopped if limits are exceeded."""
+        """Read what a process prints until it ends; raises if limits are exceeded."""
         end = os.pidfd_open(self._pids[0])
         found = {stdout: bytearray(), stderr: bytearray()}
         for side in found:
@@ -249,11 +284,13 @@ class _Processes:
             reading, ended = [stdout, stderr], False
             while reading and not ended:
                 ready = select.select([*reading, end], [], [], min(_LOOK_S, self._left()))[0]
-                self._check()
                 ended = end in ready
                 if ended:  # what it has started ends with it, and what was printed is there
                     self._kill()
                     ready = reading
+                else:
+                    self._check_time()
+                    self._check_use()
                 for side in [side for side in reading if side in ready]:
                     if not self._read(side, found[side], to_the_end=ended):
                         reading.remove(side)
@@ -282,7 +319,8 @@ class _Processes:
             pid, status = os.waitpid(self._pids[0], os.WNOHANG)
             if pid:
                 break
-            self._check()
+            self._check_time()
+            self._check_use()
             time.sleep(0.001)
         del self._pids[0]
         code = os.waitstatus_to_exitcode(status)
@@ -316,13 +354,31 @@ class _Processes:
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _check(self) -> None:
-        """Raise _Stopped if time or memory is used up."""
-        if not self._left():
-            raise _Stopped(f"no end within {self._limits.wall_s:g} s")
-        used = sum(map(_resident_bytes, self._all()))
-        if used > self._limits.memory_bytes:
-            raise _Stopped(f"more than {self._limits.memory_bytes >> 20} MiB of memory")
+    def _check_time(self) -> None:
+        """Raise _Stopped or _Starved if time is up; there is more if the program waited for a processor so far."""
+        if self._left():
+            return
+        limits, processes, passed = self._limits, self._all(), time.monotonic() - self._begun
+        waited = sum(map(_waited_s, processes))
+        own = max(passed - waited, sum(map(_processor_s, processes)))  # they may also have waited for each other
+        enough = own >= _OWN * limits.wall_s
+        if not enough and passed >= limits.wall_s + limits.patience_s and not limits.final:
+            raise _Starved
+        if enough or passed >= limits.wall_s + limits.patience_s:
+            raise _Stopped(f"no end within {limits.wall_s:g} s")
+        self._deadline = self._begun + limits.wall_s + min(waited, limits.patience_s)
+
+    def _check_use(self) -> None:
+        """Raise _Stopped if the processes have used up what they may use together, if the last look was a while ago."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_S:
+            return
+        self._looked, limits, processes = now, self._limits, self._all()
+        if sum(map(_processor_s, processes)) > limits.processor_s:
+            raise _Stopped(f"more than {limits.processor_s:g} s of processor time")
+        buffers = _buffer_bytes() if self._isolated else 0
+        if sum(map(_memory_bytes, processes)) + buffers > limits.memory_bytes:
+            raise _Stopped(f"more than {limits.memory_bytes >> 20} MiB of memory")
 
     def _all(self) -> list[int]:
         """All processes of the test; without namespaces, those that were started for it."""
@@ -351,11 +407,46 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
-def _resident_bytes(pid: int) -> int:
-    """Return the memory of a process that it shares with no file; 0 if it has ended."""
+def _memory_bytes(pid: int) -> int:
+    """Return the memory of a process that it shares with no file, in swap space, too, and of its page tables."""
+    status = _read(f"/proc/{pid}/status")
+    return 1024 * sum(int(status.partition(name)[2].split(None, 1)[0]) for name in _MEMORY if name in status)
+
+
+def _buffer_bytes() -> int:
+    """Return what may wait at the sockets of this sandbox, those included that wait to be accepted."""
+    kinds = [line.split()[4] for line in _read("/proc/self/net/unix").splitlines()[1:]]
+    return _BUFFER_BYTES * sum(11 if kind == b"0002" else 1 for kind in kinds)
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time of a process and of its children that have ended; 0 if it is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICKS
+
+
+def _waited_s(pid: int) -> float:
+    """Return the time for which the threads of a process could have run, and had no processor; 0 if it is gone."""
     try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = file.read().split()
+        threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return 0
-    return (int(resident) - int(shared)) * _PAGE
+        return 0.0
+    found = [_read(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    return sum(int(fields[1]) for fields in found if fields) / 1e9
+
+
+def _read(place: str) -> bytes:
+    """Return the content of a file of /proc; b"" if its process is gone."""
+    try:
+        file = os.open(place, os.O_RDONLY)  # half the time of `open`
+    except OSError:
+        return b""
+    found = bytearray()
+    try:
+        while part := os.read(file, 1 << 16):
+            found += part
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
+    return bytes(found)
