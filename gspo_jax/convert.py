@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, storage
+from gspo_jax import cli, foreign, storage
 from gspo_jax.data.tokenizer import FILES, Tokenizer
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
@@ -56,6 +56,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
     if (source / CHECKPOINTS).is_dir():
+        storage.check_contents(source)
         model = _load(source)
     elif merge:
         raise UserError(f"{source} is not a run and has no adapters to merge; leave out --merge")
@@ -81,7 +82,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     else:
         huggingface.save(params, model.config, target, dtype=dtype)
     for name in FILES:
-        if (model.tokenizer / name).is_file():
+        if foreign.is_file(model.tokenizer / name, inside=model.tokenizer):
             shutil.copyfile(model.tokenizer / name, target / name)
     if model.stops is not None:
         model.stops.save_stops(target)

@@ -116,6 +116,7 @@ def score(
 
 def _read(source: Path) -> Iterator[Line]:
     try:
+        foreign.is_file(source)
         text = source.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         says = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

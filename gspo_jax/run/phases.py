@@ -15,11 +15,9 @@ from gspo_jax import exits
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.reporting.writers import STOPPED_FILE, write_stopped
-from gspo_jax.storage import RunFolder, unused
+from gspo_jax.storage import STACKS, RunFolder, unused
 from gspo_jax.types import StopRequested
 
-STACKS = "stacks"
-"""Folder, inside the run folder, of the stacks of processes that missed a deadline."""
 STOPPED = "GSPO_JAX_STOPPED"
 """Environment variable that names a second file for what `stopped.json` says, written by every process: a launcher may
 be unable to read the run folder.

@@ -36,7 +36,7 @@ from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, learning, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.storage import PUBLISH_S, RunFolder, check_place, open_folder
+from gspo_jax.storage import BENCHMARKS, PUBLISH_S, RunFolder, check_place, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
@@ -334,7 +334,7 @@ class Run:
                 )
                 with taken.make_scorer() as scorer:
                     scorer.interrupted = self.phases.noticed
-                    place, tick = self.files.local / benchmark.FOLDER, self.phases.tick("benchmark")
+                    place, tick = self.files.local / BENCHMARKS, self.phases.tick("benchmark")
                     facts = taken.measure(answering, batches, scorer, key, place, on_call=tick)
                 self.log.measured(step, label, facts)
         sampler.release()

@@ -33,8 +33,6 @@ Check = Callable[[Mapping[str, Any]], None]
 FieldOf = Callable[[str], str]
 """Names the config fields that set a leaf's shape; "" for none."""
 
-DAMAGED = "damaged"
-"""Folder, beside that of the checkpoints, to which damaged ones are moved."""
 _ACCURACY = "accuracy"
 
 
@@ -222,7 +220,7 @@ def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
     """Move these checkpoints away, with a warning; done by process 0 while the others wait."""
     if not reasons:
         return
-    aside = folder.parent / DAMAGED
+    aside = folder.parent / storage.DAMAGED
     if jax.process_index() == 0:
         aside.mkdir(parents=True, exist_ok=True)
         for step in reasons:
