@@ -66,6 +66,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         model = _Model(Weights.full(params), config, source, in_hugging_face_format=True)
     if merge and model.adapters is None:
         raise UserError(f"{source} has no adapters to merge; leave out --merge")
+    copied = [name for name in FILES if foreign.is_file(model.tokenizer / name, inside=model.tokenizer)]
     params, written = model.weights.whole, "huggingface"
     if model.adapters is not None and merge:
         dtype = dtype or "float32"
@@ -81,9 +82,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         _save(params, model.config, target)
     else:
         huggingface.save(params, model.config, target, dtype=dtype)
-    for name in FILES:
-        if foreign.is_file(model.tokenizer / name, inside=model.tokenizer):
-            shutil.copyfile(model.tokenizer / name, target / name)
+    for name in copied:
+        shutil.copyfile(model.tokenizer / name, target / name)
     if model.stops is not None:
         model.stops.save_stops(target)
     stored = "float32" if written == "peft" else json.loads((target / huggingface.CONFIG).read_text())["torch_dtype"]

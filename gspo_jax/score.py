@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gspo_jax import cli, references, storage
+from gspo_jax import cli, foreign, references, storage
 from gspo_jax.data import files, rows
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import Parser

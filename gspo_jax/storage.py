@@ -27,7 +27,7 @@ from etils.epath import gpath
 from jax.experimental import multihost_utils
 
 from gspo_jax import foreign
-from gspo_jax.types import UserError
+from gspo_jax.types import UserError, quoted
 
 AnyPath: TypeAlias = Path | epath.Path
 """Path on the local disk or in a bucket."""
@@ -290,7 +290,7 @@ def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
         raise
     except Exception as error:  # storage, transport and credentials each raise their own types
         raise UserError(
-            f"cannot use {name} ({error}); check that {place} exists and that this machine may write to it"
+            f"cannot use {name} ({quoted(error)}); check that {place} exists and that this machine may write to it"
         ) from error
 
 

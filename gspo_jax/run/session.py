@@ -349,7 +349,7 @@ class Run:
         return done % every == 0 or done == self.config.iterations
 
     def save(self) -> None:
-        """Start saving a checkpoint of the newest boundary in the background."""
+        """Start saving a checkpoint of the newest boundary in the background; the run's first is read back at once."""
         self.phases.enter("save")
         self.confirm_lease()
         self.log.sync()  # no checkpoint is newer than the metrics on the disk
@@ -363,7 +363,10 @@ class Run:
         if left is not None:
             run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
         arrays = None if left is None else left.to_arrays()
+        is_first = self.checkpointer.latest is None
         self.checkpointer.save(at.done, at.state, run, arrays, accuracy=at.accuracy)
+        if is_first:  # a place that cannot be read is noticed now, and not when the run is to go on
+            self.checkpointer.confirm(at.state)
         self._note_saved()
 
     def stop(self) -> None:
