@@ -67,6 +67,8 @@ _FULL_OR_BROKEN = {
     errno.EFBIG: "raise this machine's limit on the size of files (ulimit -f)",
     errno.EROFS: "make that file system writable, or use another",
     errno.EIO: "check that disk, or use another",
+    errno.EMFILE: "raise the limit on the open files of a process (ulimit -n)",
+    errno.ENFILE: "raise this machine's limit on open files (fs.file-max)",
 }
 """Errors of a disk, which no program handles, and their remedies."""
 _REFUSED = {

@@ -221,7 +221,7 @@ def test_a_checkpoint_below_a_pattern_is_read_back(tmp_path, monkeypatch):
     # As it was without the change to etils: Orbax merges the arrays of no process.
     monkeypatch.setattr(gpath.PosixGPath, "glob", storage._glob.__kwdefaults__["matches"])
     checkpointer.save(2, state, {"iteration": 2})
-    with pytest.raises(UserError, match="checkpoint 2 in .* does not read back as it was saved") as error:
+    with pytest.raises(UserError, match=r"checkpoint 2 in .* does not read back as it was saved") as error:
         checkpointer.confirm(state)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
     checkpointer.close()

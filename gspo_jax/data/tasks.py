@@ -6,6 +6,7 @@ from a prepared TFDS directory; "jsonl" reads any file of rows (rows.py). Tensor
 
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -148,6 +149,8 @@ def _generated(
     for name in options:
         if name not in known:
             raise UserError(f"task {task} has no option {name!r}; {choices(name, known)}")
+    if data_dir is None and os.path.expanduser("~") == "~":
+        raise UserError(f"{task} is built in the home folder, and this account has none (HOME); set data.data_dir")
     try:
         builder = generated.prepare(task, data_dir=data_dir, **options)
     except OSError as error:

@@ -218,8 +218,7 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
         raise UserError(f"{says}; save it again with peft's path_initial_model_for_weight_conversion")
     if str(begun).lower() == "loftq":
         raise UserError(f"{says}; {_MERGE}")
-    if not foreign.is_file(folder / TENSORS, inside=folder):
-        raise UserError(f"{folder / TENSORS} does not exist; save the adapters again, as safetensors")
+    foreign.is_file(folder / TENSORS, inside=folder)
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:

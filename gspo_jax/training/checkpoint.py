@@ -168,7 +168,14 @@ class Checkpointer:
         for part in _parts(named_leaves(state)):
             shardings = {name: leaf.sharding for name, leaf in part.items()}
             found = _try(
-                self._folder, self.latest, part, shardings, check=lambda run: None, field_of=str, whole=False, notes=None
+                self._folder,
+                self.latest,
+                part,
+                shardings,
+                check=lambda run: None,
+                field_of=str,
+                whole=False,
+                notes=None,
             )
             if isinstance(found, str):
                 raise UserError(
