@@ -96,19 +96,17 @@ def find(folder: str | os.PathLike[str]) -> AnyPath:
     if "://" in name:
         raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
     foreign.check_name(name, "--workdir")
-    place = Path(name).absolute()
+    # Orbax takes `a/../b` for `b`, which it is not where `a` is a link.
+    place = Path("/", (os.path.realpath if ".." in Path(name).parts else os.path.abspath)(name).lstrip("/"))
     if "\\" in str(place):
         raise UserError(f"{place} has a backslash, which TensorStore reads as /; give another run folder")
-    if _path_of_bucket(place):
+    if "gs:/" in f"{place}/" or str(epath.Path(place)) != str(place):
+        what = "has gs:/ in it" if "gs:/" in f"{place}/" else f"begins with /{place.parts[1]}"
         raise UserError(
-            f"{place} begins with /{place.parts[1]}, which etils reads as a bucket; give another run folder, or a "
-            f"bucket as {BUCKET}NAME/RUN"
+            f"{place} {what}, which libraries read as a bucket; give another run folder, or a bucket as "
+            f"{BUCKET}NAME/RUN"
         )
     return place
-
-
-def _path_of_bucket(place: Path) -> bool:
-    return str(epath.Path(place)) != str(place)
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:

@@ -1,11 +1,11 @@
-"""Runs in random awkward folders: trained, stopped by SIGTERM, gone on with, evaluated and converted, there and back.
+"""Runs in random awkward folders: trained, stopped by SIGTERM, resumed, evaluated and converted, there and back.
 
     JAX_PLATFORMS=cpu python -m tests.folders --count=60 --seed=0 --json=folders.json
 
-Every run has a folder, and gets a copy of the model and a place for its data, whose names are made of what shells,
-patterns, URLs and libraries take for something else; some are links, relative, or very long. Prints a line per run. Exits
-with code 1 unless each run ends as one in a plain folder does, to the same bits, or is refused by one sentence with exit
-code 2 before any work. All are forks of one process, which has imported everything.
+The names of a run's folder, of its model's and of its data's are made of what shells, patterns, URLs and libraries take
+for something else; some are links, relative, or very long. Prints a line per run. Exits with code 1 unless each run
+ends as one in a plain folder does, with the same bits, or is refused by one sentence and exit code 2 before any work.
+All are forks of one process, which has imported everything.
 """
 
 import argparse
@@ -175,7 +175,8 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gspo_jax-folders-") as name:
         folder = Path(name)
-        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+        if not jax.config.jax_compilation_cache_dir:
+            jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         plain = folder / "plain"

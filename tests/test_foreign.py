@@ -48,6 +48,12 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 """What may be in a file's place, and what is said of it."""
 
+
+def adapters(folder: Path) -> Path:
+    (folder / peft.CONFIG).write_text("{}")
+    return folder
+
+
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "run: config": ("config.json", read_config),
     "run: saved": ("saved.json", read_saved),
@@ -61,6 +67,10 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "model: tokenizer": ("tokenizer.json", Tokenizer.load),
     "model: digests": ("merges.txt", lambda f: inputs.of_run(_Config(), f)),
     "adapters: config": ("adapter_config.json", lambda f: peft.read_pairs(f, CONFIG, Adapters(rank=2))),
+    "adapters: tensors": (
+        "adapter_model.safetensors",
+        lambda f: peft.read_pairs(adapters(f), CONFIG, Adapters(rank=2)),
+    ),
     "data": ("train.jsonl", lambda f: list(files.read(str(f), "train"))),
     "data: part of a file": ("x-00000-of-00001.jsonl", lambda f: list(files.read(str(f / "x"), "train"))),
     "data: prepared": ("dataset_info.json", lambda f: prepared.open_prepared(str(f))),
@@ -181,7 +191,9 @@ NAMES = {
     "a\0b": "zero byte",
     "a\udcffb": "not UTF-8",
     "a\\b": "a backslash, which TensorStore reads as /",
-    "/gs/runs/a": "begins with /gs, which etils reads as a bucket",
+    "/gs/runs/a": "begins with /gs, which libraries read as a bucket",
+    "gs:/bucket/run": r"has gs:/ in it, .*or a bucket as gs://NAME/RUN",
+    "runs/logs:": "has gs:/ in it",
     "/hf/../s3/a": "begins with /hf",
     "gs://bucket/a[1]": r"'\[', which storage libraries read as a pattern",
     "gs://bucket/a?b": "pattern",
@@ -196,6 +208,16 @@ def test_names_that_a_library_reads_in_another_way_are_refused(name):
     with pytest.raises(UserError, match=NAMES[name]) as error:
         storage.find(name)
     assert "\n" not in str(error.value)
+
+
+def test_a_path_is_that_of_the_system_and_not_of_its_text(tmp_path, monkeypatch):
+    """Up from a link is up from where it leads; a second slash at the root says nothing."""
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/a")
+    assert storage.find(tmp_path / "link" / ".." / "run") == tmp_path / "disk" / "run"
+    assert str(storage.find(f"/{tmp_path}/run")) == str(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert storage.find("link/run") == tmp_path / "link" / "run"
 
 
 PATTERNS = ["a[0]b", "[", "*", "**", "a?b", "{a,b}", "a[!x]", "%5B", "é [1] '\"$(x)`", "x:y", "#a;b|c&d", "a\nb"]
