@@ -56,6 +56,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
     if (source / CHECKPOINTS).is_dir():
+        storage.find(source, flag="--from")
         storage.check_contents(source)
         model = _load(source)
     elif merge:
@@ -168,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         cli.check_facts_file(given.json)
         cli.check_output_folder(given.target, flag="to")
+        storage.find(given.target, flag="--to")
         jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
         done = convert(given.source, given.target, dtype=given.dtype, merge=given.merge)
         cli.write_facts(given.json, done)

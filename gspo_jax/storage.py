@@ -79,8 +79,8 @@ _REFUSED = {
 """Errors that programs also meet in passing, when they look whether they may use a file."""
 
 
-def find(folder: str | os.PathLike[str]) -> AnyPath:
-    """Return the path of a folder, absolute if it is on the local disk.
+def find(folder: str | os.PathLike[str], *, flag: str = "--workdir") -> AnyPath:
+    """Return the path of a folder, absolute if it is on the local disk; messages name the `flag` that gave it.
 
     Raises:
       UserError: the folder is neither local nor in a Google Cloud Storage bucket, or its name is empty, or one that a
@@ -88,23 +88,22 @@ def find(folder: str | os.PathLike[str]) -> AnyPath:
     """
     name = os.fspath(folder)
     if not name:
-        raise UserError("the name of the run folder is empty; give one, such as --workdir=runs/first")
+        raise UserError(f"the name of the run folder is empty; give one, such as {flag}=runs/first")
     if name.startswith(BUCKET):
         if odd := re.search(r"[][*?{}#\\\x00-\x1f\x7f]", name):
             raise UserError(f"{name!r} has {odd[0]!r}, which storage libraries read as a pattern; give another folder")
         return epath.Path(name)
     if "://" in name:
         raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
-    foreign.check_name(name, "--workdir")
+    foreign.check_name(name, flag)
     # Orbax takes `a/../b` for `b`, which it is not where `a` is a link.
     place = Path("/", (os.path.realpath if ".." in Path(name).parts else os.path.abspath)(name).lstrip("/"))
     if "\\" in str(place):
-        raise UserError(f"{place} has a backslash, which TensorStore reads as /; give another run folder")
+        raise UserError(f"{place} has a backslash, which TensorStore reads as /; give another {flag}")
     if "gs:/" in f"{place}/" or str(epath.Path(place)) != str(place):
         what = "has gs:/ in it" if "gs:/" in f"{place}/" else f"begins with /{place.parts[1]}"
         raise UserError(
-            f"{place} {what}, which libraries read as a bucket; give another run folder, or a bucket as "
-            f"{BUCKET}NAME/RUN"
+            f"{place} {what}, which libraries read as a bucket; give another {flag}, or a bucket as {BUCKET}NAME/RUN"
         )
     return place
 

@@ -122,7 +122,7 @@ def attempt(number: int, seed: int, root: Path, plain: Path) -> dict:
     def ended(module: str, words: list[str], fault: str = "") -> tuple[int, str]:
         return run(module, words, output, fault=fault), output.read_text(errors="replace")
 
-    code, said = ended("gspo_jax.train", words, "TERM:reward:2")
+    code, said = ended("gspo_jax.train", words, "TERM:reward:3")
     if code == 2 and refused(said) and not any((path / name).exists() for name in ("checkpoints", "metrics.jsonl")):
         return facts | {"end": "refused", "said": said.strip()}
     if code or not (path / "stopped.json").is_file():

@@ -194,7 +194,7 @@ NAMES = {
     "/gs/runs/a": "begins with /gs, which libraries read as a bucket",
     "gs:/bucket/run": r"has gs:/ in it, .*or a bucket as gs://NAME/RUN",
     "runs/logs:": "has gs:/ in it",
-    "/hf/../s3/a": "begins with /hf",
+    "/hf/../s3/a": "begins with /s3",
     "gs://bucket/a[1]": r"'\[', which storage libraries read as a pattern",
     "gs://bucket/a?b": "pattern",
     "gs://bucket/a#b": "pattern",
