@@ -102,8 +102,7 @@ def run(module: str, words: list[str], output: Path, *, fault: str = "") -> int:
 
 def refused(said: str) -> bool:
     """Whether a command ended with one sentence."""
-    lines = [line for line in said.splitlines() if line.strip()]
-    return len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 5000
+    return said.startswith("error: ") and "Traceback" not in said and said.count("error: ") == 1
 
 
 def attempt(number: int, seed: int, root: Path, plain: Path) -> dict:

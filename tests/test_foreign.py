@@ -3,6 +3,8 @@
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from gspo_jax.models.lora import Adapters
 from gspo_jax.planning import tables
 from gspo_jax.reporting.writers import read_config, read_metrics, read_samples, read_saved
 from gspo_jax.setup import inputs
+from gspo_jax.training import checkpoint
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
 from gspo_jax.types import UserError
+from tests.pods import ROOT
 from tests.tiny import CONFIG
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -259,3 +263,34 @@ def test_a_checkpoint_whose_bytes_differ_is_noticed_when_it_is_read_back(tmp_pat
     with pytest.raises(UserError, match="does not read back as it was saved"):
         checkpointer.confirm(state)
     checkpointer.close()
+
+
+def test_what_a_library_says_of_a_damaged_checkpoint_is_cut_and_kept(tmp_path, monkeypatch, caplog):
+    """Orbax's text about a cut file has had 16,000 characters."""
+    state = {"a": jnp.arange(8.0)}
+    places = {"a": state["a"].sharding}
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    checkpointer.save(1, state, {"iteration": 1})
+    checkpointer.close()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a handler\n" + "x" * 16_000 + " the end")
+
+    monkeypatch.setattr(checkpoint, "describe", fail)
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be restored") as error:
+        checkpoint.restore(tmp_path / "checkpoints", state, places, check=lambda run: None)
+    assert len(str(error.value)) < 700 and all(len(record.getMessage()) < 500 for record in caplog.records)
+    note = tmp_path / "damaged" / "1-process-0.txt"
+    assert note.read_text().rstrip().endswith(" the end")
+    assert f"all of it is in {note}" in str(error.value)
+    note.unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read") as error:
+        load_newest(tmp_path / "checkpoints", state, places)  # which writes nothing
+    assert len(str(error.value)) < 700 and not note.exists()
+
+
+def test_runs_in_awkward_folders():
+    """A few of those of the command, which makes the sixty of docs/reliability.md."""
+    words = [sys.executable, "-m", "tests.folders", "--count=2", "--seed=3"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
