@@ -61,6 +61,8 @@ PUBLISH_S = 60.0
 LEASE = "lease.json"
 """File of the run that uses a run folder; in a bucket, it is never copied to the local folder."""
 _PROBE = ".writable-"
+_LONGEST_BELOW = 300
+"""Bytes that a run adds to its folder's path at most; Orbax names folders inside folders."""
 _FULL_OR_BROKEN = {
     errno.ENOSPC: "make room on that disk, for data and for inodes",
     errno.EDQUOT: "make room within the quota of this account",
@@ -98,6 +100,9 @@ def find(folder: str | os.PathLike[str], *, flag: str = "--workdir") -> AnyPath:
     foreign.check_name(name, flag)
     # Orbax takes `a/../b` for `b`, which it is not where `a` is a link.
     place = Path("/", (os.path.realpath if ".." in Path(name).parts else os.path.abspath)(name).lstrip("/"))
+    longest = os.pathconf("/", "PC_PATH_MAX") - _LONGEST_BELOW
+    if (length := len(os.fsencode(place))) > longest:
+        raise UserError(f"the path of the run folder has {length} bytes; give a {flag} of at most {longest}")
     if "\\" in str(place):
         raise UserError(f"{place} has a backslash, which TensorStore reads as /; give another {flag}")
     if "gs:/" in f"{place}/" or str(epath.Path(place)) != str(place):

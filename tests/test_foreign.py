@@ -196,6 +196,7 @@ NAMES = {
     "a\udcffb": "not UTF-8",
     "a\\b": "a backslash, which TensorStore reads as /",
     "/gs/runs/a": "begins with /gs, which libraries read as a bucket",
+    "/" + "x/" * 2000: "has 4000 bytes; give a --workdir of at most",
     "gs:/bucket/run": r"has gs:/ in it, .*or a bucket as gs://NAME/RUN",
     "runs/logs:": "has gs:/ in it",
     "/hf/../s3/a": "begins with /s3",
