@@ -42,8 +42,6 @@ from gspo_jax.storage import open_folder
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.types import Weights
 
-FOLDER = "benchmarks"
-"""Folder of the answers, in a run folder."""
 EXTRACTION = {
     "math_verify": r"strict: behind the last thought, what is announced last, by ####, \boxed{} or 'answer is'",
     "math_verify_flexible": "flexible: the same, else the last number or formula of the text",
@@ -92,7 +90,7 @@ def run(config: ConfigDict, workdir: str | Path, *, name: str, place: str, sampl
             key = keys.eval_key(keys.run_key(config))
             read = inputs.of_run(config, policy.initial_folder(config, files.local))
             answering = Answering(player, tokenizer, weights, of, read, meshes.trainer)
-            return benchmark.measure(answering, batches, scorer, key, files.local / FOLDER)
+            return benchmark.measure(answering, batches, scorer, key, files.local / storage.BENCHMARKS)
 
 
 def of_run(config: ConfigDict) -> "dict[str, Benchmark]":

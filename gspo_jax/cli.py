@@ -22,7 +22,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import exits, references, signals, storage
+from gspo_jax import exits, foreign, references, shell, signals, storage
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 from gspo_jax.types import Diverged, UserError
@@ -51,6 +51,7 @@ def run_alone(main: Callable[[ConfigDict], int]) -> None:
 
 
 def _run(start: Callable[[], int | None], *, needs_config: bool) -> None:
+    shell.keep_streams()
     signals.in_order()
     references.refuse_exits()
     config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
@@ -79,6 +80,7 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     check_fields(config)
     if "json" in flags.FLAGS:
         check_facts_file(flags.FLAGS.json)
+    shell.raise_limits()
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().addFilter(_raised_later)
     logging.get_absl_handler().setFormatter(_Plain())
@@ -195,6 +197,7 @@ def check_facts_file(file: str | Path | None, *, flag: str = "json") -> None:
     """
     if file is None:
         return
+    foreign.check_name(file, f"--{flag}")
     place = Path(file).absolute()
     there = storage.nearest(place)
     if place.is_dir():
@@ -213,6 +216,7 @@ def check_output_folder(folder: str | Path | None, *, flag: str) -> None:
     """
     if folder is None:
         return
+    foreign.check_name(folder, f"--{flag}")
     if Path(folder).is_file():
         raise UserError(f"--{flag}={folder} is a file; give a folder")
     check_facts_file(Path(folder) / "any", flag=flag)

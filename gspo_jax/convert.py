@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax import cli, storage
+from gspo_jax import cli, foreign, storage
 from gspo_jax.data.tokenizer import FILES, Tokenizer
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
@@ -56,6 +56,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder; give --to a new one")
     if (source / CHECKPOINTS).is_dir():
+        storage.find(source, flag="--from")
+        storage.check_contents(source)
         model = _load(source)
     elif merge:
         raise UserError(f"{source} is not a run and has no adapters to merge; leave out --merge")
@@ -65,6 +67,7 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         model = _Model(Weights.full(params), config, source, in_hugging_face_format=True)
     if merge and model.adapters is None:
         raise UserError(f"{source} has no adapters to merge; leave out --merge")
+    copied = [name for name in FILES if foreign.is_file(model.tokenizer / name, inside=model.tokenizer)]
     params, written = model.weights.whole, "huggingface"
     if model.adapters is not None and merge:
         dtype = dtype or "float32"
@@ -80,9 +83,8 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, merge: bool
         _save(params, model.config, target)
     else:
         huggingface.save(params, model.config, target, dtype=dtype)
-    for name in FILES:
-        if (model.tokenizer / name).is_file():
-            shutil.copyfile(model.tokenizer / name, target / name)
+    for name in copied:
+        shutil.copyfile(model.tokenizer / name, target / name)
     if model.stops is not None:
         model.stops.save_stops(target)
     stored = "float32" if written == "peft" else json.loads((target / huggingface.CONFIG).read_text())["torch_dtype"]
@@ -167,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         cli.check_facts_file(given.json)
         cli.check_output_folder(given.target, flag="to")
+        storage.find(given.target, flag="--to")
         jax.config.update("jax_platforms", "cpu")  # a model that fits the host need not fit one accelerator
         done = convert(given.source, given.target, dtype=given.dtype, merge=given.merge)
         cli.write_facts(given.json, done)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_jax import foreign
 from gspo_jax.reporting.drawing import PALETTE, Head, Parser, picture
 from gspo_jax.types import UserError
 
@@ -165,6 +166,7 @@ def _percent(axes: "Axes") -> None:
 def read(folder: Path) -> Facts:
     """Read the facts of a folder of `gspo_jax.noise`; raises UserError if it has none."""
     try:
+        foreign.is_file(folder / "noise.json", inside=folder)
         facts = json.loads((folder / "noise.json").read_text(encoding="utf-8"))
         table([facts])
         _ = facts["after"][-1]["by_layer"]

@@ -25,7 +25,7 @@ from gspo_jax.reporting.panels import PANELS, choose
 from gspo_jax.reporting.pictures import PAGE, PHONE, draw
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.reporting.runs import facts, group_runs, load_run
-from gspo_jax.storage import check_links
+from gspo_jax.storage import check_contents
 from gspo_jax.types import UserError
 
 LAYOUTS = {"report.png": PAGE, "report-narrow.png": PHONE}
@@ -54,7 +54,7 @@ def report(
     if out is None and len(unique) > 1:
         raise UserError(f"a report of {len(unique)} runs needs a folder of its own; add --out=DIR")
     if out is None:
-        check_links(Path(unique[0]))
+        check_contents(Path(unique[0]))
     groups = group_runs([load_run(folder) for folder in unique])
     base = paired.find(groups, unique[0] if baseline is None else baseline)
     found = [

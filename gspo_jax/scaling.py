@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gspo_jax import foreign
 from gspo_jax.reporting.drawing import INK, PALETTE, Head, Parser, picture
 from gspo_jax.types import UserError
 
@@ -65,6 +66,7 @@ def read(path: Path, program: str) -> Point:
       UserError: the file is not a plan, or the program is missing from it or did not compile.
     """
     try:
+        foreign.is_file(path)
         plan = json.loads(path.read_text(encoding="utf-8"))
         facts, mesh = plan["programs"], plan["mesh"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gspo_jax import cli, references, storage
+from gspo_jax import cli, foreign, references, storage
 from gspo_jax.data import files, rows
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import Parser
@@ -116,6 +116,7 @@ def score(
 
 def _read(source: Path) -> Iterator[Line]:
     try:
+        foreign.is_file(source)
         text = source.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         says = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

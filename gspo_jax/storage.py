@@ -8,40 +8,69 @@ the newest checkpoint, so the resumed run produces them again.
 
 import dataclasses
 import errno
+import glob
 import itertools
 import os
 import re
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from absl import logging
 from etils import epath
+from etils.epath import gpath
 from jax.experimental import multihost_utils
 
-from gspo_jax.types import UserError
+from gspo_jax import foreign
+from gspo_jax.types import UserError, quoted
 
 AnyPath: TypeAlias = Path | epath.Path
 """Path on the local disk or in a bucket."""
 
+
+def _glob(path: gpath.PosixGPath, pattern: str, *, matches: Any = gpath.PosixGPath.glob) -> Iterator[gpath.PosixGPath]:
+    """What matches the pattern below a path, whose own name is taken as it is."""
+    return matches(path if "://" in str(path) else type(path)(glob.escape(str(path))), pattern)
+
+
+# etils takes the folder's own name for a part of the pattern, so Orbax would save below `[` what it cannot read again.
+# TFDS and jax's cache of compiled programs list files in this way too.
+gpath.PosixGPath.glob = _glob
+
 BUCKET = "gs://"
 CHECKPOINTS = "checkpoints"
+DAMAGED = "damaged"
+"""Folder of a run to which damaged checkpoints are moved."""
+SAMPLES = "samples"
+TENSORBOARD = "tb"
+STACKS = "stacks"
+"""Folder of the stacks of processes that missed a deadline."""
+COLD_START = "coldstart"
+"""Folder of the model that a run without one makes first."""
+BENCHMARKS = "benchmarks"
+"""Folder of the answers to benchmarks."""
+FOLDERS = CHECKPOINTS, DAMAGED, SAMPLES, TENSORBOARD, STACKS, COLD_START, BENCHMARKS
+"""Folders that a run makes in its own."""
 PUBLISH_S = 60.0
 """Seconds between uploads of a run's files to its bucket, unless a checkpoint requires one earlier."""
 LEASE = "lease.json"
 """File of the run that uses a run folder; in a bucket, it is never copied to the local folder."""
 _PROBE = ".writable-"
+_LONGEST_BELOW = 300
+"""Bytes that a run adds to its folder's path at most; Orbax names folders inside folders."""
 _FULL_OR_BROKEN = {
     errno.ENOSPC: "make room on that disk, for data and for inodes",
     errno.EDQUOT: "make room within the quota of this account",
     errno.EFBIG: "raise this machine's limit on the size of files (ulimit -f)",
     errno.EROFS: "make that file system writable, or use another",
     errno.EIO: "check that disk, or use another",
+    errno.EMFILE: "raise the limit on the open files of a process (ulimit -n)",
+    errno.ENFILE: "raise this machine's limit on open files (fs.file-max)",
 }
 """Errors of a disk, which no program handles, and their remedies."""
 _REFUSED = {
@@ -52,38 +81,58 @@ _REFUSED = {
 """Errors that programs also meet in passing, when they look whether they may use a file."""
 
 
-def find(folder: str | os.PathLike[str]) -> AnyPath:
-    """Return the path of a folder, absolute if it is on the local disk.
+def find(folder: str | os.PathLike[str], *, flag: str = "--workdir") -> AnyPath:
+    """Return the path of a folder, absolute if it is on the local disk; messages name the `flag` that gave it.
 
     Raises:
-      UserError: the folder is neither local nor in a Google Cloud Storage bucket, or its name is empty.
+      UserError: the folder is neither local nor in a Google Cloud Storage bucket, or its name is empty, or one that a
+        library reads in another way.
     """
     name = os.fspath(folder)
     if not name:
-        raise UserError("the name of the run folder is empty; give one, such as --workdir=runs/first")
+        raise UserError(f"the name of the run folder is empty; give one, such as {flag}=runs/first")
     if name.startswith(BUCKET):
+        if odd := re.search(r"[][*?{}#\\\x00-\x1f\x7f]", name):
+            raise UserError(f"{name!r} has {odd[0]!r}, which storage libraries read as a pattern; give another folder")
         return epath.Path(name)
     if "://" in name:
         raise UserError(f"{name} is neither a local folder nor a bucket; write a bucket as {BUCKET}NAME/RUN")
-    return Path(name).absolute()
+    foreign.check_name(name, flag)
+    # Orbax takes `a/../b` for `b`, which it is not where `a` is a link.
+    place = Path("/", (os.path.realpath if ".." in Path(name).parts else os.path.abspath)(name).lstrip("/"))
+    longest = os.pathconf("/", "PC_PATH_MAX") - _LONGEST_BELOW
+    if (length := len(os.fsencode(place))) > longest:
+        raise UserError(f"the path of the run folder has {length} bytes; give a {flag} of at most {longest}")
+    if "\\" in str(place):
+        raise UserError(f"{place} has a backslash, which TensorStore reads as /; give another {flag}")
+    if "gs:/" in f"{place}/" or str(epath.Path(place)) != str(place):
+        what = "has gs:/ in it" if "gs:/" in f"{place}/" else f"begins with /{place.parts[1]}"
+        raise UserError(
+            f"{place} {what}, which libraries read as a bucket; give another {flag}, or a bucket as {BUCKET}NAME/RUN"
+        )
+    return place
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:
-    """Check the name of a run folder and, if it is on the local disk, that a run can write there; leave nothing behind.
+    """Check the name of a run folder and, if it is on the local disk, what is in it, and that a run can write there.
+
+    Leaves nothing behind.
 
     Raises:
-      UserError: as `find` and `check_folder`.
+      UserError: as `find`, `check_contents` and `check_folder`.
       OSError: as `check_folder`.
     """
     place = find(folder)
     if isinstance(place, Path):
+        check_contents(place)
         check_folder(place)
 
 
-def check_links(folder: Path) -> None:
-    """Raise UserError if a link in a run folder leads out of it, so that a run only ever writes inside.
+def check_contents(folder: Path) -> None:
+    """Raise UserError unless a run folder has only files and folders, of which a run only ever uses those inside.
 
-    The folder itself may be a link.
+    So there is neither a link out of it nor a FIFO, a socket or a device, and its own files and folders are no folders
+    and files. The folder itself may be a link.
     """
     root = os.path.realpath(folder)
     for place, folders, files in os.walk(root):
@@ -93,6 +142,20 @@ def check_links(folder: Path) -> None:
                     f"{path} is a link to {os.readlink(path)}, outside the run folder, where the run would write; "
                     "remove it (only the run folder as a whole may be a link)"
                 )
+            if other := foreign.kind_of_other(path):
+                raise UserError(f"{path} is {other}, and a run folder has only files and folders; remove it")
+        if place == root:
+            _check_own(root, folders, files)
+
+
+def _check_own(root: str, folders: Sequence[str], files: Sequence[str]) -> None:
+    """Raise UserError if a run's own file is a folder in this place, or its own folder a file."""
+    for name in (*folders, *files):
+        is_folder = name in folders
+        if is_folder and name.endswith((".json", ".jsonl")):
+            raise UserError(f"{os.path.join(root, name)} is a folder, and a run has a file of that name; remove it")
+        if not is_folder and name in FOLDERS:
+            raise UserError(f"{os.path.join(root, name)} is a file, and a run has a folder of that name; remove it")
 
 
 @contextmanager
@@ -102,12 +165,12 @@ def open_folder(workdir: str | os.PathLike[str], *, write: bool = True) -> Itera
     Without `write` the folder need not be writable, and nothing is created or published in it.
 
     Raises:
-      UserError: as `find`, `check_links`, `check_folder` and `RunFolder.fetch`, or the bucket cannot be written.
+      UserError: as `find`, `check_contents`, `check_folder` and `RunFolder.fetch`, or the bucket cannot be written.
       OSError: as `check_folder`.
     """
     place = find(workdir)
     if isinstance(place, Path):
-        check_links(place)
+        check_contents(place)
         if write:
             check_folder(place)
         yield RunFolder(name=os.fspath(workdir), local=place)
@@ -231,7 +294,7 @@ def explained(name: str, *, place: str = "the bucket") -> Iterator[None]:
         raise
     except Exception as error:  # storage, transport and credentials each raise their own types
         raise UserError(
-            f"cannot use {name} ({error}); check that {place} exists and that this machine may write to it"
+            f"cannot use {name} ({quoted(error)}); check that {place} exists and that this machine may write to it"
         ) from error
 
 

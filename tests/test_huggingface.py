@@ -492,11 +492,14 @@ REFUSALS: dict[str, tuple[str, Callable[[pathlib.Path], Any], str]] = {
 
 
 def test_shards_may_be_links_as_in_the_cache_of_hugging_face(copy: Callable[[str], pathlib.Path]) -> None:
-    snapshot = copy("qwen3_moe_fused")
-    (snapshot.parent / "blobs").mkdir()
+    made = copy("qwen3_moe_fused")
+    snapshot = made.parent / "models--of--ours" / "snapshots" / "1"
+    snapshot.parent.mkdir(parents=True)
+    made.rename(snapshot)
+    (snapshot.parent.parent / "blobs").mkdir()
     for i, file in enumerate(sorted(snapshot.glob("*.safetensors"))):
-        file.rename(snapshot.parent / "blobs" / str(i))
-        file.symlink_to(pathlib.Path("..", "blobs", str(i)))
+        file.rename(snapshot.parent.parent / "blobs" / str(i))
+        file.symlink_to(pathlib.Path("..", "..", "blobs", str(i)))
     assert_same(huggingface.load(snapshot)[0], loaded("qwen3_moe_fused")[0])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from absl import logging
 
+from gspo_jax import foreign
 from gspo_jax.models.config_json import read_json, token_id
 from gspo_jax.types import UserError
 
@@ -106,4 +107,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_json(path, f"{path} does not exist; download it again") if path.is_file() else {}
+    if not foreign.is_file(path, inside=path.parent):
+        return {}
+    return read_json(path, f"{path} does not exist; download it again")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import foreign
 from gspo_jax.data import files, rows
 from gspo_jax.data.files import Defect
 from gspo_jax.data.records import Record, Records
@@ -199,5 +200,7 @@ def read(name: str, place: str) -> Records:
 def _rows(place: str, patterns: Sequence[str]) -> Iterator[files.Row]:
     """The rows of a file, or of a folder's files of the first pattern that it has, or else of its test split."""
     there = (sorted(Path(place).glob(pattern)) for pattern in patterns)
-    for file in next(filter(None, there), [place]):
+    for file in next(filter(None, there), [Path(place)]):
+        if file != Path(place):
+            foreign.is_file(file, inside=place)
         yield from files.read(str(file), "test", alone=True)

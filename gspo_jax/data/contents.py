@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax import foreign
+
 
 def canonical(value: Any) -> str:
     """A value as JSON, the same text in every process.
@@ -34,6 +36,9 @@ def file_digest(path: Path) -> str:
     """Digest of a file's bytes, or of the names and bytes of all files in a folder; "" if there is neither.
 
     Hidden files and folders, such as `.git`, do not count.
+
+    Raises:
+      UserError: a file in the folder is a link out of it.
     """
     if path.is_file():
         with open(path, "rb") as file:
@@ -42,7 +47,7 @@ def file_digest(path: Path) -> str:
         return ""
     inside = {inner.relative_to(path): inner for inner in path.rglob("*") if inner.is_file()}
     visible = {place: inner for place, inner in inside.items() if not any(p.startswith(".") for p in place.parts)}
-    return digest({str(place): file_digest(inner) for place, inner in visible.items()})
+    return digest({str(at): file_digest(inner) for at, inner in visible.items() if foreign.is_file(inner, inside=path)})
 
 
 class FieldDigests:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
+from gspo_jax import foreign
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.written import widen, widen_as, widened
@@ -76,22 +77,23 @@ def read(place: str, split: str, *, alone: bool = False) -> Iterator[Row]:
       alone: whether a folder has no other split's rows, so that its files need not be named.
 
     Raises:
-      UserError: there is no such file, it cannot be read, or it has another format.
+      UserError: there is no such file, it cannot be read, it has another format, or the folder's leads out of it.
     """
     path = Path(place)
     if path.is_dir() and (path / prepared.INFO_FILE).is_file() and not _has_arrow(path):
         yield from _read_tfds(place, split)
         return
+    inside = None
     if path.is_dir():
-        found = find(path, split, alone=alone)
+        found, inside = find(path, split, alone=alone), path
     elif path.exists():
         found = [path]
         if (count := _part(path)[1]) and int(count) > 1:
             logging.warning("%s is one of %d files; %s stands for all of them", path, int(count), _whole(path))
     else:
-        found = _complete(path, parts(path)) or [path]
+        found, inside = _complete(path, parts(path)) or [path], path.parent
     for file in found:
-        yield from _read_file(file)
+        yield from _read_file(file, inside=inside)
 
 
 def parts(path: Path) -> list[Path]:
@@ -99,8 +101,8 @@ def parts(path: Path) -> list[Path]:
     return sorted(file for file in path.parent.glob("*-of-*") if file.name.endswith(FORMATS) and _whole(file) == path)
 
 
-def _read_file(path: Path) -> Iterator[Row]:
-    if not path.is_file():
+def _read_file(path: Path, *, inside: Path | None) -> Iterator[Row]:
+    if not foreign.is_file(path, inside=inside):
         raise UserError(f"{path} does not exist; give a file of {NAMES}, or a folder with one")
     if not path.name.endswith(FORMATS):
         raise UserError(f"{path} is not a file of {NAMES}; convert it, or give it its suffix")

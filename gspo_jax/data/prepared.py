@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from tensorflow_datasets.core.proto.dataset_info_generated_pb2 import DatasetInfo  # pyright: ignore[reportAttributeAccessIssue]
 from tensorflow_datasets.core.proto.feature_generated_pb2 import Feature  # pyright: ignore[reportAttributeAccessIssue]
 
+from gspo_jax import foreign
 from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
 
@@ -44,8 +45,12 @@ def open_prepared(folder: str) -> tfds.core.DatasetBuilder:
     """Return the builder of a prepared TFDS folder without importing anything that its metadata names.
 
     Raises:
-      UserError: the metadata is missing or damaged, or names a class other than a text or number feature of TFDS.
+      UserError: the metadata is missing or damaged, or names a class other than a text or number feature of TFDS, or a
+        file leads out of the folder.
     """
+    for file in Path(folder).iterdir():
+        if not file.is_dir():
+            foreign.is_file(file, inside=folder)
     info_file, features_file = Path(folder) / INFO_FILE, Path(folder) / FEATURES_FILE
     info = DatasetInfo()
     _parse(info_file, info)

@@ -6,11 +6,13 @@ from a prepared TFDS directory; "jsonl" reads any file of rows (rows.py). Tensor
 
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import foreign
 from gspo_jax.data import files, generated, prepared, rows
 from gspo_jax.data.records import Record, Records
 from gspo_jax.types import UserError, choices
@@ -148,6 +150,11 @@ def _generated(
     for name in options:
         if name not in known:
             raise UserError(f"task {task} has no option {name!r}; {choices(name, known)}")
+    if data_dir is None and os.path.expanduser("~") == "~":
+        raise UserError(f"{task} is built in the home folder, and this account has none (HOME); set data.data_dir")
+    if data_dir is not None:
+        data_dir = os.path.expanduser(data_dir)
+        foreign.check_name(data_dir, "--config.data.data_dir")
     try:
         builder = generated.prepare(task, data_dir=data_dir, **options)
     except OSError as error:

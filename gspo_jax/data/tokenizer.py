@@ -18,7 +18,7 @@ from absl import logging
 from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from gspo_jax import thoughts
+from gspo_jax import foreign, thoughts
 from gspo_jax.data import added_tokens, chat
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.templates import CLOCK
@@ -113,7 +113,7 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not foreign.is_file(path, inside=folder):
             raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
@@ -362,7 +362,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, f"{path} does not exist; download it again") if path.is_file() else {}
+    if not foreign.is_file(path, inside=path.parent):
+        return {}
+    return read_json(path, f"{path} does not exist; download it again")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -372,7 +374,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _template_source(folder: Path, setting: Any) -> str | None:
     """Return `chat_template.jinja` if it exists, else the setting, which is a string or a list of named templates."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if foreign.is_file(path, inside=folder):
         try:
             source = path.read_text(encoding="utf-8-sig")
         except UnicodeError as error:

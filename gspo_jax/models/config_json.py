@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_jax import foreign
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.types import UserError
 
@@ -169,9 +170,10 @@ def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-      UserError: the file does not exist, with the message `missing`, or holds anything else.
+      UserError: the file does not exist, with the message `missing`, is a link out of its folder, or holds anything
+        else.
     """
-    if not file.is_file():
+    if not foreign.is_file(file, inside=file.parent):
         raise UserError(missing)
     try:
         value = json.loads(file.read_text(encoding="utf-8-sig"))

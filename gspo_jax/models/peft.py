@@ -24,6 +24,7 @@ from jax.sharding import Mesh, Sharding
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from gspo_jax import foreign
 from gspo_jax.models import families, lora, transformer
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import Path, read_json
@@ -217,6 +218,7 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
         raise UserError(f"{says}; save it again with peft's path_initial_model_for_weight_conversion")
     if str(begun).lower() == "loftq":
         raise UserError(f"{says}; {_MERGE}")
+    foreign.is_file(folder / TENSORS, inside=folder)
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from gspo_jax import foreign
 from gspo_jax.models import int8
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.config_json import CONFIG, read_json
@@ -194,7 +195,7 @@ class Checkpoint:
         self._read = 0
         stack.callback(self._close)
         for name in self._file_names():
-            if not (folder / name).is_file():
+            if not foreign.is_file(folder / name, inside=folder):
                 raise UserError(f"{folder / name} does not exist though {INDEX} names it; download it again")
             self.files |= dict.fromkeys(self._open(name).keys(), name)
 
@@ -214,14 +215,13 @@ class Checkpoint:
         self._opened, self._read = {}, 0
 
     def _file_names(self) -> list[str]:
-        if (self.folder / WEIGHTS).is_file():
+        if foreign.is_file(self.folder / WEIGHTS, inside=self.folder):
             return [WEIGHTS]
         missing = f"{self.folder} has neither {WEIGHTS} nor {INDEX}; save the model as safetensors"
         weight_map = read_json(self.folder / INDEX, missing).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{self.folder / INDEX} has no weight_map; download it again")
         for tensor, name in weight_map.items():
-            # Links are followed: the files of Hugging Face's own cache are links to its blobs.
             if not isinstance(name, str) or not _FILE.fullmatch(name):
                 raise UserError(
                     f"{self.folder / INDEX} says that {tensor} is in {name!r:.100}; only .safetensors files in the "

@@ -74,10 +74,10 @@ def use_cache() -> str | None:
         compilation_cache.reset_cache()  # one that jax has opened already has no seals
     if jax.config.jax_compilation_cache_dir:
         return jax.config.jax_compilation_cache_dir
-    folder = user_cache() / "compiled"
     try:
+        folder = user_cache() / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # an account without a home folder has no cache
         return None
     if not os.access(folder, os.W_OK):
         return None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import foreign
 from gspo_jax.parallel.topology import CHIPS
 from gspo_jax.types import UserError
 
@@ -74,6 +75,7 @@ def read(path: Path, *, generation: str) -> Rates:
     """
     again = "write it with python -m gspo_jax.bench --calibrate"
     try:
+        foreign.is_file(path)
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
         measured = {name: float(found[name]) for name in FIGURES}
         of, sources = str(found["generation"]), dict(found["sources"])

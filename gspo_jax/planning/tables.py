@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import foreign
 from gspo_jax.planning.show import cycles_table, markdown_table
 from gspo_jax.reporting.drawing import Parser
 from gspo_jax.types import UserError
@@ -125,6 +126,7 @@ def read(path: str) -> Plan:
       UserError: the file is not a plan that the command wrote.
     """
     try:
+        foreign.is_file(path)
         plan = json.loads(Path(path).read_text(encoding="utf-8"))
         _ = plan["programs"], plan["topology"], _config(plan)
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:

@@ -19,7 +19,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-from gspo_jax import storage
+from gspo_jax import foreign, storage
 from gspo_jax.types import UserError
 from gspo_jax.versions import versions
 
@@ -55,7 +55,7 @@ class MetricsWriter:
         self._path.touch()
         self._file = open(self._path, "r+b")  # noqa: SIM115  held until close()
         self._file.seek(0, os.SEEK_END)
-        self._tensorboard = _TensorBoard(self._path.parent / "tb", first_step=self.last_step + 1)
+        self._tensorboard = _TensorBoard(self._path.parent / storage.TENSORBOARD, first_step=self.last_step + 1)
         self._mirrors: list[Mirror] = [self._tensorboard, *mirrors]
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ class SamplesWriter:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, after_step: int | None = None):
-        self._folder = Path(workdir) / "samples"
+        self._folder = Path(workdir) / storage.SAMPLES
         self._folder.mkdir(parents=True, exist_ok=True)
         for step, path in _sample_files(self._folder):
             if step > (-1 if after_step is None else after_step):
@@ -239,7 +239,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     NaN and infinities come back as None. Raises UserError if the folder or the file is missing or a line is malformed.
     """
     path = existing_folder(workdir) / METRICS_FILE
-    if not path.exists():
+    if not foreign.is_file(path, inside=workdir):
         raise UserError(f"{path} is missing: {workdir} is not a run folder, or its run has not begun to train yet")
     rows, broken = _parse(path)
     for line in broken:
@@ -250,9 +250,10 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def read_samples(workdir: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
     """Return the sampled completions by step; an empty dict without any. Raises UserError for a malformed file."""
-    folder = Path(workdir) / "samples"
+    folder = Path(workdir) / storage.SAMPLES
     samples = {}
     for step, path in _sample_files(folder) if folder.is_dir() else ():
+        foreign.is_file(path, inside=workdir)
         try:
             samples[step] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         except (ValueError, RecursionError) as error:
@@ -317,7 +318,7 @@ def write_saved(workdir: str | os.PathLike[str], step: int) -> None:
 def read_saved(workdir: str | os.PathLike[str]) -> int | None:
     """Return the step in `saved.json`; None without that file. Raises UserError if it is damaged."""
     path = Path(workdir) / SAVED_FILE
-    if not path.exists():
+    if not foreign.is_file(path, inside=workdir):
         return None
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
@@ -328,7 +329,7 @@ def read_saved(workdir: str | os.PathLike[str]) -> int | None:
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the contents of `config.json`, `command` and `versions` included; None without that file."""
     path = Path(workdir) / CONFIG_FILE
-    if not path.exists():
+    if not foreign.is_file(path, inside=workdir):
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -15,11 +15,9 @@ from gspo_jax import exits, signals
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.reporting.writers import write_finished, write_stopped
-from gspo_jax.storage import RunFolder, unused
+from gspo_jax.storage import STACKS, RunFolder, unused
 from gspo_jax.types import StopRequested
 
-STACKS = "stacks"
-"""Folder, inside the run folder, of the stacks of processes that missed a deadline."""
 ENDED = "GSPO_JAX_ENDED"
 """Environment variable that names a second folder for `finished.json` and `stopped.json`, into which every process
 writes: a launcher may be unable to read the run folder, and what it finds there may be of an earlier start.

@@ -36,7 +36,7 @@ from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, learning, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.storage import PUBLISH_S, RunFolder, check_place, open_folder
+from gspo_jax.storage import BENCHMARKS, PUBLISH_S, RunFolder, check_place, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
@@ -337,7 +337,7 @@ class Run:
                 )
                 with taken.make_scorer() as scorer:
                     scorer.interrupted = self.phases.noticed
-                    place, tick = self.files.local / benchmark.FOLDER, self.phases.tick("benchmark")
+                    place, tick = self.files.local / BENCHMARKS, self.phases.tick("benchmark")
                     facts = taken.measure(answering, batches, scorer, key, place, on_call=tick)
                 self.log.measured(step, label, facts)
         sampler.release()
@@ -352,7 +352,7 @@ class Run:
         return done % every == 0 or done == self.config.iterations
 
     def save(self) -> None:
-        """Start saving a checkpoint of the newest boundary in the background."""
+        """Start saving a checkpoint of the newest boundary in the background; the run's first is read back at once."""
         self.phases.enter("save")
         self.confirm_lease()
         self.log.sync()  # no checkpoint is newer than the metrics on the disk
@@ -367,7 +367,10 @@ class Run:
         if left is not None:
             run["buffer"] = {"texts": left.texts.tolist(), "records": left.records.tolist()}
         arrays = None if left is None else left.to_arrays()
+        is_first = self.checkpointer.latest is None
         self.checkpointer.save(at.done, at.state, run, arrays, accuracy=at.accuracy)
+        if is_first:  # a place that cannot be read is noticed now, and not when the run is to go on
+            self.checkpointer.confirm(at.state)
         self._note_saved()
 
     def stop(self) -> None:

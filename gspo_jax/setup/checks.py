@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
-from gspo_jax import sandbox
+from gspo_jax import foreign, sandbox
 from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.data.templates import CLOCK
@@ -93,6 +93,7 @@ def check_elsewhere(config: ConfigDict, *, devices: int) -> list[str]:
 def _check_settings(config: ConfigDict) -> None:
     """Check everything that depends neither on the model nor on the number of devices."""
     check_fields(config)
+    _check_places(config)
     functions.load(config)
     _check_choices(config)
     data.sources(config)
@@ -109,6 +110,19 @@ def _check_settings(config: ConfigDict) -> None:
     _check_updates(config)
     _check_packing(config)
     meshes.check_axes(config)
+
+
+def _check_places(config: ConfigDict) -> None:
+    """Check how the files and folders that the config names are written."""
+    data, sources = config.data, config.data.sources.items()
+    places = {"model.folder": config.model.folder, "adapter.folder": config.get("adapter", {}).get("folder", "")}
+    places |= {f"data.{name}": data[name] for name in ("folder", "train", "test", "few_shot")}
+    places |= {
+        f"data.sources.{source}.{name}": section[name] for source, section in sources for name in ("train", "test")
+    }
+    places |= {f"benchmarks.{name}.data": section.data for name, section in config.benchmarks.items()}
+    for name, place in (places | {"coldstart.conversations": config.coldstart.conversations}).items():
+        foreign.check_name(place, f"--config.{name}")
 
 
 def _check_choices(config: ConfigDict) -> None:

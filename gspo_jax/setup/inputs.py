@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from gspo_jax import references
+from gspo_jax import foreign, references
 from gspo_jax.data import tokenizer
 from gspo_jax.data.contents import file_digest
 from gspo_jax.models.config_json import CONFIG
@@ -31,7 +31,8 @@ def of_run(config: ConfigDict, folder: Path) -> dict[str, str]:
       config: the config.
       folder: the Hugging Face folder that the run starts from.
     """
-    found = {f"{name} of the model": file_digest(folder / name) for name in MODEL_FILES}
+    there = [name for name in MODEL_FILES if foreign.is_file(folder / name, inside=folder)]
+    found = {f"{name} of the model": file_digest(folder / name) for name in there}
     found |= {"data.few_shot": file_digest(Path(config.data.few_shot))} if config.data.few_shot else {}
     return {name: one for name, one in (found | of_functions(config)).items() if one}
 

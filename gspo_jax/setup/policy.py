@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from gspo_jax import storage
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import huggingface, lora, peft, transformer
@@ -230,7 +231,7 @@ def cold_start_model(config: ConfigDict, **of_tokenizer: Any) -> ModelConfig:
 
 def initial_folder(config: ConfigDict, workdir: Path) -> Path:
     """The Hugging Face folder a run starts from: `model.folder`, or the cold start's, inside the run folder."""
-    return Path(config.model.folder) if config.model.folder else workdir / "coldstart"
+    return Path(config.model.folder) if config.model.folder else workdir / storage.COLD_START
 
 
 def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenizer]:

@@ -5,11 +5,13 @@ processes, or on the Python classes that hold the leaves. Every checkpoint holds
 Orbax does not notice most damage. A checkpoint that does not match them is set aside, and the one before it is used.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +27,7 @@ from gspo_jax import storage
 from gspo_jax.parallel import hosts
 from gspo_jax.storage import AnyPath
 from gspo_jax.training.digest import Digest, digests
-from gspo_jax.types import Diverged, UserError
+from gspo_jax.types import Diverged, UserError, quoted
 
 Tree = TypeVar("Tree")
 Check = Callable[[Mapping[str, Any]], None]
@@ -33,9 +35,9 @@ Check = Callable[[Mapping[str, Any]], None]
 FieldOf = Callable[[str], str]
 """Names the config fields that set a leaf's shape; "" for none."""
 
-DAMAGED = "damaged"
-"""Folder, beside that of the checkpoints, to which damaged ones are moved."""
 _ACCURACY = "accuracy"
+_PART_BYTES = 2**30
+"""Bytes on a device of what is read back at a time."""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -152,6 +154,35 @@ class Checkpointer:
             self._sync(step)
             self.latest = step
 
+    def confirm(self, state: Any) -> None:
+        """Wait for the save in flight, of this `state`, and compare what can be read of it with its digests.
+
+        It is read into the state's own shardings, a part at a time, so that a device needs room for one part or for the
+        largest leaf. Every process has to call it.
+
+        Raises:
+          UserError: it cannot be read, or is not what was saved.
+        """
+        self.wait()
+        assert self.latest is not None
+        for part in _parts(named_leaves(state)):
+            shardings = {name: leaf.sharding for name, leaf in part.items()}
+            found = _try(
+                self._folder,
+                self.latest,
+                part,
+                shardings,
+                check=lambda run: None,
+                field_of=str,
+                whole=False,
+                notes=None,
+            )
+            if isinstance(found, str):
+                raise UserError(
+                    f"checkpoint {self.latest} in {self._folder} does not read back as it was saved ({found}); use "
+                    "another --workdir, or check that disk"
+                )
+
     def _sync(self, step: int) -> None:
         """Have a checkpoint on the local disk survive a loss of power, before a later save deletes the one before it.
 
@@ -180,7 +211,8 @@ def restore(
       UserError: `check` raised it, or the state of a checkpoint does not have these `shapes`.
       AllDamaged: none of the checkpoints matches its digests.
     """
-    found, damaged = _newest(folder, shapes, shardings, check=check, field_of=field_of, whole=True)
+    notes = folder.parent / storage.DAMAGED
+    found, damaged = _newest(folder, shapes, shardings, check=check, field_of=field_of, whole=True, notes=notes)
     if found is not None:
         _set_aside(folder, damaged)
     elif damaged:
@@ -198,7 +230,8 @@ def load_newest(
 
     Read-only: creates, moves and cleans up nothing. None if there is no checkpoint; errors as `restore`.
     """
-    found, damaged = _newest(folder, shapes, shardings, check=lambda run: None, field_of=field_of, whole=False)
+    rules = {"check": lambda run: None, "field_of": field_of, "whole": False, "notes": None}
+    found, damaged = _newest(folder, shapes, shardings, **rules)
     if found is None and damaged:
         raise AllDamaged(f"no checkpoint in {folder} can be read ({_list(damaged)}); put back a copy of one")
     if found is not None and damaged:
@@ -222,7 +255,7 @@ def _set_aside(folder: AnyPath, reasons: Mapping[int, str]) -> None:
     """Move these checkpoints away, with a warning; done by process 0 while the others wait."""
     if not reasons:
         return
-    aside = folder.parent / DAMAGED
+    aside = folder.parent / storage.DAMAGED
     if jax.process_index() == 0:
         aside.mkdir(parents=True, exist_ok=True)
         for step in reasons:
@@ -264,24 +297,38 @@ def _newest(folder: AnyPath, shapes: Any, shardings: Any, **rules: Any) -> tuple
     return None, damaged
 
 
-def _try(folder: AnyPath, step: int, shapes: Any, shardings: Any, **rules: Any) -> Restored | str:
-    """The checkpoint of a step, or why it is damaged; read once more if it seems to be, as storage may fail briefly."""
-    found = _load(folder, step, shapes, shardings, **rules)
+def _try(
+    folder: AnyPath, step: int, shapes: Any, shardings: Any, *, notes: AnyPath | None, **rules: Any
+) -> Restored | str:
+    """The checkpoint of a step, or why it is damaged; read once more if it seems to be, as storage may fail briefly.
+
+    What a library says of it goes into a file in the folder `notes`, if that is given.
+    """
+    found = _load(folder, step, shapes, shardings, note=None, **rules)
     if isinstance(found, str):
         logging.warning("%s: checkpoint %d: %s; reading it once more", folder, step, found)
-        found = _load(folder, step, shapes, shardings, **rules)
+        note = None if notes is None else notes / f"{step}-process-{jax.process_index()}.txt"
+        found = _load(folder, step, shapes, shardings, note=note, **rules)
     return found
 
 
 def _load(
-    folder: AnyPath, step: int, shapes: Any, shardings: Any, *, check: Check, field_of: FieldOf, whole: bool
+    folder: AnyPath,
+    step: int,
+    shapes: Any,
+    shardings: Any,
+    *,
+    check: Check,
+    field_of: FieldOf,
+    whole: bool,
+    note: AnyPath | None,
 ) -> Restored | str:
     """Read and verify one checkpoint, which with `whole` must have no other leaves than `shapes`; or why it is damaged.
 
     All processes come to the same result, since each stage ends with a vote.
     """
     path = str(storage.find(folder) / str(step))
-    content, why = _attempt(lambda: describe(path))
+    content, why = _attempt(lambda: describe(path), note)
     if why:
         return why
     check(content["run"])
@@ -292,7 +339,7 @@ def _load(
     extra = content["arrays"] if whole else {}
     if any(math.prod(shape) for shape, _, _ in extra.values()):
         items["arrays"] = None
-    loaded, why = _attempt(lambda: _verified(ocp.load_checkpointables(path, items), wanted, extra))
+    loaded, why = _attempt(lambda: _verified(ocp.load_checkpointables(path, items), wanted, extra), note)
     if why:
         return why
     state, arrays = loaded
@@ -301,13 +348,21 @@ def _load(
     return Restored(step, jax.tree.unflatten(jax.tree.structure(shapes), state.values()), content["run"], arrays)
 
 
-def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of `read`, and "" or why it failed on one of the processes."""
+def _attempt(read: Callable[[], Any], note: AnyPath | None) -> tuple[Any, str]:
+    """The result of `read`, and "" or why it failed on one of the processes, with the whole error in the file `note`.
+
+    On damage, Orbax raises errors of any type, with texts of any length.
+    """
     value, why = None, ""
     try:
         value = read()
-    except Exception as error:  # on damage, Orbax raises errors of any type
-        why = f"it cannot be read ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    except Exception as error:
+        why = f"it cannot be read ({type(error).__name__}: {quoted(error)})"
+        if note is not None:
+            with contextlib.suppress(OSError):
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+                why = f"{why[:-1]}; all of it is in {note})"
     return value, hosts.first_nonempty(why)
 
 
@@ -329,6 +384,18 @@ def _verified(
         if _sha256(arrays[name].tobytes()) != digest:
             raise ValueError(f"{name} differs from its digest")
     return {name: loaded["state"][name] for name in wanted}, arrays
+
+
+def _parts(leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+    """The leaves in order, in groups of at most `_PART_BYTES` on a device, where a larger one is a group of its own."""
+    parts, filled = [{}], 0
+    for name, leaf in leaves.items():
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if parts[-1] and filled + size > _PART_BYTES:
+            parts, filled = [*parts, {}], 0
+        parts[-1][name] = leaf
+        filled += size
+    return parts
 
 
 def _sha256(data: bytes) -> str:
