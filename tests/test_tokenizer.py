@@ -217,7 +217,7 @@ def test_bad_templates_say_so(trained, tmp_path, template, message):
         ("{{ messages + ['a' * 10**10] }}", "needs more than 512 MiB of memory"),
         ("{{ messages[0].content.ljust(10**10) }}", "needs more than 512 MiB of memory"),
         ("{{ eos_token | center(10**10) }}", "needs more than 512 MiB of memory"),
-        ("{{ messages[0].content * 10**4 }}", "turns a short conversation into more than 1048576 characters"),
+        ("{{ messages[0].content * 10**4 }}", "turns a conversation of 1067 characters into more than 148144; correct"),
         ("{{ 9**(9**9) }}", "does not end within 2 s; correct it, or use the model's own"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
          "does not end within 2 s"),
@@ -320,12 +320,6 @@ def test_ids_of_other_files_must_fit_the_model(key, trained, tmp_path):
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.fixture
-def untried(monkeypatch):
-    """Templates of the test's own are rendered without their trial in another process."""
-    monkeypatch.setattr(chat, "_try", lambda source: None)
-
-
 @pytest.mark.parametrize("name", ["decoder", "flags", "extra", "older"])
 def test_tokens_that_one_file_has_are_added_as_transformers_does(name, tmp_path):
     """The ids and texts of tests/golden/make_tokenizers.py."""
@@ -365,7 +359,7 @@ def test_files_that_contradict_each_other_are_refused(trained, tmp_path, setting
     assert "\n" not in str(error.value)
 
 
-def test_files_that_differ_are_told_apart(trained, tmp_path, caplog, untried):
+def test_files_that_differ_are_told_apart(trained, tmp_path, caplog):
     settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
     folder = folder_with(tmp_path, trained, settings=settings, template="{{ messages[0].content }}!",
                          special_tokens_map={"eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
@@ -386,7 +380,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog, untried):
+def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog):
     """A base model's EOS is not the template's end of turn; whatever it is, a reply closes no turn a second time."""
     turn = f"{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}{end}{{% endfor %}}"
     template = turn + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
@@ -410,7 +404,7 @@ def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog
         ("<|endoftext|>", "", (0,)),
     ],
 )
-def test_a_turn_that_is_closed_only_by_the_next_one(start, end, eos_ids, trained, tmp_path, untried):
+def test_a_turn_that_is_closed_only_by_the_next_one(start, end, eos_ids, trained, tmp_path):
     template = f"{start}{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}"
     template += f"{{% if not loop.last %}}{{{{ '{end}' }}}}{{% endif %}}{{% endfor %}}"
     template += f"{{% if add_generation_prompt %}}{{{{ '{end}<|im_start|>assistant:' }}}}{{% endif %}}"
@@ -454,7 +448,7 @@ def test_guarded_text_is_read_as_one_text(scheme):
     assert guarded[: len(usual)] == usual and guarded.count(2) == 1
 
 
-def test_a_template_is_told_one_time(trained, tmp_path, caplog, untried):
+def test_a_template_is_told_one_time(trained, tmp_path, caplog):
     template = "{{ strftime_now('%d %b %Y %H:%M:%S') }}{{ messages[0].content }}"
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
     asked = [{"role": "user", "content": "?"}]
@@ -470,20 +464,20 @@ PARTS += "{% endif %}{% endfor %}{% endfor %}"
 @pytest.mark.parametrize(
     "template", [PARTS, PARTS.replace("c.text", "'' + c.text"), PARTS.replace("c.type", "c['type']")]
 )
-def test_a_template_that_reads_contents_as_lists_is_given_lists(template, trained, tmp_path, untried):
+def test_a_template_that_reads_contents_as_lists_is_given_lists(template, trained, tmp_path):
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
     loaded = Tokenizer.load(folder)
     turns = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
     assert loaded.chat(turns) == "<user>1+1=?<assistant>2" and loaded.behind == ""
 
 
-def test_a_template_that_takes_both_is_given_texts(trained, tmp_path, untried):
+def test_a_template_that_takes_both_is_given_texts(trained, tmp_path):
     both = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text + '!' }}{% endfor %}"
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=both)
     assert Tokenizer.load(folder).chat([{"role": "user", "content": "1+1=?"}]) == "1+1=?"
 
 
-def test_a_template_has_no_token_that_the_tokenizer_lacks(trained, tmp_path, untried):
+def test_a_template_has_no_token_that_the_tokenizer_lacks(trained, tmp_path):
     """transformers would add one, without a row of the model's embedding; what is never written is no matter."""
     settings = {"eos_token": "<|im_end|>", "bos_token": "<s>", "unk_token": "<unk>"}
     folder = folder_with(tmp_path, trained, settings=settings, template=QWEN_LIKE)

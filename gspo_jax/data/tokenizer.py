@@ -4,8 +4,10 @@ No truncation and no padding here: prompts are never cut, and the pipeline pads.
 pass for what the chat template writes around it: `guard` marks the special tokens in a text that are mere text.
 """
 
+import contextlib
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,7 +88,7 @@ class Tokenizer:
         self._variables = dict(variables or {})
         source = settings.get("chat_template")
         time = datetime.datetime.fromisoformat(clock)
-        self._template = None if source is None else chat.compile_template(source, time)
+        self._template = None if source is None else chat.Template(source, time)
         unknown = text_of(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
         self._added = _any_of(token.content for token in added.values())
@@ -254,7 +256,7 @@ class Tokenizer:
         assert self._template is not None
         tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
         given = {key: token for key, token in tokens.items() if token is not None} | self._variables
-        return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **given)
 
     def user_turn(self, content: str) -> str:
         """Return the text between an assistant's EOS and its next turn for a user turn that says `content`."""
@@ -273,11 +275,14 @@ class Tokenizer:
     def _writes(self, turn: Mapping[str, Any]) -> bool:
         try:
             return _SAID in self._render([turn], add_generation_prompt=True)
-        except UserError:  # `load` says what is wrong
+        except chat.Rejected:  # `load` says what is wrong
             return False
 
     def _check_prompt(self, folder: Path) -> None:
-        """Raise UserError if the chat template of a folder loses a user's question, or writes a token that is none."""
+        """Raise UserError if the chat template of a folder loses a user's question, or writes a token that is none.
+
+        Also if it takes or writes too much on one of a few conversations; each further one has the same limits.
+        """
         prompt = self.chat([{"role": "user", "content": _SAID}])
         if _SAID not in prompt:
             raise UserError(
@@ -286,13 +291,16 @@ class Tokenizer:
         for key, value in self._settings.items():
             if key.endswith("_token") and (content := text_of(value)) and content in prompt:
                 _token_id(self._backend, self._settings, key, folder)
+        for turns, asks in itertools.product(chat.TRIALS, (True, False)):
+            with contextlib.suppress(chat.Rejected):
+                self.chat(turns, add_generation_prompt=asks)
 
     def _written_behind(self) -> str:
         """Text that the chat template writes behind the last turn of a conversation, if that is the assistant's."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         try:
             _, found, behind = self.chat(turns, add_generation_prompt=False).rpartition(_SAID)
-        except UserError:  # `load` says what is wrong
+        except chat.Rejected:  # `load` says what is wrong
             return ""
         return behind if found else ""
 
@@ -300,9 +308,12 @@ class Tokenizer:
         """Text that the chat template writes behind an assistant's turn that a user's turn follows, without its own."""
         turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
         try:
-            first, _, between, _ = self.chat(turns, add_generation_prompt=False).split(_SAID)
-        except (UserError, ValueError):  # a template that rejects them, or leaves one out
+            parts = self.chat(turns, add_generation_prompt=False).split(_SAID)
+        except chat.Rejected:
             return ""
+        if len(parts) != 4:  # the template leaves one out, or writes it twice
+            return ""
+        first, _, between, _ = parts
         opening, closing = (re.split(f"({self._added.pattern})", text) for text in (first, between))
         while opening and closing and opening[-1] == closing[-1]:
             opening.pop()
