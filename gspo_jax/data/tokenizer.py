@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gspo_jax import thoughts
-from gspo_jax.data import added_tokens, chat
+from gspo_jax.data import added_tokens, chat, tokenizer_limits
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
@@ -110,8 +110,8 @@ class Tokenizer:
 
         Raises:
           UserError: `tokenizer.json` or every EOS token is missing, a file is malformed, two files give a token
-            different ids, or the chat template fails on a user's turn, leaves out what is said in it, or writes a
-            special token that the tokenizer does not have.
+            different ids, the tokenizer can grow a text without bound, or the chat template fails on a user's turn, leaves
+            out what is said in it, takes too much, or writes a special token that the tokenizer does not have.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -120,7 +120,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{path} cannot be read as a tokenizer ({error}); download or save it again") from error
+            raise UserError(f"{path} cannot be read as a tokenizer ({error!s:.200}); download or save it again") from error
+        if wrong := tokenizer_limits.fault(backend):
+            raise UserError(f"{path} {wrong}; use the model's own tokenizer")
         settings = added_tokens.read_settings(folder)
         added_tokens.add(backend, folder, settings)
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
@@ -185,11 +187,15 @@ class Tokenizer:
         """
         if GUARD in text:
             return self._encode_guarded(text)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with _panics_told():
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, on the library's threads."""
-        usual = iter(self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False))
+        with _panics_told():
+            usual = iter(
+                self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False)
+            )
         return [self._encode_guarded(t) if GUARD in t else next(usual).ids for t in texts]
 
     def ends(self) -> list[str]:
@@ -212,7 +218,8 @@ class Tokenizer:
         """The token ids of a text with guards, as one text: pieces would each get the beginning of a text."""
         backend, of_alias = self._apart
         text = self._special.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
-        found = backend.encode(text, add_special_tokens=False).ids
+        with _panics_told():
+            found = backend.encode(text, add_special_tokens=False).ids
         return [of_alias.get(i, i) for i in found]
 
     @functools.cached_property
@@ -239,7 +246,8 @@ class Tokenizer:
         Ids beyond the vocabulary, which a padded model may sample, decode to nothing.
         """
         said = [int(i) for i in ids if not (skip_special and int(i) in self._unsaid)]
-        return self._backend.decode(said, skip_special_tokens=False)
+        with _panics_told():
+            return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation under the chat template; without a template, the contents concatenated.
@@ -372,6 +380,18 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
             )
 
 
+@contextlib.contextmanager
+def _panics_told() -> Iterator[None]:
+    """Raise UserError for a panic of the library, which is no Exception: a pattern that it gives up on, for one."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        says = " ".join(str(error).split())[:200]
+        raise UserError(f"the tokenizer fails on a text ({says}); use the model's own tokenizer") from None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path, f"{path} does not exist; download it again") if path.is_file() else {}
 
@@ -387,7 +407,7 @@ def _template_source(folder: Path, setting: Any) -> str | None:
         try:
             source = path.read_text(encoding="utf-8-sig")
         except UnicodeError as error:
-            raise UserError(f"{path} is not valid UTF-8 ({error}); download it again") from error
+            raise UserError(f"{path} is not valid UTF-8 ({error!s:.200}); download it again") from error
         if isinstance(setting, str) and setting.strip() != source.strip():
             logging.warning("%s and the chat template of %s differ; the former is used", path, SETTINGS)
         return source
