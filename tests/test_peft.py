@@ -185,13 +185,19 @@ def test_features_that_are_not_supported(fields, says, tmp_path):
 @pytest.mark.parametrize("pattern", [r"(a|.|\w)*!", r"(([a-z_.0-9])+.)+[A-Z]", r"(.*)*(.*)*(.*)*\d{9}", r"(\w*\.?)*_"])
 def test_patterns_that_take_too_long_end_in_one_sentence(pattern, tmp_path):
     folder = changed(tmp_path, alpha_pattern={"k_proj": 3, pattern: 8})
-    with pytest.raises(UserError, match=r"alpha_pattern \{'k_proj': 3, .* does not end within 2 s; correct its patterns$"):
+    with pytest.raises(
+        UserError, match=r"alpha_pattern \{'k_proj': 3, .* does not end within 2 s; correct its patterns$"
+    ):
         peft.check(folder, huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
 
 
 def test_patterns_are_matched_as_peft_does():
-    """From the first dot that fits to the end of the name, the first pattern that does; these are pefts own examples."""
-    names = ["model.layers.0.self_attn.q_proj", "model.layers.10.self_attn.k_proj", "model.layers.1.mlp.experts.down_proj"]
+    """Of the whole name, or from behind one of its dots, the first pattern that matches."""
+    names = [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.10.self_attn.k_proj",
+        "model.layers.1.mlp.experts.down_proj",
+    ]
     given = [r"^model.layers.0.self_attn.q_proj", "k_proj", r".*experts.down_proj", r"layers\.(0|1)\..*", "proj"]
     assert patterns.first_matches(given, names) == [0, 1, 2]
     assert patterns.first_matches(given[3:], names) == [0, None, 0]

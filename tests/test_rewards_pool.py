@@ -238,9 +238,7 @@ def test_a_call_that_leaves_a_thread_is_the_last_of_its_process(workers):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("what", "times"), [(str(100 << 20), 45), (str(700 << 20), 7), ("files", 6), ("pipes", 6)]
-)
+@pytest.mark.parametrize(("what", "times"), [(str(100 << 20), 45), (str(700 << 20), 7), ("files", 6), ("pipes", 6)])
 def test_a_call_that_leaks_gets_a_new_runner_and_loses_no_score(workers, what, times):
     """In all, the calls leak more than a runner may have: 4 GiB of address space, 256 open files."""
     runners = [call(workers, "leak", what).value for _ in range(times)]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from gspo_jax.data import chat
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.types import UserError
 

@@ -21,7 +21,7 @@ _ASKED, _ANSWERED = {"role": "user", "content": _QUESTION}, {"role": "assistant"
 TRIALS = (
     [_ASKED],
     [_ASKED, _ANSWERED, _ASKED],
-    [{"role": "system", "content": "Add."}, {"role": "user", "content": "1"}, _ANSWERED, {"role": "user", "content": ""}],
+    [{"role": "system", "content": "Add."}, _ASKED, _ANSWERED, _ASKED],
     [_ASKED, _ANSWERED] * 8,
 )
 """Conversations that every template is tried with, beside those that tell how it writes a turn."""

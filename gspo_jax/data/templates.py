@@ -1,4 +1,4 @@
-"""Renders Hugging Face chat templates, in a program of its own: `python -m gspo_jax.data.templates`, which chat.py asks.
+"""Renders Hugging Face chat templates in a program of its own, `python -m gspo_jax.data.templates`, which chat.py asks.
 
 jinja2's sandbox keeps a template from the interpreter but not from looping, and a constant like `'a' * 10**10` is
 already evaluated when the template is compiled; limited.py ends that. No jax or flax here, so that it starts quickly.

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from jaxtyping import Bool, Int
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gspo_jax import thoughts
-from gspo_jax.data import added_tokens, chat, tokenizer_limits
+from gspo_jax.data import added_tokens, chat
+from gspo_jax.data import backend as backends
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
@@ -110,19 +111,14 @@ class Tokenizer:
 
         Raises:
           UserError: `tokenizer.json` or every EOS token is missing, a file is malformed, two files give a token
-            different ids, the tokenizer can grow a text without bound, or the chat template fails on a user's turn, leaves
-            out what is said in it, takes too much, or writes a special token that the tokenizer does not have.
+            different ids, the tokenizer can grow a text without bound, or the chat template fails on a user's turn,
+            leaves out what is said in it, takes too much, or writes a special token that the tokenizer does not have.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
-        try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{path} cannot be read as a tokenizer ({error!s:.200}); download or save it again") from error
-        if wrong := tokenizer_limits.fault(backend):
-            raise UserError(f"{path} {wrong}; use the model's own tokenizer")
+        backend = backends.load(path)
         settings = added_tokens.read_settings(folder)
         added_tokens.add(backend, folder, settings)
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
@@ -187,12 +183,12 @@ class Tokenizer:
         """
         if GUARD in text:
             return self._encode_guarded(text)
-        with _panics_told():
+        with backends.panics_told():
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, on the library's threads."""
-        with _panics_told():
+        with backends.panics_told():
             usual = iter(
                 self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False)
             )
@@ -218,7 +214,7 @@ class Tokenizer:
         """The token ids of a text with guards, as one text: pieces would each get the beginning of a text."""
         backend, of_alias = self._apart
         text = self._special.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
-        with _panics_told():
+        with backends.panics_told():
             found = backend.encode(text, add_special_tokens=False).ids
         return [of_alias.get(i, i) for i in found]
 
@@ -246,7 +242,7 @@ class Tokenizer:
         Ids beyond the vocabulary, which a padded model may sample, decode to nothing.
         """
         said = [int(i) for i in ids if not (skip_special and int(i) in self._unsaid)]
-        with _panics_told():
+        with backends.panics_told():
             return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
@@ -378,18 +374,6 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
                 f"{key} is {max(ids)}, beyond the model's vocabulary of {model_vocab_size}; correct it in "
                 f"{_GENERATION} or {CONFIG}, beside the tokenizer"
             )
-
-
-@contextlib.contextmanager
-def _panics_told() -> Iterator[None]:
-    """Raise UserError for a panic of the library, which is no Exception: a pattern that it gives up on, for one."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        says = " ".join(str(error).split())[:200]
-        raise UserError(f"the tokenizer fails on a text ({says}); use the model's own tokenizer") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

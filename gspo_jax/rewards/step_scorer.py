@@ -45,8 +45,8 @@ class StepScores:
 class StepScorer:
     """Finds and scores the steps of completions with step-reward functions, given by name and weight.
 
-    A function fails on a completion if it raises, or returns a reward that is no score (scores.py) or an end outside the
-    completion; the completion then has no steps. Functions with weight 0 are recorded only.
+    A function fails on a completion if it raises, or returns a reward that is no score (scores.py) or an end outside
+    the completion; the completion then has no steps. Functions with weight 0 are recorded only.
     """
 
     def __init__(

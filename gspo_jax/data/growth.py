@@ -1,11 +1,10 @@
-"""What a tokenizer of strangers may do to a text: grow it so far and no farther, and come to an end.
+"""How far a tokenizer grows a text, and whether it comes to an end: a program, `python -m gspo_jax.data.growth`.
 
-How far it can grow a text, its parts say: a chain of forty replacements of `a` by `aa` makes 2^40 characters of one. Its
-patterns backtrack, and are tried on a few texts in a program of its own: `python -m gspo_jax.data.tokenizer_limits`.
+A chain of forty replacements of `a` by `aa` makes 2^40 characters of one: how far the parts of a tokenizer.json can go,
+they say. Their patterns backtrack, and are tried on a few texts; backend.py asks. No jax or flax here.
 """
 
 import base64
-import functools
 import json
 import math
 import string
@@ -17,41 +16,51 @@ import tokenizers
 
 from gspo_jax import limited
 
+PARTS = "normalizer", "pre_tokenizer", "post_processor", "decoder"
+"""Parts of a tokenizer.json that are looked at."""
 MOST_OF_ONE = 1 << 12
 """Characters that may become of one in a text that is encoded; of known tokenizers, a hundred might."""
-MOST_OF_A_TOKEN = 1 << 14
-"""Characters that may become of one token that is decoded; those of known tokenizers have up to a thousand."""
 _BYTE_LEVEL = 8
 """Size of what a character becomes byte by byte: of each of up to four, a letter that may have an accent."""
 _RUNS = "a", "A", "1", " ", "\n", "-", "é", "日", "ab ", "A1_", ". ", "\r\n\t", "</s>", "'s "
 _TEXTS = [run * (1200 // len(run)) + string.printable for run in _RUNS]
 """Texts that the parts are tried with: long ones, in which whatever character a pattern looks for comes late."""
 
-_program = limited.Process("gspo_jax.data.tokenizer_limits")
+
+def answer(parts: dict[str, Any]) -> dict[str, Any]:
+    """Try the parts of a tokenizer.
+
+    Returns:
+      `decoded`: times by which its decoder can grow the text of a token; or what is `wrong`, in words that go on behind
+      the tokenizer.
+    """
+    model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    described = {"version": "1.0", "added_tokens": [], "model": model} | parts
+    try:
+        backend = tokenizers.Tokenizer.from_str(json.dumps(described))
+    except BaseException as error:  # a panic of the library is no Exception
+        return {"wrong": f"cannot be read as a tokenizer ({_shown(error)}); download or save it again"}
+    encoded = _growth_of(backend.normalizer, backend.pre_tokenizer, backend.post_processor)
+    decoder, decoded = backend.decoder, _growth_of(backend.decoder)
+    if (grown := max(encoded, decoded)) > MOST_OF_ONE:
+        return {"wrong": f"can make {grown:.3g} characters of one, more than {MOST_OF_ONE}; use the model's own"}
+    for text in _TEXTS:
+        try:
+            backend.encode(text, add_special_tokens=False)
+            if decoder is not None:
+                decoder.decode([text])
+        except BaseException as error:
+            return {"wrong": f"fails on a short text ({_shown(error)}); use the model's own"}
+    return {"decoded": decoded}
 
 
-def fault(backend: tokenizers.Tokenizer) -> str:
-    """Return what is wrong with a tokenizer in words that go on behind it; "" if nothing is."""
-    before = [_described(part) for part in (backend.normalizer, backend.pre_tokenizer)]
-    grown = math.prod(map(_growth, [*before, _described(backend.post_processor)]))
-    if grown > MOST_OF_ONE:
-        return f"can make {grown:.3g} characters of one, and may make {MOST_OF_ONE}"
-    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=0)
-    decoder = _described(backend.decoder)
-    if (grown := longest * _growth(decoder)) > MOST_OF_A_TOKEN:
-        return f"can make {grown:.3g} characters of a token, and may make {MOST_OF_A_TOKEN}"
-    return _tried(json.dumps({"normalizer": before[0], "pre_tokenizer": before[1], "decoder": decoder}))
+def _growth_of(*parts: Any) -> float:
+    """Times by which parts can grow a text, one after the other, as the library has read them."""
+    return math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
 
 
-def _described(part: Any) -> dict[str, Any] | None:
-    """A part as tokenizer.json has it."""
-    return None if part is None else json.loads(part.__getstate__())
-
-
-def _growth(part: Mapping[str, Any] | None) -> float:
+def _growth(part: Mapping[str, Any]) -> float:
     """Times by which a part can grow a text: a bound, of sizes (`_size`), that no Unicode form changes."""
-    if part is None:
-        return 1
     match part["type"]:
         case "Sequence":
             (inner,) = (value for value in part.values() if isinstance(value, list))
@@ -91,27 +100,9 @@ def _longest_of_map(packed: str) -> int:
     return max(map(_size, texts))
 
 
-@functools.cache
-def _tried(parts: str) -> str:
-    """What becomes of the texts with these parts; "" if all is well."""
-    try:
-        return _program.ask(json.loads(parts))
-    except limited.TooMuch as error:
-        return f"{error} on a short text"
-
-
-def answer(parts: dict[str, Any]) -> str:
-    """Write the texts with the parts of a tokenizer; return what `fault` does."""
-    model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
-    backend = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model} | parts))
-    for text in _TEXTS:
-        try:
-            backend.encode(text, add_special_tokens=False)
-            if backend.decoder is not None:
-                backend.decoder.decode([text])
-        except BaseException as error:  # a panic of the library is no Exception
-            return f"fails on a short text ({' '.join(str(error).split())[:200]})"
-    return ""
+def _shown(error: BaseException) -> str:
+    """An error's message on one line, cut if it is long."""
+    return " ".join(str(error).split())[:200]
 
 
 if __name__ == "__main__":
