@@ -82,7 +82,7 @@ class _Program:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=self._said,
                 stderr=self._said,
                 env=environment() | _QUIET,
