@@ -2,10 +2,14 @@
 
 import base64
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import tokenizers
 
@@ -291,6 +295,29 @@ def test_templates_are_rendered_again_behind_a_death_of_their_process(trained, t
     program = chat._program._program
     program._process.kill()
     assert loaded.chat(asked) == whole and chat._program._program is not program
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("asked", ["1+1=", "boom"])
+def test_the_process_of_templates_ends_with_the_trainer(asked, tmp_path):
+    """It is idle, or looping, when the trainer is killed."""
+    source = f"{SAID}{{% if 'boom' in {SAID[3:-3]} %}}{LONG}{{% endif %}}"
+    script = f"""if True:
+        import datetime, sys
+        from gspo_jax.data import chat
+        template = chat.Template({source!r}, datetime.datetime.now())
+        template.render([{{"content": "1"}}])
+        print(chat._program._program._process.pid, flush=True)
+        template.render([{{"content": {asked!r}}}])
+        sys.stdin.read()
+        """
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes, env=path, cwd=tmp_path) as trainer:
+        program = psutil.Process(int(trainer.stdout.readline()))
+        assert "gspo_jax.data.templates" in program.cmdline()
+        trainer.kill()
+    program.wait(timeout=20)
 
 
 def part(kind, **fields):
