@@ -450,13 +450,18 @@ class _Answers:
     def _read(self) -> dict[tuple[int, int], dict[str, Any]]:
         """The rows by the numbers of problem and sample; of equal ones, which two commands may write, the first."""
         found: dict[tuple[int, int], dict[str, Any]] = {}
-        with open(self.file, encoding="utf-8") as lines:
+        with open(self.file, "rb") as lines:
             for line in lines:
                 try:
                     row = json.loads(line)
-                except ValueError:  # cut by a kill; its call is sampled again
+                    found.setdefault((row["problem"], row["sample"]), row)
+                except (
+                    ValueError,
+                    KeyError,
+                    TypeError,
+                    RecursionError,
+                ):  # cut by a kill, or damaged; its call is sampled again
                     break
-                found.setdefault((row["problem"], row["sample"]), row)
         return found
 
     def _write(self, mode: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -127,7 +127,9 @@ def _read(source: Path) -> Iterator[Line]:
         try:
             line = json.loads(written, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{source}:{number} is not JSON ({error}); each line has to be a JSON object") from None
+            raise UserError(
+                f"{source}:{number} is not JSON ({error!s:.200}); each line has to be a JSON object"
+            ) from None
         if not isinstance(line, dict) or not isinstance(line.get("completion"), str):
             raise UserError(f"{source}:{number} has no text `completion`; each line has to be a JSON object with one")
         if not isinstance(line.get("prompt"), str | None):

@@ -116,6 +116,10 @@ def test_what_a_file_of_answers_has_of_whole_calls_is_kept_once(tmp_path):
     rows = [(row["problem"], row["sample"], row["text"]) for row in again.rows()]
     assert rows == [(p, s, "") for p in range(4) for s in range(4)]
     assert opened().done == 4 and opened("another").done == 0
+    for damage in (b"5\n", b"null\n", b"{}\n", b"\xff\xfe\n", b"[" * 99_999):
+        with open(again.file, "ab") as file:
+            file.write(damage)
+        assert opened().done == 4 and len(opened().rows()) == 16
 
 
 def write_sums(file, **change):

@@ -20,8 +20,32 @@ from gspo_jax.types import UserError
 DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
-def packed(content):
-    return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
+def squeezed(data):
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def packed(content, protocol=None):
+    return squeezed(pickle.dumps(content, protocol))
+
+
+PICKLES = {
+    f"{code!r} {claimed}": b"\x80\x05" + code + claimed.to_bytes(size, "little") + b"[]."
+    for codes, size in ((b"\x8d\x8e\x96\x95", 8), (b"XBT\x8b", 4))
+    for code in (codes[at : at + 1] for at in range(4))
+    for claimed in (2 ** (8 * size) - 1, 2 ** (8 * size - 1) - 1, 2 ** (8 * size - 3))
+} | {
+    "places of a memo": b"V[1]\np99999999999\n]r\xff\xff\xff\xff.",
+    "two texts": b"V[]\nV[]\n.",
+    "no text": b"\x80\x05N.",
+    "tuples of tuples": b"\x80\x03)" + b"2\x86" * 60 + b".",
+    "a number": b"L" + b"9" * 5000 + b"L\n.",
+    "by the registry of extensions": b"\x82\x01.",
+    "by a persistent id": b"V[]\nQ.",
+    "marks": b"(" * 100_000 + b".",
+    "no end": b"V[]\n",
+    "nothing": b"",
+}
+"""Pickles that claim lengths which they do not have, text, bytes, frames and numbers, or hold more than a text."""
 
 
 def problem(number, tests, hidden, **fields):
@@ -80,8 +104,11 @@ class Bomb:
 @pytest.mark.parametrize(
     ("hidden", "says"),
     [
-        (packed(Bomb()), "it names .*system, and may hold only text"),
-        (packed({"a": 1}), "cannot be unpacked"),
+        (packed(Bomb()), "STACK_GLOBAL in a pickle that may hold only text"),
+        (packed({"a": 1}), "EMPTY_DICT in a pickle that may hold only text"),
+        (packed("[" * 100_000), "hidden tests cannot be unpacked .maximum recursion depth"),
+        (packed("9" * 5000), "hidden tests cannot be unpacked .Exceeds the limit"),
+        *(pytest.param(squeezed(PICKLES[name]), "hidden tests cannot be unpacked", id=name) for name in PICKLES),
         (base64.b64encode(zlib.compress(b"no pickle")).decode(), "cannot be unpacked"),
         (base64.b64encode(b"no zlib").decode(), "cannot be unpacked"),
         ("no base64", "cannot be unpacked"),
@@ -93,6 +120,15 @@ def test_hidden_tests_hold_only_text(hidden, says, tmp_path):
     with pytest.raises(UserError, match=says):
         benchmarks.read("livecodebench", str(file))
     assert not os.path.exists("/tmp/gspo_jax-unpickled")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_hidden_tests_are_those_that_pickle_would_read(protocol, tmp_path):
+    hidden = [{"input": f"{text}\n", "output": "\u2028é", "testtype": "stdin"} for text in ("", "日\x85" * 999)]
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(problem(1, STDIN, packed(json.dumps(hidden, ensure_ascii=False), protocol))))
+    (found,) = benchmarks.read("livecodebench", str(file))
+    assert found["inputs"][1:] == [test["input"] for test in hidden] and found["outputs"][2] == "\u2028é"
 
 
 def test_a_bomb_of_hidden_tests_is_refused(tmp_path, monkeypatch):
@@ -120,7 +156,12 @@ def test_a_bomb_of_hidden_tests_is_refused(tmp_path, monkeypatch):
         ("gsm8k", '{"question": "1+1=", "answer": "so ####"}', "line 1: no number after ####; download gsm8k again"),
         ("mbpp", '{"text": "f", "code": "f", "test_list": "f"}', "line 1: test_list is no list of texts; download"),
         ("humaneval", '{"task_id": "f", "prompt": "f"}', "line 1: no canonical_solution; download humaneval again"),
+        ("mbpp", '{"text": "f", "code": "f", "test_list": [], "test_setup_code": 5}', "test_setup_code is not a text"),
         ("livecodebench", json.dumps(problem(1, STDIN, "[1]")), "line 1: tests that are none .*; download livec"),
+        ("livecodebench", json.dumps(problem(1, STDIN, "[]", starter_code=5)), "starter_code is not a text; downl"),
+        ("livecodebench", json.dumps(problem(1, STDIN, "[]", public_test_cases="[" * 9999)), "tests that are none"),
+        ("livecodebench", json.dumps(problem(1, [STDIN[0] | {"input": 1}], "[]")), "input is 1, and no text"),
+        ("livecodebench", json.dumps(problem(1, CALLS, "[]", metadata='{"func_name": "f("}')), "'f.', and no name"),
         ("livecodebench", json.dumps(problem(1, {}, "[]") | {"public_test_cases": "{"}), "line 1: tests that are none"),
     ],
 )
@@ -144,6 +185,13 @@ FILES = {
         b'{"problem": "1+1=", "answer": 204.0}\n{"problem": "1+1=", "answer": 1e-5}',
         ["204", "0.00001"],
     ),
+    "400 digits": ("test.jsonl", b'{"problem": "1+1=", "answer": %s}' % (b"9" * 400), ["9" * 400]),
+    "other ends of lines in a text": (
+        "test.jsonl",
+        AIME.replace(b"1+1", "1\u2028+\x851\ufeff".encode()) * 2,
+        ["2", "2"],
+    ),
+    "5000 digits": ("test.jsonl", b'{"problem": "1+1=", "answer": %s}' % (b"9" * 5000), "number with too many digits"),
     "not compressed": ("test.jsonl.gz", AIME, "cannot be read: Not a gzipped file"),
     "cut off": ("test.jsonl.gz", gzip.compress(AIME * 99)[:-20], "cannot be read: Compressed file ended"),
     "Latin-1": ("test.jsonl", '{"problem": "\xe9", "answer": "2"}'.encode("latin-1"), "line 1: not UTF-8; download"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gspo_jax.models import huggingface, lora, peft, transformer
+from gspo_jax.models import huggingface, lora, patterns, peft, transformer
 from gspo_jax.models.lora import Adapters
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.types import UserError, Weights
@@ -164,6 +164,8 @@ def changed(tmp_path, **fields):
         ({"alpha_pattern": ["q_proj"]}, r"alpha_pattern is \['q_proj'\], no object of numbers by pattern; correct it"),
         ({"alpha_pattern": {"q_proj": "8"}}, "the scale q_proj is '8'; set it to a finite number"),
         ({"alpha_pattern": {"q(_proj": 8}}, r"alpha_pattern has 'q\(_proj', no pattern \(missing .*\); correct it"),
+        ({"lora_alpha": 10**400}, "the scale lora_alpha is 1000.*; set it to a finite number"),
+        ({"alpha_pattern": {"(" * 5000: 8}}, r"alpha_pattern has '\(\(\(.*, no pattern \(.*\); correct it"),
         ({"init_lora_weights": "loftq"}, f"'loftq', which changed the model's weights; {MERGE}"),
         *(
             (
@@ -177,6 +179,29 @@ def changed(tmp_path, **fields):
 def test_features_that_are_not_supported(fields, says, tmp_path):
     with pytest.raises(UserError, match=says):
         peft.check(changed(tmp_path, **fields), huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("pattern", [r"(a|.|\w)*!", r"(([a-z_.0-9])+.)+[A-Z]", r"(.*)*(.*)*(.*)*\d{9}", r"(\w*\.?)*_"])
+def test_patterns_that_take_too_long_end_in_one_sentence(pattern, tmp_path):
+    folder = changed(tmp_path, alpha_pattern={"k_proj": 3, pattern: 8})
+    with pytest.raises(
+        UserError, match=r"alpha_pattern \{'k_proj': 3, .* does not end within 2 s; correct its patterns$"
+    ):
+        peft.check(folder, huggingface.read_config(GOLDEN / "qwen3"), Adapters(rank=4))
+
+
+def test_patterns_are_matched_as_peft_does():
+    """Of the whole name, or from behind one of its dots, the first pattern that matches."""
+    names = [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.10.self_attn.k_proj",
+        "model.layers.1.mlp.experts.down_proj",
+    ]
+    given = [r"^model.layers.0.self_attn.q_proj", "k_proj", r".*experts.down_proj", r"layers\.(0|1)\..*", "proj"]
+    assert patterns.first_matches(given, names) == [0, 1, 2]
+    assert patterns.first_matches(given[3:], names) == [0, None, 0]
+    assert patterns.first_matches([], names) == [None] * 3
 
 
 @pytest.mark.parametrize(

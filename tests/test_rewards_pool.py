@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from gspo_jax import limited
 from gspo_jax.rewards import pool
 from gspo_jax.rewards.pool import Pool
 
 CALLS = """
-import json, os, resource, subprocess, sys, threading, time
+import json, mmap, os, resource, subprocess, sys, threading, time
 
 def look(prompt, completion, record):
     names = "RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE"
@@ -76,6 +77,17 @@ def leave_a_thread(prompt, completion, record):
     return float(os.getpid())
 
 def own_id(prompt, completion, record):
+    return float(os.getpid())
+
+KEPT = []
+
+def leak(prompt, completion, record):
+    if completion == "files":
+        KEPT.extend(open(os.devnull) for _ in range(60))
+    elif completion == "pipes":
+        KEPT.extend(os.pipe() for _ in range(30))
+    else:
+        KEPT.append(mmap.mmap(-1, int(completion)))  # address space alone: nobody writes to it
     return float(os.getpid())
 """
 REPLIES = """
@@ -163,7 +175,7 @@ def test_a_call_sees_no_secrets_and_has_limits(workers, tmp_path, monkeypatch):
     fresh.close()
     assert not home.exists()
     added = {"HOME", "PYTHONPATH", "LC_CTYPE"}  # Python itself sets the last
-    assert set(seen["environment"]) - added <= {*pool._KEPT_VARIABLES, *(n for n in os.environ if n.startswith("LC_"))}
+    assert set(seen["environment"]) - added <= {*limited._KEPT, *(n for n in os.environ if n.startswith("LC_"))}
     assert seen["environment"]["LC_TIME"] == seen["environment"]["TZ"] == "C" and "PATH" in seen["environment"]
     assert "jax" not in seen["modules"] and "jax" in sys.modules
     assert seen["input"] == ""
@@ -223,6 +235,22 @@ def test_a_call_that_leaves_a_thread_is_the_last_of_its_process(workers):
     first = call(workers, "own_id").value
     assert call(workers, "leave_a_thread").value == first
     assert call(workers, "own_id").value != first
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("what", "times"), [(str(100 << 20), 45), (str(700 << 20), 7), ("files", 6), ("pipes", 6)])
+def test_a_call_that_leaks_gets_a_new_runner_and_loses_no_score(workers, what, times):
+    """In all, the calls leak more than a runner may have: 4 GiB of address space, 256 open files."""
+    runners = [call(workers, "leak", what).value for _ in range(times)]
+    assert None not in runners and 2 < len(set(runners)) <= -(-times // 2)
+
+
+@pytest.mark.faults
+def test_a_call_that_finds_no_memory_left_is_made_again_in_a_new_runner(workers):
+    first = call(workers, "leak", str(900 << 20)).value
+    assert call(workers, "leak", str(3300 << 20)).value not in (None, first)
+    own = call(workers, "leak", str(5000 << 20))
+    assert own.raised and "Cannot allocate memory" in own.error, "and the second time it is its own fault"
 
 
 def test_all_end_when_the_trainer_is_killed(tmp_path):

@@ -20,7 +20,11 @@ TIMEOUT_S = 2.0
 
 FAKE = """
 import mmap, os, signal, time
-__all__ = ["moody", "broken", "picky"]
+from decimal import Decimal
+from fractions import Fraction
+from math import inf, nan
+import numpy as np
+__all__ = ["moody", "broken", "any_", "picky"]
 
 def moody(prompt, completion, record):
     if completion == "slow":
@@ -30,6 +34,9 @@ def moody(prompt, completion, record):
     if completion == "raise":
         raise ValueError("no mood for " + prompt)
     return {"none": None, "lenient": None, "nan": float("nan"), "inf": float("inf"), "true": True}.get(completion, 0.5)
+
+def any_(prompt, completion, record):
+    return eval(completion)
 
 def broken(prompt, completion, record):
     raise ZeroDivisionError("always")
@@ -59,8 +66,8 @@ def picky(prompt, completion, record):
 def fakes(tmp_path_factory):
     """Return the names of two importable modules: `fake_here` for this process and `fake_there` for workers."""
     folder = tmp_path_factory.mktemp("modules")
-    (folder / "fake_here.py").write_text(FAKE.replace(', "picky"', ""))
-    (folder / "fake_there.py").write_text(FAKE.replace('"moody", "broken", ', ""))
+    (folder / "fake_here.py").write_text(FAKE.replace(', "picky"', "").replace("any_", "here"))
+    (folder / "fake_there.py").write_text(FAKE.replace('"moody", "broken", ', "").replace("any_", "there"))
     (folder / "fake_unimportable.py").write_text(
         '__all__ = ["picky"]\nimport sys\nif "pytest" not in sys.modules: raise ImportError("missing library")\n'
         "def picky(prompt, completion, record): return 1.0"
@@ -101,6 +108,43 @@ def test_scores_are_weighted_and_kept_apart():
         "answer_format": [1, 1, 0, 1],
         "countdown": [0, 0, 0, 1],
     }
+
+
+RETURNED = {
+    # what a function returns: its score, or why it has none
+    "0.5": 0.5, "True": 1.0, "False": 0.0, "-3": -3.0, "1e18": 1e18, "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25,
+    "np.float32(0.5)": 0.5, "np.int64(7)": 7.0, "np.bool_(True)": 1.0, "np.array(0.5)": 0.5, "-0.0": 0.0, "1e-320": 0.0,
+    "None": "returned None", "nan": "returned nan", "-inf": "returned -inf", "Decimal('NaN')": "returned nan",
+    "1e39": "returned 1e+39; scores are from -1e+18 to 1e+18", "-1e39": "returned -1e+39; scores are",
+    "np.float64(1e39)": "returned 1e+39; scores are", "Decimal('1e39')": "returned 1e+39; scores are",
+    "Decimal('1e999')": "returned inf", "10**39": "returned 1e+39; scores are", "-10**400": "returned -inf",
+    "Fraction(10**400)": "returned inf", "3.5e38": "returned 3.5e+38; scores are", "1e19": "returned 1e+19; scores are",
+    "np.float32(3e38)": "returned 3e+38; scores are", "2**63 * 2**63": "returned 8.50706e+37; scores are",
+    "'0.5'": "a score is a number, and not the text '0.5'", "b'1'": "a score is a number, and not the text b'1'",
+    "[1.0]": "TypeError", "1j": "TypeError", "np.zeros(2)": "TypeError",
+}  # fmt: skip
+"""Of functions here and in workers alike."""
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_score_is_a_number_that_float32_can_reckon_with(where, fakes):
+    """Beyond float32 a reward would be inf; the squares of one beyond 1e19 would, and all advantages 0 or NaN."""
+    with Scorer({where: 1.0}, **fakes, timeout_s=10) as scorer:
+        found = scorer.outcomes([("", returned, {}) for returned in RETURNED])[where]
+        scores = scorer.score(["a"] * 3, ["0.5", "1e39", "-10**400"], [{}] * 3)
+    for (returned, expected), outcome in zip(RETURNED.items(), found, strict=True):
+        if isinstance(expected, str):
+            assert outcome.value is None and expected in (outcome.error or ""), returned
+            assert outcome.raised == ("returned" not in expected), returned
+        else:
+            assert outcome.value == pytest.approx(expected, abs=1e-300), returned
+    assert scores.failures == 2 and scores.total[0] == 0.5 and np.isnan(scores.total[1:]).all()
+
+
+def test_weights_make_no_infinite_reward_of_scores():
+    with Scorer({"exact_answer": 1e30, "answer_format": -1e39}) as scorer:
+        scores = run(scorer, ["#### 3", "3"])
+    assert scores.failures == 2 and np.isnan(scores.total).all() and scores.by_name["exact_answer"].tolist() == [1, 0]
 
 
 def test_an_empty_batch_is_empty():

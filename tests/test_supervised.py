@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from configs import tiny
 from gspo_jax import coldstart
-from gspo_jax.data import chat, rows
+from gspo_jax.data import rows
 from gspo_jax.data.pipeline import PLAIN, PromptStyle, worked_batches
 from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
@@ -184,9 +184,8 @@ def base_model(end="<|im_end|>\\n", eos="<|endoftext|>"):
 @pytest.mark.parametrize(
     ("end", "learned_end"), [("<|im_end|>\\n", "<|im_end|>"), ("</s>\\n", "<|endoftext|>"), ("\\n", "<|endoftext|>")]
 )
-def test_a_turn_is_learned_with_one_end(end, learned_end, tmp_path, monkeypatch):
+def test_a_turn_is_learned_with_one_end(end, learned_end, tmp_path):
     """A base model's EOS is <|endoftext|>: nothing is learned behind the template's own end of turn."""
-    monkeypatch.setattr(chat, "_try", lambda source: None)  # a trial in another process
     place = write(tmp_path / "said.jsonl", said(USER, ASSISTANT))
     ((_, answer),) = learned(place, base_model(end))
     assert answer == f"2{learned_end}"
@@ -213,8 +212,7 @@ def thinking():
     return Tokenizer(made._backend, eos_ids=made.eos_ids, pad_id=made.pad_id, settings=settings)
 
 
-def test_thoughts_are_learned_as_tokens_and_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "_try", lambda source: None)
+def test_thoughts_are_learned_as_tokens_and_once(tmp_path):
     made, text = thinking(), "<think>1</think>2"
     turns = assistant_turns(
         rows.conversations(write(tmp_path / "a.jsonl", said(USER, ASSISTANT | {"content": text}))), made, PLAIN
@@ -225,8 +223,7 @@ def test_thoughts_are_learned_as_tokens_and_once(tmp_path, monkeypatch):
         assert demonstrations[0]["worked"] == text
 
 
-def test_a_template_that_loses_the_answer_teaches_nothing(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(chat, "_try", lambda source: None)
+def test_a_template_that_loses_the_answer_teaches_nothing(tmp_path, tokenizer):
     template = CHATML.replace("m.content", "(m.content if m.role == 'user' else '')")
     settings = tokenizer._settings | {"chat_template": template}
     deaf = Tokenizer(tokenizer._backend, eos_ids=[1], pad_id=0, settings=settings)

@@ -1,14 +1,19 @@
 """The tokenizer: real `tokenizers` models, trained here or read from a Hugging Face folder."""
 
+import base64
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import tokenizers
 
-from gspo_jax.data import chat
+from gspo_jax.data import backend, chat, pipeline, tokenizer
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.types import UserError
 
@@ -217,7 +222,7 @@ def test_bad_templates_say_so(trained, tmp_path, template, message):
         ("{{ messages + ['a' * 10**10] }}", "needs more than 512 MiB of memory"),
         ("{{ messages[0].content.ljust(10**10) }}", "needs more than 512 MiB of memory"),
         ("{{ eos_token | center(10**10) }}", "needs more than 512 MiB of memory"),
-        ("{{ messages[0].content * 10**4 }}", "turns a short conversation into more than 1048576 characters"),
+        ("{{ messages[0].content * 10**4 }}", "turns a conversation of 1067 characters into more than 148144; correct"),
         ("{{ 9**(9**9) }}", "does not end within 2 s; correct it, or use the model's own"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
          "does not end within 2 s"),
@@ -229,6 +234,205 @@ def test_templates_that_fail_or_explode_end_in_one_sentence(trained, tmp_path, t
     with pytest.raises(UserError, match=f"^the chat template {message}") as error:
         Tokenizer.load(folder)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SAID = "{{ messages | map(attribute='content') | join }}"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "eos_token == '<|im_end|>'",
+        "enable_thinking is defined and not enable_thinking",
+        "strftime_now('%Y') == '2031'",
+        "messages[0].role == 'system'",
+        "messages | length > 8",
+        "not add_generation_prompt and messages | length == 3",
+    ],
+)
+def test_templates_are_tried_with_what_they_are_given(condition, trained, tmp_path):
+    template = f"{SAID}{{% if {condition} %}}{LONG}{{% endif %}}"
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
+    with pytest.raises(UserError, match=r"^the chat template does not end within 2 s; correct it, or use the model's"):
+        Tokenizer.load(folder, clock="2031-01-01", enable_thinking=False)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("exploding", "says"),
+    [
+        (LONG, "does not end within 2 s"),
+        ("{{ 'a' * (messages[0].content | length) ** 15 }}", "needs more than 512 MiB of memory"),
+        ("{{ messages[0].content * 10**6 }}", "turns a conversation of 143 characters into more than 133360; correct"),
+        (
+            "{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}",
+            "takes more than 20 ms again and",
+        ),
+    ],
+)
+def test_a_template_that_explodes_for_some_rows_alone_ends_the_scan(exploding, says, trained, tmp_path):
+    """And is not one that rejects a row, as one in four does here: that would take two seconds for each."""
+    template = f"{SAID}{{% if 'boom' in {SAID[3:-3]} %}}{exploding}{{% endif %}}"
+    template += f"{{% if '3' in {SAID[3:-3]} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>", "chat_template": template})
+    loaded = Tokenizer.load(folder)
+    rows = [{"question": f"row {i % 4}", "answer": "", "instruction": ""} for i in range(40)]
+    kept = pipeline.eval_batches(rows, loaded, prompts_per_batch=4, max_prompt_length=64)
+    assert (kept.usable, kept.skipped_by) == (30, {"rejected by the chat template": 10})
+    rows += [row | {"question": "boom"} for row in rows]
+    with pytest.raises(UserError, match=f"^the chat template ({says})") as error:
+        pipeline.eval_batches(rows, loaded, prompts_per_batch=4, max_prompt_length=64)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_templates_are_rendered_again_behind_a_death_of_their_process(trained, tmp_path):
+    loaded = Tokenizer.load(folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=QWEN_LIKE))
+    asked = [{"role": "user", "content": "\u2028\x85\ufeff1+1=?\r\n"}]
+    whole = loaded.chat(asked)
+    assert asked[0]["content"] in whole
+    program = chat._program._program
+    program._process.kill()
+    assert loaded.chat(asked) == whole and chat._program._program is not program
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("asked", ["1+1=", "boom"])
+def test_the_process_of_templates_ends_with_the_trainer(asked, tmp_path):
+    """It is idle, or looping, when the trainer is killed."""
+    source = f"{SAID}{{% if 'boom' in {SAID[3:-3]} %}}{LONG}{{% endif %}}"
+    script = f"""if True:
+        import datetime, sys
+        from gspo_jax.data import chat
+        template = chat.Template({source!r}, datetime.datetime.now())
+        template.render([{{"content": "1"}}])
+        print(chat._program._program._process.pid, flush=True)
+        template.render([{{"content": {asked!r}}}])
+        sys.stdin.read()
+        """
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes, env=path, cwd=tmp_path) as trainer:
+        program = psutil.Process(int(trainer.stdout.readline()))
+        assert "gspo_jax.data.templates" in program.cmdline()
+        trainer.kill()
+    program.wait(timeout=20)
+
+
+def part(kind, **fields):
+    return {"type": kind, **fields}
+
+
+def replace(old, new, kind="String"):
+    return part("Replace", pattern={kind: old}, content=new)
+
+
+def chain(field, *parts):
+    return part("Sequence", **{field: list(parts)})
+
+
+SPLIT = part("Split", pattern={"Regex": "."}, behavior="Isolated", invert=False)
+BYTES = part("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+CHINESE = part("BertNormalizer", clean_text=False, handle_chinese_chars=True, strip_accents=False, lowercase=False)
+BEGUN = part("Metaspace", replacement="▁", prepend_scheme="always", split=True)
+TWICE = part("TemplateProcessing", single=[{"Sequence": {"id": "A", "type_id": 0}}] * 9999, special_tokens={},
+             pair=[{"Sequence": {"id": name, "type_id": 0}} for name in "AB"])  # fmt: skip
+GROWING = {
+    "one by two": {"normalizer": chain("normalizers", *[replace("a", "aa")] * 40)},
+    "a rare text": {"normalizer": chain("normalizers", *[replace("qz", "qzqz")] * 20)},
+    "by a long text": {"normalizer": replace("a", "b" * 9999)},
+    "any by two": {"normalizer": chain("normalizers", *[replace(".", "xx", "Regex")] * 8)},
+    "nothing by one": {"normalizer": chain("normalizers", *[replace("", "x")] * 12)},
+    "within each other": {"normalizer": chain("normalizers", *[chain("normalizers", *[replace("a", "aa")] * 4)] * 4)},
+    "a form of Unicode": {"normalizer": chain("normalizers", *[replace(" ", "\ufdfa"), part("NFKD")] * 8)},
+    "spaces around Chinese": {"normalizer": chain("normalizers", *[CHINESE, replace(" ", "中")] * 20)},
+    "a long beginning": {"normalizer": part("Prepend", prepend="x" * 9999)},
+    "a packed table": {"normalizer": part("Precompiled", precompiled_charsmap=base64.b64encode(
+        (4).to_bytes(4, "little") + bytes(4) + b"x" * 9999 + b"\0").decode())},
+    "bytes of bytes": {"pre_tokenizer": chain("pretokenizers", *[BYTES] * 20)},
+    "bytes before": {"normalizer": chain("normalizers", *[part("ByteLevel")] * 20)},
+    "beginnings of pieces": {"pre_tokenizer": chain("pretokenizers", *[SPLIT, BEGUN] * 20)},
+    "the same tokens again": {"post_processor": TWICE},
+    "decoded": {"decoder": chain("decoders", *[replace("a", "aa")] * 40)},
+    "decoded by a pattern": {"decoder": chain("decoders", *[replace(".", "aaa", "Regex")] * 12)},
+}  # fmt: skip
+
+
+def tokenizer_of(folder, **parts):
+    """Write a tokenizer.json of a vocabulary of two."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "<|im_end|>": 1}, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model} | parts))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("parts", GROWING)
+def test_tokenizers_that_grow_a_text_without_bound_are_refused(parts, tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json can make .* characters of one, more than 4096; use the mod"):
+        backend.load(tokenizer_of(tmp_path, **GROWING[parts]))
+
+
+def test_tokenizers_with_endless_tokens_are_refused(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b" * 20_000: 1}, "unk_token": "a"}
+    with pytest.raises(UserError, match=r"can make 2e\+04 characters of a token, more than 16384; use the model"):
+        backend.load(tokenizer_of(tmp_path, model=model))
+
+
+def splits_at(pattern):
+    return {"pre_tokenizer": part("Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)}
+
+
+KNOWN = {
+    "Qwen": {"normalizer": part("NFC"), "decoder": BYTES, "post_processor": BYTES, "pre_tokenizer": chain(
+        "pretokenizers", splits_at(tokenizer._SPLIT)["pre_tokenizer"], BYTES)},
+    "Llama 2": {"normalizer": chain("normalizers", part("Prepend", prepend="▁"), replace(" ", "▁")), "decoder": chain(
+        "decoders", replace("▁", " "), part("ByteFallback"), part("Fuse"))},
+    "T5": {"normalizer": replace(" {2,}", "▁", "Regex"), "pre_tokenizer": BEGUN, "decoder": BEGUN},
+    "BERT": {"normalizer": CHINESE, "decoder": part("WordPiece", prefix="##", cleanup=True)},
+    "XLNet": {"normalizer": chain("normalizers", replace("``", '"'), part("NFKD"), part("Lowercase"), replace(
+        " {2,}", " ", "Regex")), "pre_tokenizer": BEGUN},
+    "GPT-NeoX": {"pre_tokenizer": BYTES | {"add_prefix_space": True, "use_regex": True}, "decoder": BYTES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_tokenizers_as_models_have_them_are_taken(name, tmp_path):
+    assert backend.load(tokenizer_of(tmp_path, **KNOWN[name])).get_vocab_size() == 2
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (splits_at(r"(\w+\s?)*!$"), r"fails on a short text \(Onig: Regex search error: retry-limit-in-match over\)"),
+        ({"normalizer": replace("(a|aa)+b", "", "Regex")}, r"fails on a short text \(Onig: Regex"),
+        ({"decoder": replace(r"(\w|\w\w)+~", "", "Regex")}, r"fails on a short text \(Onig: Regex"),
+        (splits_at(r"\p{L}*\p{L}*\p{L}*[!?][!?]"), "does not end within 2 s when it is tried"),
+        ({"normalizer": part("Precompiled", precompiled_charsmap="/////w==")}, r"\(memory allocation of 8589934584"),
+        ({"normalizer": part("Precompiled", precompiled_charsmap="%")}, r"cannot be read as a tokenizer \(Precompiled"),
+        (splits_at("("), r"cannot be read as a tokenizer \(Oniguruma error: end pattern with unmatched"),
+    ],
+)
+def test_tokenizers_that_hang_or_crash_end_in_one_sentence(parts, says, tmp_path):
+    with pytest.raises(UserError, match=rf"tokenizer\.json {says}|tokenizer\.json ends its process .*{says}") as error:
+        backend.load(tokenizer_of(tmp_path, **parts))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.faults
+def test_a_pattern_that_the_library_gives_up_on_later_ends_in_one_sentence(tmp_path):
+    """Its panic is no Exception of Python."""
+    file = tokenizer_of(tmp_path, **splits_at(r"(♥+♥+)+♠"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert file.is_file()
+    loaded = Tokenizer.load(tmp_path)
+    for call in (
+        loaded.encode,
+        lambda text: loaded.encode_batch([text, "a"]),
+        lambda text: loaded.encode(f"{text}\ufdd0"),
+    ):
+        with pytest.raises(UserError, match=r"^the tokenizer fails on a text \(Onig: .*; use the model's own$"):
+            call("♥" * 60 + "a♠"[:1])
 
 
 def test_truncation_and_padding_of_the_file_are_dropped(trained, tmp_path):
@@ -320,12 +524,6 @@ def test_ids_of_other_files_must_fit_the_model(key, trained, tmp_path):
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.fixture
-def untried(monkeypatch):
-    """Templates of the test's own are rendered without their trial in another process."""
-    monkeypatch.setattr(chat, "_try", lambda source: None)
-
-
 @pytest.mark.parametrize("name", ["decoder", "flags", "extra", "older"])
 def test_tokens_that_one_file_has_are_added_as_transformers_does(name, tmp_path):
     """The ids and texts of tests/golden/make_tokenizers.py."""
@@ -365,7 +563,7 @@ def test_files_that_contradict_each_other_are_refused(trained, tmp_path, setting
     assert "\n" not in str(error.value)
 
 
-def test_files_that_differ_are_told_apart(trained, tmp_path, caplog, untried):
+def test_files_that_differ_are_told_apart(trained, tmp_path, caplog):
     settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
     folder = folder_with(tmp_path, trained, settings=settings, template="{{ messages[0].content }}!",
                          special_tokens_map={"eos_token": {"content": "<|endoftext|>"}})  # fmt: skip
@@ -386,7 +584,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog, untried):
+def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog):
     """A base model's EOS is not the template's end of turn; whatever it is, a reply closes no turn a second time."""
     turn = f"{{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}{end}{{% endfor %}}"
     template = turn + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
@@ -410,7 +608,7 @@ def test_a_turn_ends_as_the_chat_template_ends_it(end, trained, tmp_path, caplog
         ("<|endoftext|>", "", (0,)),
     ],
 )
-def test_a_turn_that_is_closed_only_by_the_next_one(start, end, eos_ids, trained, tmp_path, untried):
+def test_a_turn_that_is_closed_only_by_the_next_one(start, end, eos_ids, trained, tmp_path):
     template = f"{start}{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + ':' + m.content }}}}"
     template += f"{{% if not loop.last %}}{{{{ '{end}' }}}}{{% endif %}}{{% endfor %}}"
     template += f"{{% if add_generation_prompt %}}{{{{ '{end}<|im_start|>assistant:' }}}}{{% endif %}}"
@@ -454,7 +652,7 @@ def test_guarded_text_is_read_as_one_text(scheme):
     assert guarded[: len(usual)] == usual and guarded.count(2) == 1
 
 
-def test_a_template_is_told_one_time(trained, tmp_path, caplog, untried):
+def test_a_template_is_told_one_time(trained, tmp_path, caplog):
     template = "{{ strftime_now('%d %b %Y %H:%M:%S') }}{{ messages[0].content }}"
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
     asked = [{"role": "user", "content": "?"}]
@@ -470,20 +668,20 @@ PARTS += "{% endif %}{% endfor %}{% endfor %}"
 @pytest.mark.parametrize(
     "template", [PARTS, PARTS.replace("c.text", "'' + c.text"), PARTS.replace("c.type", "c['type']")]
 )
-def test_a_template_that_reads_contents_as_lists_is_given_lists(template, trained, tmp_path, untried):
+def test_a_template_that_reads_contents_as_lists_is_given_lists(template, trained, tmp_path):
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=template)
     loaded = Tokenizer.load(folder)
     turns = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
     assert loaded.chat(turns) == "<user>1+1=?<assistant>2" and loaded.behind == ""
 
 
-def test_a_template_that_takes_both_is_given_texts(trained, tmp_path, untried):
+def test_a_template_that_takes_both_is_given_texts(trained, tmp_path):
     both = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text + '!' }}{% endfor %}"
     folder = folder_with(tmp_path, trained, settings={"eos_token": "<|im_end|>"}, template=both)
     assert Tokenizer.load(folder).chat([{"role": "user", "content": "1+1=?"}]) == "1+1=?"
 
 
-def test_a_template_has_no_token_that_the_tokenizer_lacks(trained, tmp_path, untried):
+def test_a_template_has_no_token_that_the_tokenizer_lacks(trained, tmp_path):
     """transformers would add one, without a row of the model's embedding; what is never written is no matter."""
     settings = {"eos_token": "<|im_end|>", "bos_token": "<s>", "unk_token": "<unk>"}
     folder = folder_with(tmp_path, trained, settings=settings, template=QWEN_LIKE)

@@ -7,9 +7,9 @@ a file of a user's own.
 import base64
 import binascii
 import functools
-import io
+import itertools
 import json
-import pickle
+import pickletools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +32,10 @@ def _listed(value):
     return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 """
 """LiveCodeBench's own comparison takes a tuple for a list."""
+_TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "SHORT_BINSTRING", "BINSTRING"}
+"""Instructions of pickle that hold a text."""
+_SILENT = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
+"""Instructions beside them: the version, lengths, and that a text may come again."""
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json"),
@@ -98,7 +102,7 @@ def _mbpp(number: int, row: dict[str, Any]) -> Record:
         "answer": rows.text_field(row, "code"),
         "instruction": _PROGRAM,
         "test_list": tests,
-        "test_setup_code": row.get("test_setup_code", ""),
+        "test_setup_code": _text_if_any(row, "test_setup_code"),
     }
 
 
@@ -109,18 +113,21 @@ def _livecodebench(number: int, row: dict[str, Any]) -> Record:
     """
     del number
     text = functools.partial(rows.text_field, row)
-    asked = f"{text('question_content')}\n\n{row.get('starter_code', '')}".strip()
+    asked = f"{text('question_content')}\n\n{_text_if_any(row, 'starter_code')}".strip()
     record = {"id": text("question_id"), "question": asked, "answer": "", "instruction": _PROGRAM, "prelude": _PRELUDE}
     record |= {name: text(name) for name in ("contest_date", "difficulty")}
     public, private = text("public_test_cases"), text("private_test_cases")
     try:
         return record | _tests([*json.loads(public), *_hidden(private)], row)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Defect(f"tests that are none ({error!r:.200})") from error
 
 
 def _tests(tests: list[dict[str, str]], row: dict[str, Any]) -> Record:
     """The fields of a record of LiveCodeBench that rewards read."""
+    for name, value in itertools.chain.from_iterable(test.items() for test in tests):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r:.50}, and no text")
     if all(test["testtype"] == "stdin" for test in tests):
         return {
             "inputs": [t["input"] for t in tests],
@@ -128,6 +135,8 @@ def _tests(tests: list[dict[str, str]], row: dict[str, Any]) -> Record:
             "compare": "livecodebench",
         }
     name = json.loads(row["metadata"])["func_name"]
+    if not name.isidentifier():
+        raise ValueError(f"func_name is {name!r:.50}, and no name")
     asserts = []
     for test in tests:
         arguments = ", ".join(repr(json.loads(line)) for line in test["input"].split("\n") if line.strip())
@@ -135,8 +144,15 @@ def _tests(tests: list[dict[str, str]], row: dict[str, Any]) -> Record:
     return {"test_list": asserts, "test_setup_code": _LISTED}
 
 
+def _text_if_any(row: dict[str, Any], name: str) -> str:
+    value = row.get(name, "")
+    if not isinstance(value, str):
+        raise Defect(f"{name} is not a text")
+    return value
+
+
 def _hidden(packed: str) -> list[dict[str, str]]:
-    """Private tests, as JSON or packed; nothing but a string is ever unpickled."""
+    """Private tests, as JSON or packed."""
     try:
         return list(json.loads(packed))
     except ValueError:
@@ -146,16 +162,25 @@ def _hidden(packed: str) -> list[dict[str, str]]:
         data = unpacking.decompress(base64.b64decode(packed, validate=True), MOST_BYTES)
         if unpacking.unconsumed_tail:
             raise Defect(f"hidden tests of more than {MOST_BYTES} bytes")
-        return list(json.loads(_Strings(io.BytesIO(data)).load()))
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError) as error:
-        raise Defect(f"hidden tests cannot be unpacked ({error})") from error
+        return list(json.loads(_pickled_text(data)))
+    except (binascii.Error, zlib.error, ValueError, TypeError, RecursionError) as error:
+        raise Defect(f"hidden tests cannot be unpacked ({error!s:.200})") from error
 
 
-class _Strings(pickle.Unpickler):
-    """An unpickler that knows no classes or functions, only what pickle itself builds."""
+def _pickled_text(data: bytes) -> str:
+    """The text that a pickle holds, and nothing else; raises ValueError for any other pickle.
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, and may hold only text")
+    Read instruction by instruction: nothing is built or called, and no memory is taken for what a length claims.
+    """
+    texts = []
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in _TEXT:
+            texts.append(argument)
+        elif operation.name not in _SILENT:
+            raise ValueError(f"{operation.name} in a pickle that may hold only text")
+    if len(texts) != 1:
+        raise ValueError(f"{len(texts)} texts in a pickle that may hold one")
+    return texts[0]
 
 
 BENCHMARKS = {

@@ -323,7 +323,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
         try:
             names = [name.lstrip(_MARK).strip() for name in next(lines, [])]
         except csv.Error as error:
-            raise UserError(f"{path}: the header is not CSV ({error}); correct its quotes") from error
+            raise UserError(f"{path}: the header is not CSV ({error!s:.200}); correct its quotes") from error
         if any(re.search("[\udc80-\udcff]", name) for name in names):
             raise UserError(f"{path} has names of columns that are not UTF-8; save it as UTF-8")
         if len(names) == 1 and (wrong := re.search(r"[;\t|]", names[0])):

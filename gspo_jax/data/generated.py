@@ -345,7 +345,9 @@ def _open(task: str, config: TaskConfig, data_dir: str | None) -> tfds.core.Data
         return BUILDERS[task](data_dir=data_dir, config=config, file_format="array_record")
     except (json_format.ParseError, RecursionError) as error:
         where = "TFDS's default folder" if data_dir is None else data_dir
-        raise UserError(f"the data set in {where} is damaged: {error}; delete it, and it is built again") from error
+        raise UserError(
+            f"the data set in {where} is damaged: {error!s:.200}; delete it, and it is built again"
+        ) from error
 
 
 def _config(

@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Bool, Int
 
-from gspo_jax.data.chat import Message
+from gspo_jax.data.chat import Message, Rejected
 from gspo_jax.data.contents import FieldDigests, changes
 from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import GUARD, Tokenizer
@@ -417,7 +417,7 @@ def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptSt
     for record in records:
         try:
             texts.append(prompt_text(record, tokenizer, style))
-        except UserError as error:
+        except Rejected as error:
             texts.append(_Problem("rejected by the chat template", str(error)))
     ids = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
     return [next(ids) if isinstance(text, str) else text for text in texts]

@@ -80,7 +80,8 @@ def records(
         source: Any = builder.as_data_source(split)  # type: ignore[call-arg]  # a decorator hides the signature
     except (NotImplementedError, FileNotFoundError, ValueError) as error:
         raise UserError(
-            f"{builder.data_dir} cannot be read as ArrayRecord: {error}; build it with file_format='array_record'"
+            f"{builder.data_dir} cannot be read as ArrayRecord: {error!s:.200}; build it with "
+            "file_format='array_record'"
         ) from error
     paths, lengths = splits[split].filepaths, splits[split].shard_lengths
 

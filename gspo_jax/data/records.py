@@ -70,7 +70,7 @@ class Records(Sequence[Record]):
         try:
             return self._convert(index, self._source[index])
         except (RuntimeError, ValueError, KeyError) as error:  # ArrayRecord checksum, protobuf, UTF-8, missing feature
-            raise CorruptRecord(f"record {index} of {self.where(index)} is corrupt: {error}") from error
+            raise CorruptRecord(f"record {index} of {self.where(index)} is corrupt: {error!s:.200}") from error
 
     def __repr__(self) -> str:
         return f"Records({self.name}, {self._length})"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from gspo_jax.data.chat import Message
+from gspo_jax.data.chat import Message, Rejected
 from gspo_jax.data.files import Defect
 from gspo_jax.data.pipeline import PromptStyle, conversation, guard, prompt_text
 from gspo_jax.data.records import Record, Records
@@ -67,7 +67,7 @@ def _written(before: Record, message: Message, tokenizer: Tokenizer, style: Prom
         prompt = prompt_text(before, tokenizer, style)
         turns = [guard(turn, tokenizer) for turn in (*conversation(before, style), message)]
         whole = tokenizer.chat(turns, add_generation_prompt=False)
-    except UserError as error:
+    except Rejected as error:
         raise Defect("rejected by the chat template") from error
     if not whole.startswith(prompt):
         raise Defect("chat template writes the prompt in another way once it is answered")

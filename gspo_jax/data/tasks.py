@@ -120,7 +120,7 @@ def _own(
         inspect.signature(function).bind(split, **options)
     except TypeError as error:
         raise UserError(
-            f"task {task} cannot be called with split {split!r} and the options {options}: {error}"
+            f"task {task} cannot be called with split {split!r} and the options {options}: {error!s:.200}"
         ) from None
     made = [_present(row) for row in function(split, **options)]
 
@@ -159,7 +159,9 @@ def _generated(
         builder = generated.prepare(task, data_dir=data_dir, **options)
     except OSError as error:
         where = "TFDS's default folder" if data_dir is None else data_dir
-        raise UserError(f"{task} cannot be built in {where}: {error}; set data_dir to a writable folder") from error
+        raise UserError(
+            f"{task} cannot be built in {where}: {error!s:.200}; set data_dir to a writable folder"
+        ) from error
     return prepared.records(
         builder, split, limit=limit, convert=lambda _, raw: _decode_texts(raw) | {"instruction": instruction}
     )

@@ -1,16 +1,12 @@
-"""The jinja2 environment that Hugging Face chat templates are written for, and a trial of a template in a process.
+"""Renders Hugging Face chat templates in a program of its own, `python -m gspo_jax.data.templates`, which chat.py asks.
 
-`python -m gspo_jax.data.templates` reads a template as a JSON string and renders it under limits of time and memory;
-chat.py calls it. A sandbox keeps a template from the interpreter but not from looping, and a constant like
-`'a' * 10**10` is already evaluated when the template is compiled. No jax or flax here, so that a trial starts quickly.
+jinja2's sandbox keeps a template from the interpreter but not from looping, and a constant like `'a' * 10**10` is
+already evaluated when the template is compiled; limited.py ends that. No jax or flax here, so that it starts quickly.
 """
 
 import datetime
+import functools
 import json
-import math
-import resource
-import sys
-import time
 from typing import Any
 
 import jinja2
@@ -19,22 +15,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LIMIT_S = 2
-"""CPU seconds that compiling and rendering may take in a trial; templates of models take milliseconds."""
-LIMIT_BYTES = 512 << 20
-"""Address space of the trial's process."""
-LIMIT_CHARACTERS = 1 << 20
-"""Length of the text that a trial may render."""
+from gspo_jax import limited
+
 CLOCK = "2025-01-01T00:00"
 """Time that templates are told if no other is chosen: prompts must be the same on every host and after a resume."""
-TOO_MUCH_MEMORY, TOO_LONG = 3, 4
-"""Exit codes of a trial, which is 0 also for a template that raises: that is reported where it is rendered."""
-
-_QUESTION = "What is 47+28? " * 64
-_TURNS = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": "75"})
-_PARTS = {"role": "user", "content": [{"type": "text", "text": _QUESTION}]}
-_CONVERSATIONS = ([_TURNS[0]], [*_TURNS, _TURNS[0]], [_PARTS])
-_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+LIMIT_CHARACTERS, LIMIT_TIMES = 1 << 17, 16
+"""Characters that a template may write, and how many more for each of the conversation's."""
+REMEDY = "correct it, or use the model's own"
 
 
 class _Generation(Extension):
@@ -56,46 +43,60 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
-def compile_source(source: str, clock: datetime.datetime) -> jinja2.Template:
-    """Compile a template that is told the time `clock`; raises whatever jinja2 and Python's compiler raise."""
+@functools.lru_cache
+def _compiled(source: str, clock: str) -> jinja2.Template:
+    """A template that is told the time `clock` (ISO 8601); raises whatever jinja2 and Python's compiler raise."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = clock.strftime
+    environment.globals["strftime_now"] = datetime.datetime.fromisoformat(clock).strftime
     return environment.from_string(source)
 
 
-def main() -> int:
-    """Compile the template on stdin and render short conversations with it; return the exit code."""
-    source = json.load(sys.stdin)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, LIMIT_BYTES)
-    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + LIMIT_S)  # beyond it the kernel sends SIGXCPU
+_sources: dict[str, str] = {}
+"""Templates by their digests."""
+
+
+def answer(question: dict[str, Any]) -> dict[str, str]:
+    """Render the template of the digest `template`, told the time `clock`, with `variables`.
+
+    Returns:
+      `text`; or `unknown` if the question has to come again with the template's `source`; or what is wrong, in words
+      that go on behind "the chat template": with the template, as `wrong`, or with this conversation, as `rejected`.
+    """
+    if "source" in question:
+        _sources[question["template"]] = question["source"]
+    elif question["template"] not in _sources:
+        return {"unknown": ""}
     try:
-        template = compile_source(source, datetime.datetime.fromisoformat(CLOCK))
+        template = _compiled(_sources[question["template"]], question["clock"])
     except MemoryError:
-        return TOO_MUCH_MEMORY
-    except Exception:
-        return 0
-    for messages in _CONVERSATIONS:
-        try:
-            text = template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **_TOKENS)
-        except MemoryError:
-            return TOO_MUCH_MEMORY
-        except Exception:
-            continue
-        if len(text) > LIMIT_CHARACTERS:
-            return TOO_LONG
-    return 0
+        raise
+    except jinja2.TemplateSyntaxError as error:
+        return {"wrong": f"is invalid at line {error.lineno}: {_shown(error.message)}"}
+    except Exception as error:  # of Python's compiler, such as a RecursionError for a deep expression
+        return {"wrong": f"cannot be compiled ({_shown(error)}); {REMEDY}"}
+    try:
+        text = template.render(**question["variables"])
+        text.encode()  # a template can write half a surrogate pair, which is no text
+    except MemoryError:
+        raise
+    except jinja2.TemplateError as error:
+        return {"rejected": f"rejected the conversation: {_shown(error)}"}
+    except Exception as error:  # a template raises as any code does: {{ 1/0 }}
+        return {"rejected": f"failed on the conversation ({type(error).__name__}: {_shown(error)}); {REMEDY}"}
+    given = len(json.dumps(question["variables"], ensure_ascii=False))
+    if len(text) > (most := LIMIT_CHARACTERS + LIMIT_TIMES * given):
+        return {"wrong": f"turns a conversation of {given} characters into more than {most}; {REMEDY}"}
+    return {"text": text}
 
 
-def _limit(what: int, value: int) -> None:
-    """Lower the soft limit of a resource to `value`, or to the hard limit if that is lower."""
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+def _shown(error: object) -> str:
+    """An error's message on one line, cut if it is long."""
+    return " ".join(str(error).split())[:200]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    limited.serve(answer)

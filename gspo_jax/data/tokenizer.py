@@ -4,8 +4,10 @@ No truncation and no padding here: prompts are never cut, and the pipeline pads.
 pass for what the chat template writes around it: `guard` marks the special tokens in a text that are mere text.
 """
 
+import contextlib
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +22,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from gspo_jax import foreign, thoughts
 from gspo_jax.data import added_tokens, chat
+from gspo_jax.data import backend as backends
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
@@ -86,7 +89,7 @@ class Tokenizer:
         self._variables = dict(variables or {})
         source = settings.get("chat_template")
         time = datetime.datetime.fromisoformat(clock)
-        self._template = None if source is None else chat.compile_template(source, time)
+        self._template = None if source is None else chat.Template(source, time)
         unknown = text_of(settings.get("unk_token"))
         self.unk_id = None if unknown is None else backend.token_to_id(unknown)
         self._added = _any_of(token.content for token in added.values())
@@ -108,17 +111,14 @@ class Tokenizer:
 
         Raises:
           UserError: `tokenizer.json` or every EOS token is missing, a file is malformed, two files give a token
-            different ids, or the chat template fails on a user's turn, leaves out what is said in it, or writes a
-            special token that the tokenizer does not have.
+            different ids, the tokenizer can grow a text without bound, or the chat template fails on a user's turn,
+            leaves out what is said in it, takes too much, or writes a special token that the tokenizer does not have.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not foreign.is_file(path, inside=folder):
             raise UserError(f"{folder} has no tokenizer.json; give a folder with a fast (tokenizers) tokenizer")
-        try:
-            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{path} cannot be read as a tokenizer ({error}); download or save it again") from error
+        backend = backends.load(path)
         settings = added_tokens.read_settings(folder)
         added_tokens.add(backend, folder, settings)
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
@@ -183,11 +183,15 @@ class Tokenizer:
         """
         if GUARD in text:
             return self._encode_guarded(text)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with backends.panics_told():
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, on the library's threads."""
-        usual = iter(self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False))
+        with backends.panics_told():
+            usual = iter(
+                self._backend.encode_batch_fast([t for t in texts if GUARD not in t], add_special_tokens=False)
+            )
         return [self._encode_guarded(t) if GUARD in t else next(usual).ids for t in texts]
 
     def ends(self) -> list[str]:
@@ -210,7 +214,8 @@ class Tokenizer:
         """The token ids of a text with guards, as one text: pieces would each get the beginning of a text."""
         backend, of_alias = self._apart
         text = self._special.sub(lambda found: _ALIAS % self._backend.token_to_id(found[0]), text).replace(GUARD, "")
-        found = backend.encode(text, add_special_tokens=False).ids
+        with backends.panics_told():
+            found = backend.encode(text, add_special_tokens=False).ids
         return [of_alias.get(i, i) for i in found]
 
     @functools.cached_property
@@ -237,7 +242,8 @@ class Tokenizer:
         Ids beyond the vocabulary, which a padded model may sample, decode to nothing.
         """
         said = [int(i) for i in ids if not (skip_special and int(i) in self._unsaid)]
-        return self._backend.decode(said, skip_special_tokens=False)
+        with backends.panics_told():
+            return self._backend.decode(said, skip_special_tokens=False)
 
     def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation under the chat template; without a template, the contents concatenated.
@@ -254,7 +260,7 @@ class Tokenizer:
         assert self._template is not None
         tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
         given = {key: token for key, token in tokens.items() if token is not None} | self._variables
-        return chat.render(self._template, messages, add_generation_prompt=add_generation_prompt, **given)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **given)
 
     def user_turn(self, content: str) -> str:
         """Return the text between an assistant's EOS and its next turn for a user turn that says `content`."""
@@ -273,11 +279,14 @@ class Tokenizer:
     def _writes(self, turn: Mapping[str, Any]) -> bool:
         try:
             return _SAID in self._render([turn], add_generation_prompt=True)
-        except UserError:  # `load` says what is wrong
+        except chat.Rejected:  # `load` says what is wrong
             return False
 
     def _check_prompt(self, folder: Path) -> None:
-        """Raise UserError if the chat template of a folder loses a user's question, or writes a token that is none."""
+        """Raise UserError if the chat template of a folder loses a user's question, or writes a token that is none.
+
+        Also if it takes or writes too much on one of a few conversations; each further one has the same limits.
+        """
         prompt = self.chat([{"role": "user", "content": _SAID}])
         if _SAID not in prompt:
             raise UserError(
@@ -286,13 +295,16 @@ class Tokenizer:
         for key, value in self._settings.items():
             if key.endswith("_token") and (content := text_of(value)) and content in prompt:
                 _token_id(self._backend, self._settings, key, folder)
+        for turns, asks in itertools.product(chat.TRIALS, (True, False)):
+            with contextlib.suppress(chat.Rejected):
+                self.chat(turns, add_generation_prompt=asks)
 
     def _written_behind(self) -> str:
         """Text that the chat template writes behind the last turn of a conversation, if that is the assistant's."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         try:
             _, found, behind = self.chat(turns, add_generation_prompt=False).rpartition(_SAID)
-        except UserError:  # `load` says what is wrong
+        except chat.Rejected:  # `load` says what is wrong
             return ""
         return behind if found else ""
 
@@ -300,9 +312,12 @@ class Tokenizer:
         """Text that the chat template writes behind an assistant's turn that a user's turn follows, without its own."""
         turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
         try:
-            first, _, between, _ = self.chat(turns, add_generation_prompt=False).split(_SAID)
-        except (UserError, ValueError):  # a template that rejects them, or leaves one out
+            parts = self.chat(turns, add_generation_prompt=False).split(_SAID)
+        except chat.Rejected:
             return ""
+        if len(parts) != 4:  # the template leaves one out, or writes it twice
+            return ""
+        first, _, between, _ = parts
         opening, closing = (re.split(f"({self._added.pattern})", text) for text in (first, between))
         while opening and closing and opening[-1] == closing[-1]:
             opening.pop()
@@ -378,7 +393,7 @@ def _template_source(folder: Path, setting: Any) -> str | None:
         try:
             source = path.read_text(encoding="utf-8-sig")
         except UnicodeError as error:
-            raise UserError(f"{path} is not valid UTF-8 ({error}); download it again") from error
+            raise UserError(f"{path} is not valid UTF-8 ({error!s:.200}); download it again") from error
         if isinstance(setting, str) and setting.strip() != source.strip():
             logging.warning("%s and the chat template of %s differ; the former is used", path, SETTINGS)
         return source

@@ -178,7 +178,7 @@ def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error}); download it again or correct it") from error
+        raise UserError(f"{file} is not valid JSON ({error!s:.200}); download it again or correct it") from error
     if not isinstance(value, dict):
         raise UserError(f"{file} holds a JSON {type(value).__name__}, not an object; download it again")
     return value

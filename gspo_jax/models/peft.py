@@ -12,7 +12,7 @@ import math
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +24,8 @@ from jax.sharding import Mesh, Sharding
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from gspo_jax import foreign
-from gspo_jax.models import families, lora, transformer
+from gspo_jax import foreign, limited
+from gspo_jax.models import families, lora, patterns, transformer
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import Path, read_json
 from gspo_jax.models.lora import Adapters
@@ -35,6 +35,9 @@ from gspo_jax.types import UserError
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MODEL = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+_FUSED = "gate_up_proj", "down_proj"
+"""Parameters of all experts of a layer."""
+_MOST_ALPHA = float(np.finfo(np.float32).max)
 _SUPPORTED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -222,7 +225,7 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
     try:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder / TENSORS} cannot be read ({error}); save the adapters again") from error
+        raise UserError(f"{folder / TENSORS} cannot be read ({error!s:.200}); save the adapters again") from error
     halves: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
     for name, tensor in tensors.items():
         parts = re.fullmatch(rf"{re.escape(_MODEL)}(.*)\.lora_([AB])\.weight", name)
@@ -233,43 +236,59 @@ def read_pairs(folder: Path, config: ModelConfig, adapters: Adapters) -> dict[st
             wrong = f"of shape {list(tensor.shape)}, no matrix" if tensor.ndim != 2 else "not finite everywhere"
             raise UserError(f"{folder / TENSORS}: {name} is {wrong}; save the adapters of a sound training run again")
         halves[parts[1]][parts[2]] = tensor.T
+    alphas = _alphas(file, fields, list(halves))
     pairs: dict[str, Pair] = {}
     for module, half in halves.items():
         if half.keys() != {"A", "B"} or half["A"].shape[1] != half["B"].shape[0]:
             raise UserError(f"{folder / TENSORS}: lora_A and lora_B of {module} do not fit; save the adapters again")
         of_all = module.removesuffix(".base_layer")
         if of_all.endswith(".experts"):
-            pairs |= _of_experts(of_all, half["A"], half["B"], config, adapters, fields)
+            pairs |= _of_experts(of_all, half["A"], half["B"], config, adapters, fields, alphas)
         else:
-            pairs[module] = Pair(half["A"], half["B"], _scale(fields, module, half["A"].shape[1]))
+            pairs[module] = Pair(half["A"], half["B"], _scale(fields, alphas[module], half["A"].shape[1]))
     return pairs
 
 
 def _check_scales(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
-    """Raise UserError if what `_scale` reads is not as peft writes it."""
-    patterns = fields.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise UserError(f"{file}: alpha_pattern is {patterns!r:.100}, no object of numbers by pattern; correct it")
-    for name, value in {"lora_alpha": fields.get("lora_alpha", 8), **patterns}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"{file}: the scale {name} is {value!r:.100}; set it to a finite number")
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(f"{file}: alpha_pattern has {pattern!r:.100}, no pattern ({error}); correct it") from error
+    """Raise UserError if what scales are made of is not as peft writes it."""
+    given = fields.get("alpha_pattern") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"{file}: alpha_pattern is {given!r:.100}, no object of numbers by pattern; correct it")
+    for name, value in {"lora_alpha": fields.get("lora_alpha", 8), **given}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST_ALPHA:
+            raise UserError(f"{file}: the scale {name:.100} is {value!r:.100}; set it to a finite number")
 
 
-def _scale(fields: Mapping[str, Any], target: str, rank: int) -> float:
-    """The scale beside a module or parameter, as peft finds it."""
-    patterns = fields.get("alpha_pattern") or {}
-    alpha = next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", target)), None)
-    alpha = fields.get("lora_alpha", 8) if alpha is None else alpha
+def _alphas(file: pathlib.Path, fields: Mapping[str, Any], modules: Sequence[str]) -> dict[str, float]:
+    """The `lora_alpha` of each module, and of the parameters of experts in it."""
+    usual, given = float(fields.get("lora_alpha", 8)), fields.get("alpha_pattern") or {}
+    experts = {of for module in modules if (of := module.removesuffix(".base_layer")).endswith(".experts")}
+    names = [*modules, *(f"{of}.{target}" for of in sorted(experts) for target in _FUSED)]
+    if not given:
+        return dict.fromkeys(names, usual)
+    try:
+        found = patterns.first_matches(list(given), names)
+    except patterns.NoPattern as error:
+        raise UserError(f"{file}: alpha_pattern has {error}; correct it") from None
+    except limited.TooMuch as error:
+        raise UserError(f"{file}: alpha_pattern {given!r:.100} {error}; correct its patterns") from None
+    values = list(map(float, given.values()))
+    return {name: usual if at is None else values[at] for name, at in zip(names, found, strict=True)}
+
+
+def _scale(fields: Mapping[str, Any], alpha: float, rank: int) -> float:
+    """The scale beside a matrix, from its `lora_alpha`."""
     return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 
 def _of_experts(
-    module: str, a: np.ndarray, b: np.ndarray, config: ModelConfig, adapters: Adapters, fields: Mapping[str, Any]
+    module: str,
+    a: np.ndarray,
+    b: np.ndarray,
+    config: ModelConfig,
+    adapters: Adapters,
+    fields: Mapping[str, Any],
+    alphas: Mapping[str, float],
 ) -> dict[str, Pair]:
     """Each expert's adapters, of the pair beside a fused parameter: a is [n, E r] and b [r E, m]."""
     E, D, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
@@ -277,15 +296,15 @@ def _of_experts(
         raise UserError(f"an adapter beside {module} has {a.shape[1]} rows for {E} experts; give the adapters' model")
     n, m, r = a.shape[0], b.shape[1], a.shape[1] // E
     each = zip(np.split(a, E, axis=1), b.reshape(r, E, m).swapaxes(0, 1), strict=True)
-    version = tuple(map(int, re.findall(r"\d+", str(fields.get("peft_version", "")))[:2]))
+    version = tuple(map(int, re.findall(r"\d{1,9}", str(fields.get("peft_version", "")))[:2]))
     if (n, m) in ((2 * F, D), (D, F)) and (n != m or version < _SWAPPED):
         each, n, m = [(b.T, a.T) for a, b in each], m, n
     if (n, m) == (F, D):
-        scale = _scale(fields, f"{module}.down_proj", r)
+        scale = _scale(fields, alphas[f"{module}.down_proj"], r)
         return {f"{module}.{e}.down_proj": Pair(*pair, scale) for e, pair in enumerate(each)}
     if (n, m) != (D, 2 * F):
         raise UserError(f"an adapter beside {module} is for matrices [{n}, {m}]; the model has [{D}, {2 * F}]")
-    scale, found = _scale(fields, f"{module}.gate_up_proj", r), {}
+    scale, found = _scale(fields, alphas[f"{module}.gate_up_proj"], r), {}
     each, rank, half = list(each), adapters.expert_rank, r // 2
     targets = {"gate_proj", "up_proj"}.intersection(adapters.expert_targets)
     if len(targets) == 2 and r == 2 * rank and not any(b[half:, :F].any() or b[:half, F:].any() for _, b in each):

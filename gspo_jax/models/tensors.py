@@ -206,7 +206,9 @@ class Checkpoint:
             try:
                 self._opened[name] = safe_open(file, framework="np").__enter__()
             except SafetensorError as error:
-                raise UserError(f"{file} is not a complete safetensors file ({error}); download it again") from error
+                raise UserError(
+                    f"{file} is not a complete safetensors file ({error!s:.200}); download it again"
+                ) from error
         return self._opened[name]
 
     def _close(self) -> None:

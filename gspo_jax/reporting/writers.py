@@ -255,9 +255,10 @@ def read_samples(workdir: str | os.PathLike[str]) -> dict[int, list[dict[str, An
     for step, path in _sample_files(folder) if folder.is_dir() else ():
         foreign.is_file(path, inside=workdir)
         try:
-            samples[step] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = path.read_text(encoding="utf-8").split("\n")  # a text may have other ends of lines inside
+            samples[step] = [json.loads(line) for line in lines if line]
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid JSON line by line ({error}); delete it") from error
+            raise UserError(f"{path} is not valid JSON line by line ({error!s:.200}); delete it") from error
         if not all(_is_sample(row) for row in samples[step]):
             raise UserError(f"{path} has a line without prompt, completion, answer and reward; delete it")
     return samples

@@ -7,7 +7,6 @@ do: its fork copies jax's threads, and its spawn imports the parent's `__main__`
 
 import contextlib
 import json
-import math
 import os
 import queue
 import secrets
@@ -22,6 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from gspo_jax import limited
+from gspo_jax.rewards import scores
 from gspo_jax.sandbox.box import deadline
 
 _STARTUP_TIMEOUT_S = 60.0
@@ -32,10 +33,6 @@ _MAX_TRIES = 2
 _MAX_REPLY_BYTES = 1 << 17
 """Bytes of a reply; a worker that sends more is not read any further. Its own limit is half of that."""
 _PROGRAM = "gspo_jax.rewards.worker"
-_KEPT_VARIABLES = frozenset(
-    ["PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONHOME", "PYTHONHASHSEED"]
-)
-"""Environment variables that workers inherit, besides LC_*; the trainer's others may be secrets."""
 
 
 Value = TypeVar("Value", covariant=True)
@@ -53,11 +50,15 @@ class Outcome(Generic[Value]):
     """Seconds that the call waited for a worker; None if there was no call of one."""
 
 
-def to_outcome(score: float | None) -> Outcome[float]:
-    """Return the outcome of a reward function's return value; None, NaN and infinities are failures."""
-    if score is None or not math.isfinite(score):
-        return Outcome(None, f"returned {score}")
-    return Outcome(float(score))
+def to_outcome(returned: Any) -> Outcome[float]:
+    """Return the outcome of what a reward function has returned; None, NaN and what is beyond MOST are failures.
+
+    Raises:
+      TypeError: it is no number.
+    """
+    score = scores.as_float(returned)
+    wrong = scores.fault(score)
+    return Outcome(None, wrong) if wrong else Outcome(score)
 
 
 class WorkerFailed(RuntimeError):
@@ -157,7 +158,7 @@ class _Worker:
             [sys.executable, "-P", "-m", _PROGRAM, str(timeout_s), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(home),
+            env=limited.environment(HOME=home),
             start_new_session=True,  # Ctrl-C reaches only the trainer, which then closes its workers
         )
         self._modules, self._timeout_s = modules, timeout_s
@@ -253,11 +254,3 @@ class _Worker:
 
 def _killed(timeout_s: float) -> Outcome[float]:
     return Outcome(None, f"killed after {timeout_s:g} s")
-
-
-def _environment(home: str) -> dict[str, str]:
-    """The worker's environment variables: what Python and a reward need, and none that may hold a secret."""
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES or name.startswith("LC_")}
-    # The worker gets this process's import path; -P keeps the current directory off it.
-    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    return kept | {"HOME": home, "PYTHONPATH": path}

@@ -25,6 +25,7 @@ from gspo_jax.parallel import hosts
 from gspo_jax.rewards import code, code_records
 from gspo_jax.rewards.certain import DECIDERS
 from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
+from gspo_jax.rewards.scores import MOST
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 from gspo_jax.thoughts import answer_part
 from gspo_jax.types import StopRequested, UserError, choices
@@ -48,7 +49,7 @@ class Scores:
     """Rewards of one batch of B completions."""
 
     total: Float[np.ndarray, " B"]
-    """Weighted sum of the functions, float32; NaN where a function with a nonzero weight failed."""
+    """Weighted sum of the functions, float32; NaN where one with a nonzero weight failed, or it is beyond MOST."""
     by_name: dict[str, Float[np.ndarray, " B"]]
     """Unweighted scores of each function, float32; NaN where it failed."""
     failures: int
@@ -64,9 +65,9 @@ class Scores:
 class Scorer:
     """Scores completions with reward functions, given by name and weight.
 
-    A row's score is NaN if the function raises or returns None, NaN or an infinity, and for isolated functions also if
-    the call is killed after `timeout_s`, or ends its process twice. A program that hangs scores 0; if its tests are at
-    fault, or the sandbox is, the score is NaN. No row ever gets a made-up score.
+    A row's score is NaN if the function raises or returns None, NaN or a number beyond scores.MOST, and for isolated
+    functions also if the call is killed after `timeout_s`, or ends its process twice. A program that hangs scores 0; if
+    its tests are at fault, or the sandbox is, the score is NaN. No row ever gets a made-up score.
     """
 
     def __init__(
@@ -151,9 +152,11 @@ class Scorer:
             for name in self._weights
         }
         total = np.zeros(len(rows), np.float32)
-        for name, weight in self._weights.items():
-            if weight:  # 0 * NaN would make rows NaN over a score that is only recorded
-                total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name, weight in self._weights.items():
+                if weight:  # 0 * NaN would make rows NaN over a score that is only recorded
+                    total += np.where(asked[name], np.float32(weight) * by_name[name], np.float32(0))
+        total[~(np.abs(total) <= MOST)] = np.nan  # by their weights, scores may add up to what none may be
         called = [[o.queued_s is not None for o in outcomes[name]] for name in (*self._isolated, *self._programs)]
         return Scores(
             total,

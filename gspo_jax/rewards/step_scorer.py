@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from gspo_jax import references
+from gspo_jax.rewards import scores
 from gspo_jax.rewards.pool import Outcome
 from gspo_jax.rewards.scorer import Row, Watch, attempt, check_names, check_weights, zip_rows
 
@@ -44,8 +45,8 @@ class StepScores:
 class StepScorer:
     """Finds and scores the steps of completions with step-reward functions, given by name and weight.
 
-    A function fails on a completion if it raises, or returns a reward that is not finite or an end outside the
-    completion; the completion then has no steps. Functions with weight 0 are recorded only.
+    A function fails on a completion if it raises, or returns a reward that is no score (scores.py) or an end outside
+    the completion; the completion then has no steps. Functions with weight 0 are recorded only.
     """
 
     def __init__(
@@ -162,13 +163,14 @@ def _find_end_tokens(ends: list[int], ids: list[int], text: str, decode: Callabl
 
 
 def _find_steps(function: Callable[[str, str, dict[str, Any]], Steps], row: Row) -> Outcome[Steps]:
-    steps = [(operator.index(end), float(reward)) for end, reward in function(*row)]
-    length = len(row[1])
-    for end, reward in steps:
-        if not math.isfinite(reward):
-            return Outcome(None, f"returned the reward {reward}, which is not finite")
+    steps = []
+    for end, returned in function(*row):
+        reward, end, length = scores.as_float(returned), operator.index(end), len(row[1])
+        if reward is None or (wrong := scores.fault(reward)):
+            return Outcome(None, f"{wrong} as a step's reward")
         if not 1 <= end <= length:
             return Outcome(None, f"returned a step that ends at character {end} of {length}")
+        steps.append((end, reward))
     return Outcome(steps)
 
 
@@ -177,11 +179,13 @@ def _mean_reward(steps: Steps | None) -> float:
 
 
 def _merge_steps(found: list[tuple[float, Steps | None]]) -> Steps | None:
-    """Merge (weight, steps) pairs into steps sorted by end; None if a function failed."""
+    """Merge (weight, steps) pairs into steps sorted by end; None if a function failed, or a sum is beyond MOST."""
     total: defaultdict[int, float] = defaultdict(float)
     for weight, steps in found:
         if steps is None:
             return None
         for end, reward in steps:
             total[end] += weight * reward
+    if any(scores.fault(reward) for reward in total.values()):
+        return None
     return sorted(total.items())

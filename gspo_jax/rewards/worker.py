@@ -4,7 +4,7 @@ The worker imports each MODULE, a dotted name or the path of a .py file, holds t
 the functions. A runner forked from it makes the calls; forking one takes milliseconds, importing takes seconds. So a
 call that hangs, GIL held or not, is ended on time, also after the pool's process was killed: the worker ends it
 together with all that it started, and forks another runner. A runner is also replaced if a call leaves a process or a
-thread behind.
+thread behind, and once its calls have piled up memory or open files: long before they have used up what it may have.
 
 The runner has no descriptor that leads to the pool. It hands a score over in shared memory, which has no descriptor
 either, so that nothing a function prints, or writes to any file that it finds open, can pass for a score. A function
@@ -19,9 +19,11 @@ its functions. Linux only.
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import mmap
+import operator
 import os
 import resource
 import select
@@ -36,6 +38,7 @@ from typing import BinaryIO
 import psutil
 
 from gspo_jax import references
+from gspo_jax.rewards.scores import as_float
 
 _LIMITS = {
     resource.RLIMIT_AS: 4 << 30,  # an answer that needs more gets a MemoryError instead of exhausting the machine
@@ -49,7 +52,10 @@ _SLOT_BYTES = 1 << 16
 _TRACEBACK_CHARACTERS = 5000
 """Characters of a traceback, counted from its end; each takes at most 12 bytes of JSON."""
 _HEADER = struct.Struct("<Q?")
-"""Length of the reply, 0 until it is complete; whether the call left a process or a thread behind."""
+"""Length of the reply, 0 until it is complete; whether the runner is spent."""
+_PILED_BYTES, _PILED_FILES = 1 << 30, 64
+"""Address space and open files by which a runner may grow before it is replaced."""
+_NO_MORE = errno.EMFILE, errno.ENOMEM
 
 # From linux/prctl.h.
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -159,19 +165,31 @@ class _Runner:
 def _run(timeout_s: float, requests: BinaryIO, bell: int, slot: mmap.mmap) -> None:
     """Call the functions, as the runner, until `requests` ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)  # so that processes which a call leaves behind become children, which are counted
-    for line in requests:
+    bytes_, files = _held()
+    most = bytes_ + _PILED_BYTES, files + _PILED_FILES
+    for number, line in enumerate(requests):
         request = json.loads(line)
         _limit_cpu(timeout_s)
         try:
             function = references.function(request["function"])
-            score = function(request["prompt"], request["completion"], request["record"])
-            reply = {"score": None if score is None else float(score)}
-        except BaseException:  # sys.exit() too is the function's failure, not this process's end
+            reply = {"score": as_float(function(request["prompt"], request["completion"], request["record"]))}
+        except BaseException as error:  # sys.exit() too is the function's failure, not this process's end
+            is_full = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_MORE)
+            if is_full and number:  # earlier calls may have left too little: in a new runner it is the first
+                os._exit(1)
             reply = {"error": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
         body = json.dumps(reply).encode()
         slot[_HEADER.size : _HEADER.size + len(body)] = body
-        slot[: _HEADER.size] = _HEADER.pack(len(body), _has_children() or threading.active_count() > 1)
+        has_piled = any(map(operator.gt, _held(), most))
+        slot[: _HEADER.size] = _HEADER.pack(len(body), has_piled or _has_children() or threading.active_count() > 1)
         os.write(bell, b"!")
+
+
+def _held() -> tuple[int, int]:
+    """Bytes of address space, which RLIMIT_AS limits, and open files of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        pages = int(file.read().split()[0])
+    return pages * resource.getpagesize(), len(os.listdir("/proc/self/fd"))
 
 
 def _limit_cpu(timeout_s: float) -> None:

@@ -1,0 +1,109 @@
+"""How far a tokenizer grows a text, and whether it comes to an end: a program, `python -m gspo_jax.data.growth`.
+
+A chain of forty replacements of `a` by `aa` makes 2^40 characters of one: how far the parts of a tokenizer.json can go,
+they say. Their patterns backtrack, and are tried on a few texts; backend.py asks. No jax or flax here.
+"""
+
+import base64
+import json
+import math
+import string
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from gspo_jax import limited
+
+PARTS = "normalizer", "pre_tokenizer", "post_processor", "decoder"
+"""Parts of a tokenizer.json that are looked at."""
+MOST_OF_ONE = 1 << 12
+"""Characters that may become of one in a text that is encoded; of known tokenizers, a hundred might."""
+_BYTE_LEVEL = 8
+"""Size of what a character becomes byte by byte: of each of up to four, a letter that may have an accent."""
+_RUNS = "a", "A", "1", " ", "\n", "-", "é", "日", "ab ", "A1_", ". ", "\r\n\t", "</s>", "'s "
+_TEXTS = [run * (1200 // len(run)) + string.printable for run in _RUNS]
+"""Texts that the parts are tried with: long ones, in which whatever character a pattern looks for comes late."""
+
+
+def answer(parts: dict[str, Any]) -> dict[str, Any]:
+    """Try the parts of a tokenizer.
+
+    Returns:
+      `decoded`: times by which its decoder can grow the text of a token; or what is `wrong`, in words that go on behind
+      the tokenizer.
+    """
+    model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    described = {"version": "1.0", "added_tokens": [], "model": model} | parts
+    try:
+        backend = tokenizers.Tokenizer.from_str(json.dumps(described))
+    except BaseException as error:  # a panic of the library is no Exception
+        return {"wrong": f"cannot be read as a tokenizer ({_shown(error)}); download or save it again"}
+    encoded = _growth_of(backend.normalizer, backend.pre_tokenizer, backend.post_processor)
+    decoder, decoded = backend.decoder, _growth_of(backend.decoder)
+    if (grown := max(encoded, decoded)) > MOST_OF_ONE:
+        return {"wrong": f"can make {grown:.3g} characters of one, more than {MOST_OF_ONE}; use the model's own"}
+    for text in _TEXTS:
+        try:
+            backend.encode(text, add_special_tokens=False)
+            if decoder is not None:
+                decoder.decode([text])
+        except BaseException as error:
+            return {"wrong": f"fails on a short text ({_shown(error)}); use the model's own"}
+    return {"decoded": decoded}
+
+
+def _growth_of(*parts: Any) -> float:
+    """Times by which parts can grow a text, one after the other, as the library has read them."""
+    return math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """Times by which a part can grow a text: a bound, of sizes (`_size`), that no Unicode form changes."""
+    match part["type"]:
+        case "Sequence":
+            (inner,) = (value for value in part.values() if isinstance(value, list))
+            return math.prod(map(_growth, inner))
+        case "Replace":
+            replaced = part["pattern"].get("String")
+            if replaced:
+                return max(1, _size(part["content"]) / len(replaced))
+            return 1 + 2 * _size(part["content"])  # a pattern may match every character, and nothing before each
+        case "Prepend":
+            return 1 + _size(part["prepend"])
+        case "Precompiled":
+            return max(1, _longest_of_map(part["precompiled_charsmap"]))
+        case "BertNormalizer":
+            return 3 if part["handle_chinese_chars"] else 1
+        case "ByteLevel":
+            return _BYTE_LEVEL * (2 if part.get("add_prefix_space") else 1)
+        case "Metaspace":
+            return 2 * _size(part["replacement"])
+        case "BPEDecoder" | "CTC" | "WordPiece":  # a space behind each character
+            return 2
+        case "TemplateProcessing":
+            once, pair = (sum("Sequence" in piece for piece in part[name]) for name in ("single", "pair"))
+            return once * pair if once > 1 else 1
+    return 1
+
+
+def _size(text: str) -> int:
+    """Characters of a text in the longest of its Unicode forms."""
+    return len(unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).lower()))
+
+
+def _longest_of_map(packed: str) -> int:
+    """Size of the longest text that SentencePiece's map of characters writes: behind a trie, each ends with a NUL."""
+    data = base64.b64decode(packed)
+    texts = data[4 + int.from_bytes(data[:4], "little") :].decode("utf-8", "replace").split("\0")
+    return max(map(_size, texts))
+
+
+def _shown(error: BaseException) -> str:
+    """An error's message on one line, cut if it is long."""
+    return " ".join(str(error).split())[:200]
+
+
+if __name__ == "__main__":
+    limited.serve(answer)

@@ -1,0 +1,157 @@
+"""Processes with limits on time and memory, which look at what strangers wrote: chat templates, patterns, tokenizers.
+
+Such a text can loop or grow inside a single call of C or Rust, which nothing in its own process can end. So `Process`
+asks `python -m MODULE`, a program that calls `serve`, and a question that takes too much costs no more than that
+program. No jax here, nor anything else that takes time to import.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+LIMIT_S = 2.0
+"""CPU seconds that one question may take."""
+EACH_S, BYTE_S = 0.02, 2e-6
+"""CPU seconds that questions may take on average: for each of them, and for each byte of them."""
+LIMIT_BYTES = 512 << 20
+"""Address space of the program."""
+LIMIT_ANSWER = 256 << 20
+"""Bytes of an answer, of which no more are read."""
+WALL_S = 120.0
+"""Seconds without an answer after which a program is killed, whatever it does: one that computes ends itself before."""
+_TRIES = 2
+_KEPT = frozenset(["PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONHOME", "PYTHONHASHSEED"])
+_QUIET = {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}  # each thread would take address space
+
+
+class TooMuch(Exception):
+    """Raised for a question that takes too much; the message goes on behind what was asked about: "does not end …"."""
+
+
+class Process:
+    """A program that answers questions, for any number of threads; started by the first, and again after its death."""
+
+    def __init__(self, module: str) -> None:
+        """`module` is the program; it calls `serve`."""
+        self._module, self._lock = module, threading.Lock()
+        self._program: _Program | None = None
+
+    def ask(self, question: Any) -> Any:
+        """Return the answer to a question; both are values of JSON.
+
+        Raises:
+          TooMuch: it takes too much time or memory, or has ended the program twice.
+        """
+        line = json.dumps(question).encode() + b"\n"
+        with self._lock:
+            ended = ""
+            for _ in range(_TRIES):
+                if self._program is None:
+                    self._program = _Program(self._module)
+                try:
+                    return self._program.ask(line)
+                except BaseException as error:
+                    self._program.close()
+                    self._program = None
+                    if not isinstance(error, _Ended):
+                        raise
+                    ended = str(error)
+            raise TooMuch(ended)
+
+
+class _Ended(Exception):
+    """The program ended for another reason than its limits, which may be none of the question's."""
+
+
+class _Program:
+    """One process of a program."""
+
+    def __init__(self, module: str) -> None:
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(WALL_S)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the program
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=theirs.fileno(),
+                stdout=self._said,
+                stderr=self._said,
+                env=environment() | _QUIET,
+                start_new_session=True,  # Ctrl-C reaches the trainer alone, which may have more to ask
+            )
+
+    def ask(self, line: bytes) -> Any:
+        begun = time.monotonic()
+        parts = [b""]
+        try:
+            self._connection.sendall(line)
+            while not parts[-1].endswith(b"\n"):
+                parts.append(self._connection.recv(1 << 20))
+                if not parts[-1] or sum(map(len, parts)) > LIMIT_ANSWER:
+                    break
+        except TimeoutError:
+            raise TooMuch(f"has no answer within {WALL_S:g} s") from None
+        except OSError:  # it ended before it read the question
+            parts.append(b"")
+        if not parts[-1]:
+            raise self._ended(time.monotonic() - begun)
+        reply = json.loads(b"".join(parts))
+        if "answer" not in reply:
+            raise TooMuch(f"needs more than {LIMIT_BYTES >> 20} MiB of memory")
+        return reply["answer"]
+
+    def _ended(self, seconds: float) -> Exception:
+        """What is raised for a program that ended `seconds` after it was asked."""
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            if seconds < LIMIT_S / 2:
+                return TooMuch(f"takes more than {EACH_S * 1000:g} ms again and again")
+            return TooMuch(f"does not end within {LIMIT_S:g} s")
+        self._said.seek(0)
+        said = [" ".join(line.split()) for line in self._said.read(1 << 16).decode("utf-8", "replace").split("\n")]
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _Ended(f"ends its process with {how} ({next(filter(None, said), 'no message'):.200})")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+        self._said.close()
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment variables of a process for foreign code: what Python needs, and none that may be a secret.
+
+    It has this process's import path; with `-P` the current directory is not on it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(os.path.abspath(folder) for folder in sys.path)} | more
+
+
+def serve(answer: Callable[[Any], Any]) -> None:
+    """Answer the questions of a `Process`, as its program, until that closes its end."""
+    for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, LIMIT_BYTES)):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    left_s = LIMIT_S
+    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rb") as questions:
+        for line in questions:
+            left_s = min(left_s, LIMIT_S) + EACH_S + BYTE_S * len(line)
+            begun = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, left_s)  # its signal ends the program, in C and Rust too
+            try:
+                reply = {"answer": answer(json.loads(line))}
+            except MemoryError:
+                reply = {}
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            left_s -= time.process_time() - begun
+            connection.sendall(json.dumps(reply).encode() + b"\n")
