@@ -33,7 +33,7 @@ _LOOK_S = 0.02
 _OWN = 0.9
 """Share of its time in which a program ran, or slept, if others are not to blame that it has not ended."""
 _BUFFER_BYTES = 256 << 10
-"""What may wait to be read at a socket, which is the memory of no process; datagrams of eleven senders may."""
+"""What may wait to be read at a socket, in memory of no process; eleven times as much if datagrams do."""
 _WHY_CHARACTERS = 200
 """Characters of the reason why a program failed."""
 _WRONG = "wrong output"
@@ -226,6 +226,7 @@ class _Processes:
 
     def __init__(self, spawner: Spawner, limits: Limits, *, isolated: bool, nothing: int) -> None:
         self._spawner, self._limits, self._isolated, self._nothing = spawner, limits, isolated, nothing
+        self._most_s = limits.wall_s + limits.patience_s
         self._begun = self._looked = time.monotonic()
         self._deadline = self._begun + limits.wall_s
         self._pids: list[int] = []
@@ -244,7 +245,7 @@ class _Processes:
         ours, theirs = socket.socketpair()
         with theirs:
             self.spawn(role, theirs.fileno(), *descriptors, inherited=inherited)
-        ours.settimeout(self._limits.wall_s + self._limits.patience_s)
+        ours.settimeout(self._most_s)
         self._channels.append(Channel(ours))
         return self._channels[-1]
 
@@ -259,9 +260,7 @@ class _Processes:
             self._check_time()
             self._check_use()
         self._check_use()
-        if (
-            time.monotonic() > self._begun + self._limits.wall_s + self._limits.patience_s
-        ):  # there may be a message at every look
+        if time.monotonic() > self._begun + self._most_s:  # there may be a message at every look
             self._check_time()
         with self._late_is_stopped():
             return channel.receive()
@@ -362,10 +361,10 @@ class _Processes:
         waited = sum(map(_waited_s, processes))
         own = max(passed - waited, sum(map(_processor_s, processes)))  # they may also have waited for each other
         enough = own >= _OWN * limits.wall_s
-        if not enough and passed >= limits.wall_s + limits.patience_s and not limits.final:
-            raise _Starved
-        if enough or passed >= limits.wall_s + limits.patience_s:
+        if enough or (passed >= self._most_s and limits.final):
             raise _Stopped(f"no end within {limits.wall_s:g} s")
+        if passed >= self._most_s:
+            raise _Starved
         self._deadline = self._begun + limits.wall_s + min(waited, limits.patience_s)
 
     def _check_use(self) -> None:
@@ -415,8 +414,9 @@ def _memory_bytes(pid: int) -> int:
 
 def _buffer_bytes() -> int:
     """Return what may wait at the sockets of this sandbox, those included that wait to be accepted."""
-    kinds = [line.split()[4] for line in _read("/proc/self/net/unix").splitlines()[1:]]
-    return _BUFFER_BYTES * sum(11 if kind == b"0002" else 1 for kind in kinds)
+    rows = [line.split() for line in _read("/proc/self/net/unix").splitlines()[1:]]
+    # A program may give its sockets names with line breaks in them.
+    return _BUFFER_BYTES * sum(11 if row[4] == b"0002" else 1 for row in rows if len(row) > 4)
 
 
 def _processor_s(pid: int) -> float:
