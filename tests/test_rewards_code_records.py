@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from gspo_jax.rewards.code_records import defect
 from gspo_jax.setup import data
 from gspo_jax.types import UserError
 
+ROOT = Path(__file__).parents[1]
 CHECK = "def check(input, expected, output):\n    return True"
 OF_FUNCTIONS = [
     ({}, "test_list and test are missing"),
@@ -104,7 +106,7 @@ def config_of(path, records):
     """Return a config that trains on these records, with a reward for programs."""
     rows = [{"question": f"Write {n}.", "answer": "", **record} for n, record in enumerate(records)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    config = cli.load_config("configs/tiny.py")
+    config = cli.load_config(str(ROOT / "configs" / "tiny.py"))
     config.data.task, config.data.train, config.data.held_out, config.data.answer = "jsonl", str(path), 0.5, ""
     config.rewards = ConfigDict({"code_stdin": 1.0, "code_tests": 0.0})
     return config
