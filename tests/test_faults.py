@@ -324,8 +324,13 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
     """Typed twice in a real terminal, and then the terminal is closed under the launcher; no bit changes."""
     root, run = copy_of_launchers(tmp_path / "repository"), tmp_path / "run"
     words = ["bash", str(root / "launch" / "local.sh"), *command(run, data)]
+
+    def done() -> int:
+        found = read_metrics(run) if (run / "metrics.jsonl").exists() else []
+        return max((row.get("iteration", 0) for row in found), default=0)
+
     for typed in (b"\x03", b""):
-        before = stopped(run)["step"] if run.exists() else 0
+        before = done()
         process, terminal = pty.fork()
         if not process:
             os.execvp(words[0], words)
@@ -335,10 +340,10 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
                 said += os.read(terminal, 1 << 16) if select.select([terminal], [], [], 0.1)[0] else b""
             except OSError:  # it has ended
                 break
-            iterations = max((row.get("iteration", 0) for row in read_metrics(run)), default=0) if run.exists() else 0
-            if iterations > before and not typed:
+            begun = done() > before
+            if begun and not typed:
                 break
-            if iterations > before and struck < 2:
+            if begun and struck < 2:
                 os.write(terminal, typed)
                 struck += 1
         os.close(terminal)
