@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +199,7 @@ config = base()
 config.watchdog.update({"floor_s": float(sys.argv[3]), "factor": 4.0})
 config.processes.grace_s = int(sys.argv[4])
 folder = Path(sys.argv[1])
-(folder / "local").mkdir(exist_ok=True)
+(folder / "local").mkdir(parents=True, exist_ok=True)
 processes.start(heartbeat_s=5, start_s=60)
 jax.devices()
 def stuck(seconds):
@@ -215,19 +216,20 @@ with open_phases(config, RunFolder(name="run", local=folder / "local", bucket=ep
 
 
 def hang(
-    folder: Path, *, settled: bool, floor_s: float, grace_s: int, term: bool, count: int = 1
+    folder: Path, *, settled: bool, floor_s: float, grace_s: int, sent: Sequence[signal.Signals], count: int = 1
 ) -> tuple[int, float, str]:
     """Let a phase that took a second before hang; return the first process's code, its seconds, and what it said.
 
-    With `term`, the last process gets SIGTERM. The run's files are published to `folder / "bucket"`.
+    The last process gets the signals `sent`. The run's files are published to `folder / "bucket"`.
     """
     words = [folder, "settled" if settled else "unsaved", floor_s, grace_s]
     with Pod(count, "-c", WATCHED, *map(str, words)) as pod:
         for process in pod.processes:
             assert process.stdout is not None and "begun\n" in iter(process.stdout.readline, "")
         begun, first = time.monotonic(), pod.processes[0]
-        if term:
-            pod.processes[-1].send_signal(signal.SIGTERM)
+        for number in sent:
+            pod.processes[-1].send_signal(number)
+            time.sleep(0.3)
         said, _ = first.communicate(timeout=30)
     return first.returncode, time.monotonic() - begun, said
 
@@ -237,7 +239,7 @@ def test_a_phase_that_hangs_ends_with_its_stacks(tmp_path):
     earlier = tmp_path / "local" / "stacks" / "now-process-0.txt"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("kept")
-    code, seconds, said = hang(tmp_path, settled=True, floor_s=2, grace_s=30, term=False)
+    code, seconds, said = hang(tmp_path, settled=True, floor_s=2, grace_s=30, sent=())
     assert code == exits.LATE and 4 < seconds < 8, said
     kept, stacks = ((tmp_path / "bucket" / "stacks" / f"now-process-0{more}.txt").read_text() for more in ("", "-2"))
     assert kept == "kept" and "in stuck" in stacks
@@ -247,15 +249,24 @@ def test_a_phase_that_hangs_ends_with_its_stacks(tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stop_that_cannot_save_in_time_says_so(count, tmp_path):
     """Although the signal reached another process, and this one hangs."""
-    code, seconds, said = hang(tmp_path, settled=False, floor_s=30, grace_s=1, term=True, count=count)
+    code, seconds, said = hang(tmp_path, settled=False, floor_s=30, grace_s=1, sent=[signal.SIGTERM], count=count)
     assert code == exits.LATE and 1 < seconds < 5, said
     assert "nothing was saved within 1 s of SIGTERM" in said and "phase reward" in said
     assert len(list((tmp_path / "bucket" / "stacks").glob("*-process-0.txt"))) == 1
 
 
+def test_a_second_ctrl_c_does_not_disturb_a_stop_and_a_third_ends_it(tmp_path):
+    """Although a launcher hands each on as a SIGTERM, which says nothing about a person's patience."""
+    sent = [signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
+    code, seconds, said = hang(tmp_path / "two", settled=False, floor_s=30, grace_s=4, sent=sent)
+    assert code == exits.LATE and seconds > 4 and "already stopping, which takes at most 4 s; a third Ctrl-C" in said
+    code, seconds, said = hang(tmp_path / "three", settled=False, floor_s=30, grace_s=30, sent=[*sent, signal.SIGINT])
+    assert code == exits.SIGNALLED + signal.SIGINT and seconds < 10 and "ended by the third Ctrl-C" in said
+
+
 def test_a_stop_with_nothing_to_save_does_not_wait_for_a_poll(tmp_path):
     """As in a compilation, which cannot be interrupted: the newest iteration is saved already, or none is done."""
-    code, seconds, said = hang(tmp_path, settled=True, floor_s=30, grace_s=30, term=True)
+    code, seconds, said = hang(tmp_path, settled=True, floor_s=30, grace_s=30, sent=[signal.SIGTERM])
     assert code == 0 and 2 < seconds < 5, said
     assert stopped(tmp_path / "bucket")["phase"] == "reward" and "stopped: nothing to save yet" in said
     assert not (tmp_path / "bucket" / "stacks").exists()
@@ -324,8 +335,13 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
     """Typed twice in a real terminal, and then the terminal is closed under the launcher; no bit changes."""
     root, run = copy_of_launchers(tmp_path / "repository"), tmp_path / "run"
     words = ["bash", str(root / "launch" / "local.sh"), *command(run, data)]
+
+    def done() -> int:
+        found = read_metrics(run) if (run / "metrics.jsonl").exists() else []
+        return max((row.get("iteration", 0) for row in found), default=0)
+
     for typed in (b"\x03", b""):
-        before = stopped(run)["step"] if run.exists() else 0
+        before = done()
         process, terminal = pty.fork()
         if not process:
             os.execvp(words[0], words)
@@ -335,10 +351,10 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
                 said += os.read(terminal, 1 << 16) if select.select([terminal], [], [], 0.1)[0] else b""
             except OSError:  # it has ended
                 break
-            iterations = max((row.get("iteration", 0) for row in read_metrics(run)), default=0) if run.exists() else 0
-            if iterations > before and not typed:
+            begun = done() > before
+            if begun and not typed:
                 break
-            if iterations > before and struck < 2:
+            if begun and struck < 2:
                 os.write(terminal, typed)
                 struck += 1
         os.close(terminal)

@@ -79,7 +79,7 @@ def test_two_processes_train_and_evaluate_as_one_does(data, tmp_path):
     assert max(row["actor/grad_norm"] for row in rows_of(one)[1:]) > 0.1, "some update has a gradient"
     assert read_samples(two) == read_samples(one)
     assert "gspo_token 2/2" in first and "Gloo" not in first and second == ""
-    files = {"checkpoints", "config.json", "metrics.jsonl", "samples", "saved.json", "tb"}
+    files = {"checkpoints", "config.json", "metrics.jsonl", "samples", "saved.json", "finished.json", "tb"}
     assert {path.name for path in two.iterdir()} == files
     assert len(list((two / "tb").iterdir())) == 1
     assert sorted(path.name for path in (two / "checkpoints").iterdir()) == ["1", "2"]
