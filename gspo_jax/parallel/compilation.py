@@ -69,8 +69,9 @@ def use_cache() -> str | None:
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
-    if compilation_cache.LRUCache is not SealedCache:
-        compilation_cache.LRUCache = SealedCache
+    opened_with: Any = compilation_cache  # which does not declare the class as its own
+    if opened_with.LRUCache is not SealedCache:
+        opened_with.LRUCache = SealedCache
         compilation_cache.reset_cache()  # one that jax has opened already has no seals
     if jax.config.jax_compilation_cache_dir:
         return jax.config.jax_compilation_cache_dir
