@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, score
+from gspo_jax.benchmark import Benchmark
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rewards import scorer
 from gspo_jax.rewards.code_records import defect
@@ -127,6 +128,14 @@ def test_a_run_leaves_them_out_and_says_so(tmp_path, monkeypatch, caplog):
     config = config_of(tmp_path / "rows.jsonl", [fine | {"compare": "numbr"}] * 40)
     with pytest.raises(UserError, match=r"is usable \(\d+ compare is numbr instead of one of exact .*\); correct them"):
         data.training_prompts(config, tokenizer, data.load_records(config, "train"))
+
+
+def test_problems_of_livecodebench_are_kept_whichever_reward_reads_them(tmp_path):
+    config = config_of(tmp_path / "rows.jsonl", [])
+    config.eval.correct = "code_stdin"
+    problem = {"question": "Write 1.", "answer": "", "instruction": ""}
+    records = [problem | {"inputs": ["1"], "outputs": ["1"]}, problem | {"test_list": ["assert f(1) == 1"]}]
+    assert Benchmark("livecodebench", config, records, 1).prompts(Tokenizer.train(["Write 1."], 300)).usable == 2
 
 
 def test_scores_say_which_field(tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ class Program(Border):
             return found
         if not isinstance(found, BaseException):
             raise TypeError("the program raised what is no exception")
-        if type(found) is NameError and found.name in self.globals and not found.name.startswith(("__", "(")):
+        if type(found) is NameError and found.name in self.globals and not str(found.name).startswith(("__", "(")):
             self.cannot(f"the program uses {found.name}, which a test defines")
         self._raised.append(found)
         raise found
