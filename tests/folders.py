@@ -145,7 +145,7 @@ def attempt(number: int, seed: int, root: Path, plain: Path) -> dict:
 
 def settings() -> dict[str, object]:
     """Fields of the config for one device."""
-    one = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1}
+    one: dict[str, object] = {"cpu_devices": 1, "mesh.data": 1, "mesh.fsdp": 1, "mesh.expert": 1}
     return one | {"eval.every": ITERATIONS, "eval.prompts": 8}
 
 

@@ -1,5 +1,6 @@
 """What comes from elsewhere is a file, in its own folder; paths are spelled as every library reads them."""
 
+import inspect
 import os
 import shutil
 import socket
@@ -246,7 +247,7 @@ def test_a_checkpoint_below_a_pattern_is_read_back(tmp_path, monkeypatch):
     found = load_newest(tmp_path / "[1]*", state, places)
     assert found is not None and found.state["a"].tolist() == list(range(8))
     # As it was without the change to etils: Orbax merges the arrays of no process.
-    monkeypatch.setattr(gpath.PosixGPath, "glob", storage._glob.__kwdefaults__["matches"])
+    monkeypatch.setattr(gpath.PosixGPath, "glob", inspect.signature(storage._glob).parameters["matches"].default)
     checkpointer.save(2, state, {"iteration": 2})
     with pytest.raises(UserError, match=r"checkpoint 2 in .* does not read back as it was saved") as error:
         checkpointer.confirm(state)
