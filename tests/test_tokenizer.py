@@ -268,7 +268,7 @@ def test_templates_are_tried_with_what_they_are_given(condition, trained, tmp_pa
         ("{{ messages[0].content * 10**6 }}", "turns a conversation of 143 characters into more than 133360; correct"),
         (
             "{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}",
-            "takes more than 20 ms again and",
+            "takes more than 20 ms again and again|does not end within 2 s",
         ),
     ],
 )
