@@ -20,7 +20,7 @@ from typing import Any
 
 LIMIT_S = 2.0
 """CPU seconds that one question may take."""
-EACH_S, BYTE_S = 0.02, 2e-6
+EACH_S, BYTE_S = 0.02, 2e-5
 """CPU seconds that questions may take on average: for each of them, and for each byte of them."""
 LIMIT_BYTES = 512 << 20
 """Address space of the program."""

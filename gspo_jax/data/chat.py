@@ -26,6 +26,9 @@ TRIALS = (
 )
 """Conversations that every template is tried with, beside those that tell how it writes a turn."""
 
+_AT_ONCE = 64
+"""Conversations of one question: going to another process and back takes longer than rendering one."""
+
 _program = limited.Process("gspo_jax.data.templates")
 
 
@@ -47,19 +50,41 @@ class Template:
           Rejected: the template rejects the conversation, or fails on it.
           UserError: the template is invalid, or takes or writes too much.
         """
-        given = {**variables, "messages": [dict(m) for m in messages], "tools": None, "documents": None}
-        question = {"template": self._digest, "clock": self._clock, "variables": given}
+        (text,) = self.render_all([messages], **variables)
+        if isinstance(text, Rejected):
+            raise text
+        return text
+
+    def render_all(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any
+    ) -> "list[str | Rejected]":
+        """Return the prompt text of each conversation, or what `render` would raise for it alone.
+
+        Raises:
+          UserError: the template is invalid, or takes or writes too much.
+        """
+        texts: list[str | Rejected] = []
+        for start in range(0, len(conversations), _AT_ONCE):
+            given = [[dict(m) for m in messages] for messages in conversations[start : start + _AT_ONCE]]
+            found = self._ask({"conversations": given, "variables": variables})
+            texts += [
+                reply["text"] if "text" in reply else Rejected(f"the chat template {reply['rejected']}")
+                for reply in found
+            ]
+        return texts
+
+    def _ask(self, question: dict[str, Any]) -> list[dict[str, str]]:
+        """What templates.py answers about conversations."""
+        question |= {"template": self._digest, "clock": self._clock}
         try:
-            found = _program.ask(question)
-            if "unknown" in found:  # sent once: it is longer than most conversations
-                found = _program.ask(question | {"source": self._source})
+            reply = _program.ask(question)
+            if "unknown" in reply:  # sent once: it is longer than most conversations
+                reply = _program.ask(question | {"source": self._source})
         except limited.TooMuch as error:
             raise UserError(f"the chat template {error}; {REMEDY}") from None
-        if "rejected" in found:
-            raise Rejected(f"the chat template {found['rejected']}")
-        if "wrong" in found:
-            raise UserError(f"the chat template {found['wrong']}")
-        return found["text"]
+        if "wrong" in reply:
+            raise UserError(f"the chat template {reply['wrong']}")
+        return reply["found"]
 
 
 def in_parts(message: Message) -> dict[str, Any]:

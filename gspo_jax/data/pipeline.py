@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Bool, Int
 
-from gspo_jax.data.chat import Message, Rejected
+from gspo_jax.data.chat import Message
 from gspo_jax.data.contents import FieldDigests, changes
 from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import GUARD, Tokenizer
@@ -95,10 +95,15 @@ def prompt_text(record: Record, tokenizer: Tokenizer, style: PromptStyle = PLAIN
 
     Special tokens in what is said are guarded (`Tokenizer.guard`), but for those of a VERBATIM question.
     """
+    return tokenizer.chat(_guarded(record, tokenizer, style))
+
+
+def _guarded(record: Record, tokenizer: Tokenizer, style: PromptStyle) -> list[Message]:
+    """The turns of a record's prompt, with special tokens guarded."""
     turns = conversation(record, style)
     own = turns.pop() if record.get(VERBATIM) else None
     guarded = [guard(turn, tokenizer) for turn in turns]
-    return tokenizer.chat(guarded if own is None else [*guarded, own])
+    return guarded if own is None else [*guarded, own]
 
 
 def guard(turn: Message, tokenizer: Tokenizer) -> Message:
@@ -413,14 +418,11 @@ _Check = Callable[[list[Record]], list[list[int] | _Problem]]
 
 def _encode_prompts(records: list[Record], tokenizer: Tokenizer, style: PromptStyle) -> list[list[int] | _Problem]:
     """Return the token ids of each record's prompt, or the problem of one that the chat template rejects."""
-    texts: list[str | _Problem] = []
-    for record in records:
-        try:
-            texts.append(prompt_text(record, tokenizer, style))
-        except Rejected as error:
-            texts.append(_Problem("rejected by the chat template", str(error)))
+    texts = tokenizer.chat_all([_guarded(record, tokenizer, style) for record in records])
     ids = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
-    return [next(ids) if isinstance(text, str) else text for text in texts]
+    return [
+        next(ids) if isinstance(text, str) else _Problem("rejected by the chat template", str(text)) for text in texts
+    ]
 
 
 def _scan(source: Sequence[Record], check: _Check, max_corrupt: int) -> _UsableRecords:

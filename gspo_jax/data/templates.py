@@ -59,12 +59,12 @@ _sources: dict[str, str] = {}
 """Templates by their digests."""
 
 
-def answer(question: dict[str, Any]) -> dict[str, str]:
-    """Render the template of the digest `template`, told the time `clock`, with `variables`.
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Render a template, by its digest `template`, for each of `conversations`, with `variables` and the time `clock`.
 
     Returns:
-      `text`; or `unknown` if the question has to come again with the template's `source`; or what is wrong, in words
-      that go on behind "the chat template": with the template, as `wrong`, or with this conversation, as `rejected`.
+      `found`, a `text` or why it is `rejected` for each conversation; `unknown` if the question has to come again with
+      the template's `source`; or what is `wrong`. Words go on behind "the chat template".
     """
     if "source" in question:
         _sources[question["template"]] = question["source"]
@@ -79,7 +79,19 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
     except Exception as error:  # of Python's compiler, such as a RecursionError for a deep expression
         return {"wrong": f"cannot be compiled ({_shown(error)}); {REMEDY}"}
     try:
-        text = template.render(**question["variables"])
+        return {"found": [_rendered(template, turns, question["variables"]) for turns in question["conversations"]]}
+    except _TooLong as error:
+        return {"wrong": str(error)}
+
+
+class _TooLong(Exception):
+    """A template writes too much."""
+
+
+def _rendered(template: jinja2.Template, messages: list[Any], variables: dict[str, Any]) -> dict[str, str]:
+    """The `text` of a conversation, or why it is `rejected`."""
+    try:
+        text = template.render(messages=messages, tools=None, documents=None, **variables)
         text.encode()  # a template can write half a surrogate pair, which is no text
     except MemoryError:
         raise
@@ -87,9 +99,9 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
         return {"rejected": f"rejected the conversation: {_shown(error)}"}
     except Exception as error:  # a template raises as any code does: {{ 1/0 }}
         return {"rejected": f"failed on the conversation ({type(error).__name__}: {_shown(error)}); {REMEDY}"}
-    given = len(json.dumps(question["variables"], ensure_ascii=False))
+    given = len(json.dumps(messages, ensure_ascii=False))
     if len(text) > (most := LIMIT_CHARACTERS + LIMIT_TIMES * given):
-        return {"wrong": f"turns a conversation of {given} characters into more than {most}; {REMEDY}"}
+        raise _TooLong(f"turns a conversation of {given} characters into more than {most}; {REMEDY}")
     return {"text": text}
 
 

@@ -24,6 +24,7 @@ from gspo_jax import foreign, thoughts
 from gspo_jax.data import added_tokens, chat
 from gspo_jax.data import backend as backends
 from gspo_jax.data.added_tokens import SETTINGS, text_of
+from gspo_jax.data.chat import Message, Rejected
 from gspo_jax.data.templates import CLOCK
 from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
 from gspo_jax.types import UserError
@@ -245,22 +246,31 @@ class Tokenizer:
         with backends.panics_told():
             return self._backend.decode(said, skip_special_tokens=False)
 
-    def chat(self, messages: Sequence[chat.Message], add_generation_prompt: bool = True) -> str:
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation under the chat template; without a template, the contents concatenated.
 
         Contents are texts, or lists of one part `{"type": "text"}` for a template that writes only such.
         """
-        if self._template is None:
-            return "".join(message["content"] for message in messages)
-        given = [chat.in_parts(message) if self._in_parts else message for message in messages]
-        return self._render(given, add_generation_prompt)
+        (text,) = self.chat_all([messages], add_generation_prompt)
+        if isinstance(text, Rejected):
+            raise text
+        return text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The text of a conversation under the chat template, its contents as they are given."""
-        assert self._template is not None
+    def chat_all(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True
+    ) -> list[str | Rejected]:
+        """Return `chat` of each conversation, or what it raises where the chat template rejects one."""
+        if self._template is None:
+            return ["".join(message["content"] for message in messages) for messages in conversations]
+        if self._in_parts:
+            conversations = [[chat.in_parts(message) for message in messages] for messages in conversations]
+        return self._template.render_all(conversations, **self._given(add_generation_prompt))
+
+    def _given(self, add_generation_prompt: bool) -> dict[str, Any]:
+        """The variables that the chat template is given beside the conversation."""
         tokens = {key: text_of(value) for key, value in self._settings.items() if key.endswith("_token")}
         given = {key: token for key, token in tokens.items() if token is not None} | self._variables
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **given)
+        return given | {"add_generation_prompt": add_generation_prompt}
 
     def user_turn(self, content: str) -> str:
         """Return the text between an assistant's EOS and its next turn for a user turn that says `content`."""
@@ -277,9 +287,10 @@ class Tokenizer:
         return self._template is not None and not self._writes(turn) and self._writes(chat.in_parts(turn))
 
     def _writes(self, turn: Mapping[str, Any]) -> bool:
+        assert self._template is not None
         try:
-            return _SAID in self._render([turn], add_generation_prompt=True)
-        except chat.Rejected:  # `load` says what is wrong
+            return _SAID in self._template.render([turn], **self._given(add_generation_prompt=True))
+        except Rejected:  # `load` says what is wrong
             return False
 
     def _check_prompt(self, folder: Path) -> None:
@@ -296,7 +307,7 @@ class Tokenizer:
             if key.endswith("_token") and (content := text_of(value)) and content in prompt:
                 _token_id(self._backend, self._settings, key, folder)
         for turns, asks in itertools.product(chat.TRIALS, (True, False)):
-            with contextlib.suppress(chat.Rejected):
+            with contextlib.suppress(Rejected):
                 self.chat(turns, add_generation_prompt=asks)
 
     def _written_behind(self) -> str:
@@ -304,7 +315,7 @@ class Tokenizer:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
         try:
             _, found, behind = self.chat(turns, add_generation_prompt=False).rpartition(_SAID)
-        except chat.Rejected:  # `load` says what is wrong
+        except Rejected:  # `load` says what is wrong
             return ""
         return behind if found else ""
 
@@ -313,7 +324,7 @@ class Tokenizer:
         turns = [{"role": role, "content": _SAID} for role in ("user", "assistant", "user")]
         try:
             parts = self.chat(turns, add_generation_prompt=False).split(_SAID)
-        except chat.Rejected:
+        except Rejected:
             return ""
         if len(parts) != 4:  # the template leaves one out, or writes it twice
             return ""
