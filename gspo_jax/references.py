@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import site
 import sys
 import sysconfig
 import traceback
@@ -202,9 +201,7 @@ def exit_asked(what: str, frames: Sequence[traceback.FrameSummary]) -> str:
 
     The place is the innermost frame outside of installed packages and this one; without any, the innermost.
     """
-    installed = [sysconfig.get_path("stdlib"), *site.getsitepackages(), str(Path(__file__).parent)]
-    foreign = ("<", *(f"{folder}{os.sep}" for folder in installed))
-    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    own = [frame for frame in frames if not frame.filename.startswith("<") and _is_own(Path(frame.filename))]
     frame = (own or frames)[-1]
     return (
         f"{frame.filename}:{frame.lineno}, in {frame.name}, {what}; a command ends once its work is done, so return a "

@@ -9,6 +9,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,14 @@ LONGEST_FIRST = (
     "test_transformer",
 )
 """Test files that take long in one of the tiers; they start first so that none runs alone at the end."""
+
+
+@pytest.fixture
+def hears_hangups() -> Iterator[None]:
+    """Have what a test starts hear SIGHUP, though these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

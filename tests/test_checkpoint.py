@@ -221,7 +221,9 @@ def test_no_flipped_byte_goes_unseen(two, tmp_path, caplog):
         if found.step == 1:
             noticed += 1
             assert "checkpoint 2: " in caplog.text and "moved to" in caplog.text
-            assert [path.name.partition("-")[0] for path in (folder.parent / "damaged").iterdir()] == ["2"]
+            assert [path.name.partition("-")[0] for path in (folder.parent / "damaged").iterdir() if path.is_dir()] == [
+                "2"
+            ]
     assert noticed > 30
 
 
@@ -349,7 +351,7 @@ def test_if_nothing_can_be_restored_the_error_says_so_once(two):
     with pytest.raises(AllDamaged):
         begins(start_over=False)
     assert begins(start_over=True).iteration == 0 and steps(folder) == []
-    assert len(list((folder.parent / "damaged").iterdir())) == 2
+    assert sum(path.is_dir() for path in (folder.parent / "damaged").iterdir()) == 2
 
 
 def begin(workdir):

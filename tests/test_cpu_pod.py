@@ -131,6 +131,7 @@ def test_a_saved_run_is_started_again_by_the_launcher(repository, monkeypatch):
     assert (repository / "started").read_text() == "0\n0\n"
 
 
+@pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("ends", ["saved", "finished", "killed"])
 def test_a_signal_to_the_launcher_stops_the_run(sign, ends, repository):

@@ -331,6 +331,7 @@ def test_a_run_that_code_of_the_user_s_ends_is_not_finished(name, field, code, s
     assert not (tmp_path / "run" / "finished.json").exists()
 
 
+@pytest.mark.usefixtures("hears_hangups")
 def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
     """Typed twice in a real terminal, and then the terminal is closed under the launcher; no bit changes."""
     root, run = copy_of_launchers(tmp_path / "repository"), tmp_path / "run"

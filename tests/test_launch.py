@@ -168,6 +168,7 @@ def test_code_0_alone_does_not_finish_a_run(copy):
     assert "error: the trainer ended with exit code 0, but its run is neither finished nor saved" in done.stderr
 
 
+@pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize("sign", ["TERM", "INT", "HUP"])
 def test_a_signal_saves_a_local_run_which_is_not_finished(copy, sign):
     _install(copy)

@@ -10,6 +10,7 @@ import pytest
 
 from gspo_jax import exits, signals
 
+pytestmark = pytest.mark.usefixtures("hears_hangups")
 SCRIPT = """
 import os, sys, time
 from gspo_jax import signals
