@@ -25,6 +25,7 @@ from pathlib import Path
 
 import jax
 
+from gspo_jax import exits
 from tests import faulty
 from tests.pods import ROOT, assert_same_bits, field_run
 
@@ -96,7 +97,7 @@ def run(module: str, words: list[str], output: Path, *, fault: str = "") -> int:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(code)
+            exits.leave(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

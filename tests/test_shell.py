@@ -104,7 +104,7 @@ def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path, closed):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("words", ['"$@" >&-', '"$@" >&- 2>&- <&-', '"$@" | head -n 1', 'ulimit -Sn 64; "$@"'])
+@pytest.mark.parametrize("words", ['ulimit -Sn 64; "$@" >&- 2>&- <&-', '"$@" | head -n 1'])
 def test_a_run_needs_no_reader(tmp_path, data, words):
     flags = field_run(tmp_path / "run", data, iterations=1)
     command = ["bash", "-o", "pipefail", "-c", words, "bash", sys.executable, "-m", "gspo_jax.train", *flags]
