@@ -455,12 +455,7 @@ class _Answers:
                 try:
                     row = json.loads(line)
                     found.setdefault((row["problem"], row["sample"]), row)
-                except (
-                    ValueError,
-                    KeyError,
-                    TypeError,
-                    RecursionError,
-                ):  # cut by a kill, or damaged; its call is sampled again
+                except (ValueError, KeyError, TypeError, RecursionError):  # cut or damaged; its call is sampled again
                     break
         return found
 

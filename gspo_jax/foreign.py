@@ -44,7 +44,7 @@ def is_file(path: str | os.PathLike[str], *, inside: str | os.PathLike[str] | No
 
 
 def kind_of_other(path: str | os.PathLike[str]) -> str:
-    """What is at a path, for messages, if that is neither a file nor a folder; "" if it is, or nothing is there."""
+    """Return what is at a path, for messages; "" for a file, a folder, or nothing."""
     mode = _mode(path)
     return "" if mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode) else _kind(mode)
 

@@ -110,7 +110,7 @@ class _Program:
         return reply["answer"]
 
     def _ended(self, seconds: float) -> Exception:
-        """What is raised for a program that ended `seconds` after it was asked."""
+        """Return the exception for a program that ended `seconds` after it was asked."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             if seconds < LIMIT_S / 2:
@@ -126,6 +126,12 @@ class _Program:
         self._process.wait()
         self._connection.close()
         self._said.close()
+
+
+def quoted(error: object) -> str:
+    """Return an exception's text on one line of at most 200 characters, for a sentence of our own."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -102,7 +102,7 @@ def flush() -> None:
 
 
 class _Command:
-    """What a signal does to a command."""
+    """Ends a command when a signal comes, with one sentence."""
 
     def __init__(self) -> None:
         self.over = self.in_order = False

@@ -27,14 +27,15 @@ from etils.epath import gpath
 from jax.experimental import multihost_utils
 
 from gspo_jax import foreign
-from gspo_jax.types import UserError, quoted
+from gspo_jax.limited import quoted
+from gspo_jax.types import UserError
 
 AnyPath: TypeAlias = Path | epath.Path
 """Path on the local disk or in a bucket."""
 
 
 def _glob(path: gpath.PosixGPath, pattern: str, *, matches: Any = gpath.PosixGPath.glob) -> Iterator[gpath.PosixGPath]:
-    """What matches the pattern below a path, whose own name is taken as it is."""
+    """Return the matches of a pattern below a path, whose own name is taken as it is."""
     return matches(path if "://" in str(path) else type(path)(glob.escape(str(path))), pattern)
 
 

@@ -32,12 +32,6 @@ class Diverged(RuntimeError):
     """Training went bad: gradients or parameters that are not finite. Starting again would end the same way."""
 
 
-def quoted(error: BaseException) -> str:
-    """What an exception says, on one line of at most 200 characters, for a sentence of our own."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 def choices(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown `name`: the closest of the `known` names, if any, then all."""
     names = list(known)

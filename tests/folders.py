@@ -107,7 +107,7 @@ def refused(said: str) -> bool:
 
 
 def attempt(number: int, seed: int, root: Path, plain: Path) -> dict:
-    """What becomes of one run: "right", "refused" by a sentence, or what is wrong."""
+    """Return what becomes of one run: "right", "refused" by a sentence, or what is wrong."""
     rng = random.Random(f"{seed}-{number}")
     form = FORMS[number % len(FORMS)]
     where, path = make_place(rng, root, form)

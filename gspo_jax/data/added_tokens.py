@@ -12,8 +12,7 @@ from typing import Any
 import tokenizers
 from absl import logging
 
-from gspo_jax import foreign
-from gspo_jax.models.config_json import read_json, token_id
+from gspo_jax.models.config_json import read_if_any, token_id
 from gspo_jax.types import UserError
 
 SETTINGS = "tokenizer_config.json"
@@ -28,7 +27,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Where both name a token, the former counts if it describes added tokens, as in folders of today, else the latter.
     """
-    settings, named = (_read(folder / name) for name in (SETTINGS, _MAP))
+    settings, named = (read_if_any(folder / name) for name in (SETTINGS, _MAP))
     first, second = (settings, named) if _DECODER in settings else (named, settings)
     for key in sorted(settings.keys() & named.keys()):
         if key.endswith("_token") and text_of(settings[key]) != text_of(named[key]):
@@ -75,7 +74,7 @@ def _declared(
         file = folder / _ADDED
         kinds = {content: {"special": content in special, "normalized": content not in special} for content in special}
         usual = {"special": False, "normalized": True}
-        given = [(index, {"content": name} | kinds.get(name, usual)) for name, index in _read(file).items()]
+        given = [(index, {"content": name} | kinds.get(name, usual)) for name, index in read_if_any(file).items()]
     elif isinstance(settings[_DECODER], dict):
         given = list(settings[_DECODER].items())
     else:
@@ -104,9 +103,3 @@ def _conflict(file: Path, index: int, content: str, says: str) -> str:
 
 def _listed(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not foreign.is_file(path, inside=path.parent):
-        return {}
-    return read_json(path, f"{path} does not exist; download it again")

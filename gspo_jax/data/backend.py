@@ -53,7 +53,7 @@ def load(path: Path) -> tokenizers.Tokenizer:
 
 @functools.cache
 def _tried(parts: str) -> dict[str, Any]:
-    """What growth.py answers about the parts of a tokenizer."""
+    """Return the answer of growth.py about the parts of a tokenizer."""
     try:
         return _program.ask(json.loads(parts))
     except limited.TooMuch as error:
@@ -68,5 +68,4 @@ def panics_told() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        says = " ".join(str(error).split())[:200]
-        raise UserError(f"the tokenizer fails on a text ({says}); use the model's own") from None
+        raise UserError(f"the tokenizer fails on a text ({limited.quoted(error)}); use the model's own") from None

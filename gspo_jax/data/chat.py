@@ -74,7 +74,7 @@ class Template:
         return texts
 
     def _ask(self, question: dict[str, Any]) -> list[dict[str, str]]:
-        """What templates.py answers about conversations."""
+        """Return the answers of templates.py about conversations."""
         question |= {"template": self._digest, "clock": self._clock}
         try:
             reply = _program.ask(question)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
-from gspo_jax import foreign
+from gspo_jax import foreign, limited
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.written import widen, widen_as, widened
@@ -270,7 +270,7 @@ def _document(path: Path, content: bytes, *, is_array: bool) -> list[Any] | None
     except (ValueError, RecursionError) as error:
         if not is_array or str(error).startswith("Extra data"):
             return None
-        reason = " ".join(str(error).split())[:200]
+        reason = limited.quoted(error)
         raise UserError(f"{path} begins as a JSON array and is none ({reason}); restore it") from error
     if isinstance(value, list):
         return value
@@ -378,7 +378,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     except UserError:
         raise
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = limited.quoted(error)
         raise UserError(
             f"{path} cannot be read after row {number} ({reason}); restore it, or leave out the column"
         ) from error

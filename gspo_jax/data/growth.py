@@ -39,7 +39,7 @@ def answer(parts: dict[str, Any]) -> dict[str, Any]:
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(described))
     except BaseException as error:  # a panic of the library is no Exception
-        return {"wrong": f"cannot be read as a tokenizer ({_shown(error)}); download or save it again"}
+        return {"wrong": f"cannot be read as a tokenizer ({limited.quoted(error)}); download or save it again"}
     encoded = _growth_of(backend.normalizer, backend.pre_tokenizer, backend.post_processor)
     decoder, decoded = backend.decoder, _growth_of(backend.decoder)
     if (grown := max(encoded, decoded)) > MOST_OF_ONE:
@@ -50,7 +50,7 @@ def answer(parts: dict[str, Any]) -> dict[str, Any]:
             if decoder is not None:
                 decoder.decode([text])
         except BaseException as error:
-            return {"wrong": f"fails on a short text ({_shown(error)}); use the model's own"}
+            return {"wrong": f"fails on a short text ({limited.quoted(error)}); use the model's own"}
     return {"decoded": decoded}
 
 
@@ -98,11 +98,6 @@ def _longest_of_map(packed: str) -> int:
     data = base64.b64decode(packed)
     texts = data[4 + int.from_bytes(data[:4], "little") :].decode("utf-8", "replace").split("\0")
     return max(map(_size, texts))
-
-
-def _shown(error: BaseException) -> str:
-    """An error's message on one line, cut if it is long."""
-    return " ".join(str(error).split())[:200]
 
 
 if __name__ == "__main__":

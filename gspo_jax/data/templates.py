@@ -75,9 +75,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         raise
     except jinja2.TemplateSyntaxError as error:
-        return {"wrong": f"is invalid at line {error.lineno}: {_shown(error.message)}"}
+        return {"wrong": f"is invalid at line {error.lineno}: {limited.quoted(error.message)}"}
     except Exception as error:  # of Python's compiler, such as a RecursionError for a deep expression
-        return {"wrong": f"cannot be compiled ({_shown(error)}); {REMEDY}"}
+        return {"wrong": f"cannot be compiled ({limited.quoted(error)}); {REMEDY}"}
     try:
         return {"found": [_rendered(template, turns, question["variables"]) for turns in question["conversations"]]}
     except _TooLong as error:
@@ -96,18 +96,13 @@ def _rendered(template: jinja2.Template, messages: list[Any], variables: dict[st
     except MemoryError:
         raise
     except jinja2.TemplateError as error:
-        return {"rejected": f"rejected the conversation: {_shown(error)}"}
+        return {"rejected": f"rejected the conversation: {limited.quoted(error)}"}
     except Exception as error:  # a template raises as any code does: {{ 1/0 }}
-        return {"rejected": f"failed on the conversation ({type(error).__name__}: {_shown(error)}); {REMEDY}"}
+        return {"rejected": f"failed on the conversation ({type(error).__name__}: {limited.quoted(error)}); {REMEDY}"}
     given = len(json.dumps(messages, ensure_ascii=False))
     if len(text) > (most := LIMIT_CHARACTERS + LIMIT_TIMES * given):
         raise _TooLong(f"turns a conversation of {given} characters into more than {most}; {REMEDY}")
     return {"text": text}
-
-
-def _shown(error: object) -> str:
-    """An error's message on one line, cut if it is long."""
-    return " ".join(str(error).split())[:200]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from gspo_jax.data import backend as backends
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.chat import Message, Rejected
 from gspo_jax.data.templates import CLOCK
-from gspo_jax.models.config_json import CONFIG, read_json, token_id, token_ids
+from gspo_jax.models.config_json import CONFIG, read_if_any, token_id, token_ids
 from gspo_jax.types import UserError
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -125,7 +125,7 @@ class Tokenizer:
         settings["chat_template"] = _template_source(folder, settings.get("chat_template"))
         eos, pads = ([_token_id(backend, settings, f"{key}_token", folder)] for key in ("eos", "pad"))
         for file in (folder / _GENERATION, folder / CONFIG):
-            content = _read_json(file)
+            content = read_if_any(file)
             eos += token_ids(file, "eos_token_id", content.get("eos_token_id"))
             pads.append(token_id(file, "pad_token_id", content.get("pad_token_id")))
         eos_ids = list(dict.fromkeys(i for i in eos if i is not None))
@@ -369,7 +369,7 @@ class Tokenizer:
     def save_stops(self, folder: Path) -> None:
         """Write the EOS ids to `generation_config.json`, where inference looks for them; its other keys stay."""
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
-        _write_json(folder / _GENERATION, _read_json(folder / _GENERATION) | ids)
+        _write_json(folder / _GENERATION, read_if_any(folder / _GENERATION) | ids)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
@@ -385,12 +385,6 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
                 f"{key} is {max(ids)}, beyond the model's vocabulary of {model_vocab_size}; correct it in "
                 f"{_GENERATION} or {CONFIG}, beside the tokenizer"
             )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not foreign.is_file(path, inside=path.parent):
-        return {}
-    return read_json(path, f"{path} does not exist; download it again")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -166,6 +166,11 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def read_if_any(file: pathlib.Path) -> dict[str, Any]:
+    """Return the JSON object in a file, an empty one if there is no such file; raises as `read_json`."""
+    return read_json(file, "") if foreign.is_file(file, inside=file.parent) else {}
+
+
 def read_json(file: pathlib.Path, missing: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 

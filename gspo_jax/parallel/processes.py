@@ -26,7 +26,7 @@ from jax._src import clusters, distributed  # cluster detection and the process 
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspo_jax import exits, signals
+from gspo_jax import exits, limited, signals
 from gspo_jax.types import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -228,7 +228,7 @@ def meet() -> None:
     try:
         client.wait_at_barrier("meeting", _MEETING_MS)
     except jax.errors.JaxRuntimeError as error:
-        _exit_lost(f"another process of the run is lost ({' '.join(str(error).split())[:200]})")
+        _exit_lost(f"another process of the run is lost ({limited.quoted(error)})")
     _waits.append(time.monotonic() - begun)
 
 
