@@ -38,6 +38,9 @@ jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "model
 
 compilation.use_cache()
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LONGEST_FIRST = (
     "test_plan",
     "test_pod",

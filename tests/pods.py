@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -114,7 +113,6 @@ def launch_faulty(fault: str, words: list[str], *, count: int, root: Path) -> tu
         text=True,
         timeout=400,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash keeps an inherited SIG_IGN
     )
     return [done.returncode], done.stdout
 

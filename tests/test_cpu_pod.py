@@ -44,7 +44,6 @@ def launch(repository: Path, *words: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash keeps an inherited SIG_IGN
     )
 
 

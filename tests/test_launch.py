@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -59,7 +58,6 @@ def _bash(root: Path, command: str, *arguments: str, cwd: Path | None = None, **
         text=True,
         check=False,
         timeout=30,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash keeps an inherited SIG_IGN
     )
 
 

@@ -157,15 +157,24 @@ def test_when_a_process_fails_the_others_do_not_wait_for_it():
     assert "RuntimeError" not in first and "start the run again" in first
 
 
-def test_an_error_that_gloo_caused_is_found_behind_it():
+NOTICED = {
+    "gloo": "Gloo AllGather failed: Connection closed by peer",
+    "a library's barrier": "INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1 heartbeat "
+    "timeout.\n\nRPC: /xla.coordination.CoordinationService/Barrier "
+    "[type.googleapis.com/tensorflow.CoordinationServiceError='']",
+}
+
+
+@pytest.mark.parametrize("noticed", NOTICED.values(), ids=list(NOTICED))
+def test_that_a_process_is_lost_is_found_behind_other_errors(noticed):
     try:
         try:
-            raise jax.errors.JaxRuntimeError("Gloo AllGather failed: Connection closed by peer")
+            raise jax.errors.JaxRuntimeError(noticed)
         finally:
             raise ValueError("the checkpoint cannot be closed")
     except ValueError as error:
-        assert "closed by peer" in str(processes._gloo_error(error))
-    assert processes._gloo_error(ValueError("Gloo")) is None
+        assert str(processes._lost(error)) == noticed
+    assert processes._lost(ValueError(noticed)) is None
 
 
 ALONE_S = 3

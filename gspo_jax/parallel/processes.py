@@ -41,6 +41,7 @@ _DEATH_SIGNAL = 1
 _LOOK_S = 0.5
 _RESTART = "start the run again with the same command: it resumes from its newest checkpoint"
 _MEETING_MS = 24 * 3600 * 1000  # the watchdog and the heartbeats are faster
+_NOTICED_BY = ("Gloo", "CoordinationService")  # stand in an error where another process is lost
 _checks = itertools.count()  # calls of `check_first`
 _waits: list[float] = []  # seconds of the calls of `meet` since `waited_s`
 _callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
@@ -247,7 +248,7 @@ def guarded(count: int) -> Iterator[None]:
     except BaseException as error:
         if count == 1:
             raise
-        if lost := _gloo_error(error):  # gloo notices before jax's heartbeat does
+        if lost := _lost(error):
             _exit_lost(f"another process of the run is lost ({' '.join(str(lost).split())})")
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if not isinstance(error, SystemExit):
@@ -257,11 +258,17 @@ def guarded(count: int) -> Iterator[None]:
         exits.leave(code)
 
 
-def _gloo_error(error: BaseException | None) -> BaseException | None:
-    """Return gloo's error, which may have caused others on the way out, as when an unfinished checkpoint is closed."""
-    while error and not (isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error)):
+def _lost(error: BaseException | None) -> BaseException | None:
+    """Return the error, of those that led to this one, by which a library noticed that another process is lost.
+
+    Gloo's may have caused others on the way out, as when an unfinished checkpoint is closed. The coordination service
+    fails the barriers of libraries, such as Orbax's while it saves, where a heartbeat stays out.
+    """
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and any(name in str(error) for name in _NOTICED_BY):
+            return error
         error = error.__context__
-    return error
+    return None
 
 
 def find() -> dict[str, Any]:
