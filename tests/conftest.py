@@ -32,10 +32,6 @@ from gspo_jax.parallel import compilation
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Without objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, where `scan`
-# rebuilds the sums with a leading axis.
-jaxtyping.install_import_hook([f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")], "beartype.beartype")
-
 compilation.use_cache()
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in its background
@@ -104,6 +100,17 @@ def whole(shared, data) -> Path:
     from tests.pods import undisturbed
 
     return undisturbed(shared / "whole", data)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check shape annotations at run time, but in the slow tests: more cases of the same calls, an eighth faster without.
+
+    Without objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, where `scan`
+    rebuilds the sums with a leading axis.
+    """
+    if config.option.markexpr not in ("slow", "faults"):
+        rooms = [f"gspo_jax.{room}" for room in ("kernels", "models", "rollout")]
+        jaxtyping.install_import_hook(rooms, "beartype.beartype")
 
 
 def pytest_collection_finish() -> None:

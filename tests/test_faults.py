@@ -51,7 +51,6 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
     """
     for phase, number, iterations in (
         ("evaluate", 1, 0),
-        ("sample", 2, 0),
         ("updated", 1, 1),  # between two updates: the other is made too
         ("score", 2, 2),  # after sampling for iteration 3, while iteration 2 is not saved yet
         ("evaluate", 1, 3),
@@ -78,16 +77,14 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
 def test_two_processes_stop_together_go_on_where_one_was_and_name_a_slow_one(whole, data, tmp_path):
     """A run of one process, then two, then one: the metrics are those of one, unfinished responses included."""
     run_processes(1, "-m", "gspo_jax.train", *field_run(tmp_path, data, iterations=1))
-    codes, said = run_faulty("TERM:update:2:1", command(tmp_path, data), count=2)  # once all is compiled
+    codes, said = run_faulty("slow:reward:1:1,TERM:update:9:1", command(tmp_path, data), count=2)
     assert codes == [0, 0], said
     facts = stopped(tmp_path)
     assert facts["seconds"] < 10 and len(re.findall(rf"stopped: iteration {facts['step']} is saved", said)) == 2, said
-    codes, said = run_faulty("slow:reward:1:1", field_run(tmp_path, data, iterations=5), count=2)
-    assert codes == [0, 0], said
     (warning,) = re.findall(r"warning: process (\d) is slow: it works (\S+) s of an iteration, (\S+) times", said)
     assert warning[0] == "1" and float(warning[1]) >= 3 and float(warning[2]) > 1.5
     (said,) = run_processes(1, "-m", "gspo_jax.train", *field_run(tmp_path, data))
-    assert "resuming from iteration 5" in said
+    assert f"resuming from iteration {facts['step']}" in said and facts["step"] in (4, 5)
     assert_same_metrics(whole, tmp_path)
     samples = read_samples(tmp_path)
     assert samples == read_samples(whole), "the same prompts in the same batches, and the same responses"
