@@ -103,7 +103,7 @@ def whole(shared, data) -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check shape annotations at run time, but in the slow tests: more cases of the same calls, an eighth faster without.
+    """Check shape annotations at run time; not in the slow tests, which are more cases and an eighth faster without.
 
     Without objectives/, whose tests pass wrong shapes on purpose to check the messages, and routing/, where `scan`
     rebuilds the sums with a leading axis.
