@@ -51,6 +51,7 @@ def run_alone(main: Callable[[ConfigDict], int]) -> None:
 
 
 def _run(start: Callable[[], int | None], *, needs_config: bool) -> None:
+    logging.use_absl_handler()  # takes away one that an import has made for sys.stderr, which is wrapped next
     shell.keep_streams()
     signals.in_order()
     references.refuse_exits()

@@ -77,7 +77,7 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
 def test_two_processes_stop_together_go_on_where_one_was_and_name_a_slow_one(whole, data, tmp_path):
     """A run of one process, then two, then one: the metrics are those of one, unfinished responses included."""
     run_processes(1, "-m", "gspo_jax.train", *field_run(tmp_path, data, iterations=1))
-    codes, said = run_faulty("slow:reward:1:1,TERM:update:9:1", command(tmp_path, data), count=2)
+    codes, said = run_faulty("slow:reward:1:1,TERM:update:4:1", command(tmp_path, data), count=2)
     assert codes == [0, 0], said
     facts = stopped(tmp_path)
     assert facts["seconds"] < 10 and len(re.findall(rf"stopped: iteration {facts['step']} is saved", said)) == 2, said
@@ -359,6 +359,7 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, said.decode(errors="replace")
         assert stopped(run)["step"] > before
         if typed:
-            assert b"the run is saved; start it again" in said and b"SIGINT in phase" in said
+            assert b"the run is saved; start it again" in said
+            assert re.search(rb"SIG(INT|TERM) in phase", said), "the launcher hands it on, too"
     run_processes(1, "-m", "gspo_jax.train", *command(run, data))
     assert_same_bits(whole, run, step=ITERATIONS)

@@ -35,6 +35,23 @@ def test_other_errors_of_a_stream_are_raised():
         stream.flush()
 
 
+WARNS = """
+import logging
+import orbax.checkpoint  # whose import gives the root logger a handler
+import absl.logging
+from gspo_jax import cli
+from gspo_jax.config import base
+assert logging.root.handlers
+cli.run(lambda config: absl.logging.warning("once"), default=base())
+"""
+
+
+@pytest.mark.faults
+def test_a_warning_is_printed_once():
+    done = subprocess.run([sys.executable, "-c", WARNS], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "warning: once\n")
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [("NOFILE", r"at most 64 open files are .*\(ulimit -n 256\)$"), ("NPROC", r"at most 64 processes .*ulimit -u 256")],
