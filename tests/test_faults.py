@@ -51,6 +51,7 @@ def test_stops_and_kills_at_any_point_change_no_bit(whole, data, tmp_path):
     """
     for phase, number, iterations in (
         ("evaluate", 1, 0),
+        ("sample", 2, 0),
         ("updated", 1, 1),  # between two updates: the other is made too
         ("score", 2, 2),  # after sampling for iteration 3, while iteration 2 is not saved yet
         ("evaluate", 1, 3),
@@ -359,7 +360,6 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run(whole, data, tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, said.decode(errors="replace")
         assert stopped(run)["step"] > before
         if typed:
-            assert b"the run is saved; start it again" in said
-            assert re.search(rb"SIG(INT|TERM) in phase", said), "the launcher hands it on, too"
+            assert b"the run is saved; start it again" in said and b"SIGINT in phase" in said
     run_processes(1, "-m", "gspo_jax.train", *command(run, data))
     assert_same_bits(whole, run, step=ITERATIONS)

@@ -151,7 +151,7 @@ def test_no_gradient_of_the_base_is_computed(sizes, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "kind", "shares"),
-    [({"fsdp": 2, "expert": 4}, "", False), ({"expert": 8}, "int8", True)],
+    [({"expert": 8}, "", True), ({"fsdp": 2, "expert": 4}, "", False), ({"expert": 8}, "int8", True)],
 )
 def test_sampler_and_trainer_compute_the_same_in_bfloat16(sizes, kind, shares, tmp_path):
     """With one base, or with a copy of it; the sampler's adapters are rounded, and its routers' are not."""

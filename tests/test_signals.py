@@ -9,6 +9,7 @@ import time
 import pytest
 
 from gspo_jax import exits, signals
+from gspo_jax.parallel import preemption
 
 pytestmark = pytest.mark.usefixtures("hears_hangups")
 SCRIPT = """
@@ -53,6 +54,19 @@ def test_presses_are_counted_and_what_a_closing_terminal_sends_is_one():
             wait_for(lambda count=count: len(heard) > count)
             assert heard[-1] == (number, presses)
     assert {number: signal.getsignal(number) for number in signals.ASKS} == before
+
+
+@pytest.mark.parametrize("sent", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)], ids=str)
+def test_a_stop_is_put_down_to_ctrl_c_whatever_its_launcher_sends_beside_it(sent):
+    """In either order: a process that has waited for the CPU gets a SIGTERM first."""
+    noticed = []
+    stop = preemption.Preemption(lambda: noticed.append(True), lambda presses: None)
+    with stop.listening():
+        os.kill(os.getpid(), sent[0])
+        wait_for(lambda: noticed)
+        os.kill(os.getpid(), sent[1])
+        wait_for(lambda: stop.signal == signal.SIGINT)
+    assert stop.agreed() and noticed == [True]
 
 
 def test_a_forked_process_dies_of_a_signal_and_its_parent_does_not_hear_of_it():

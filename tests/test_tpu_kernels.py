@@ -200,11 +200,10 @@ REMATERIALISED = ("dots", "full")
 
 
 def cases(target):
-    """Return (function, name, dtype) of what is compiled: the largest, and for v5p all, some in float32 too."""
+    """Return (function, name, dtype) of what is compiled: the largest, and for v5p all and the largest in float32."""
     named = [(of, name) for of, names in KERNELS.items() for name in names]
     if target.startswith("v5p"):
-        wide = [case for case in named if case in LARGEST and case[0] in (attention, packed, experts, ring)]
-        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in wide)]
+        return [*((*case, "bfloat16") for case in named), *((*case, "float32") for case in named if case in LARGEST)]
     return [(*case, "bfloat16") for case in named if case in LARGEST]
 
 

@@ -599,12 +599,22 @@ def check_packed(name: str, sizes, turns: int, padded: Callable[[str], tuple[Exp
         np.testing.assert_allclose(metrics[metric], value, rtol=2e-5, atol=atol, err_msg=metric)
 
 
+WEIGHTED = ("reinforce", "ppo", "grpo", "dr_grpo", "gspo", "luspo")
+"""Objectives with each kind of weights, and the one with a critic."""
+
+
+def test_the_catalogue_has_no_other_weights():
+    mask = jnp.arange(5)[None] < jnp.asarray([1, 5, 3, 0, 2, 4])[:, None]
+    known = {objectives.make(name).weights(mask).tobytes() for name in WEIGHTED}
+    assert {objectives.make(name).weights(mask).tobytes() for name in objectives.catalogue.__all__} <= known
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reinforce", "ppo", "grpo", "dr_grpo", "gspo", "luspo"])
+@pytest.mark.parametrize("name", WEIGHTED)
 def test_every_kind_of_weights_has_the_same_penalties_means_over_tokens(name, whole):
     """With their coefficients in the loss, it grows by these times the metrics, which are means over the tokens.
 
-    The objectives that are left out differ from these in their surrogates alone, of which penalties know nothing.
+    The terms are added by one function, which sees no objective but the critic's.
     """
     batch, objective = packed(in_turns(whole, of_tokens=False), shards=1, turns=4), objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, recorder()[0]) if objective.critic else None

@@ -38,7 +38,10 @@ class Preemption:
         self._noticed, self._lock = threading.Event(), threading.Lock()
         self._polls = 0
         self.signal = signal.SIGTERM
-        """The first signal of this process; SIGTERM if there is none."""
+        """What the stop is put down to: the first signal that is no SIGTERM, which a launcher sends beside the others.
+
+        Linux delivers the SIGTERM first if both wait, whichever was sent first. SIGTERM if there is no other.
+        """
 
     @property
     def alone(self) -> bool:
@@ -62,11 +65,14 @@ class Preemption:
             yield
 
     def _hear_alone(self, number: signal.Signals, presses: int) -> None:
-        if not self._noticed.is_set():
-            self.signal = number
-            self._notice()
+        self._put_down_to(number)
+        self._notice()
         if presses > 1:
             self._on_press(presses)
+
+    def _put_down_to(self, number: signal.Signals) -> None:
+        if self.signal == signal.SIGTERM:
+            self.signal = number
 
     @contextmanager
     def _listen_together(self) -> Iterator[None]:
@@ -76,8 +82,9 @@ class Preemption:
         over = threading.Event()
 
         def hear(number: signal.Signals, presses: int) -> None:
-            if self.signal == signal.SIGTERM and not self._noticed.is_set():
-                self.signal = number
+            is_first = self.signal == signal.SIGTERM and not self._noticed.is_set()
+            self._put_down_to(number)
+            if is_first:
                 os.kill(os.getpid(), signal.SIGTERM)  # jax tells the other processes
             if presses > 1:
                 self._on_press(presses)
