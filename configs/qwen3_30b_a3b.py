@@ -97,14 +97,6 @@ def responses_16k(config: ConfigDict) -> None:
     config.training.row_tokens = 16384
 
 
-def padded_16k(config: ConfigDict) -> None:
-    """The same with every response padded to the longest, one on each chip at a time; for comparison."""
-    responses_16k(config)
-    config.training.packing = False
-    config.training.row_tokens = None
-    config.training.microbatches = 32
-
-
 def partial_16k(config: ConfigDict) -> None:
     """The same as `plan --tune` sets it: partial rollouts, 1024 prompts in flight until 60% of the unfinished end.
 
@@ -122,6 +114,5 @@ ARGUMENTS = {
     "v5e": v5e,
     "long": long,
     "16k": responses_16k,
-    "16k_padded": padded_16k,
     "16k_partial": partial_16k,
 }

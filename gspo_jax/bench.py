@@ -45,7 +45,7 @@ from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.training.experience import Rewards
-from gspo_jax.types import Prompts, Rollout, SamplerStats, UserError, Weights
+from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
 from gspo_jax.workload import DTYPES, Workload, flops
 
 PARTS = ("sample", "score", "update")
@@ -61,7 +61,6 @@ class Iterations:
         stop = make_stop_rule(config, eos_ids=(), pad_id=0)
         meshes = make_meshes(config, model, mesh)
         self._engine = engine.build(config, model, meshes, stop)
-        self._padded = engine.build(work.padded_config, model, meshes, stop) if work.padded else None
         self.packed: dict[str, float] = {}
         """How well the newest iteration is packed, by metric name."""
         self._work, self._mesh, self._vocabulary = work, mesh, model.vocab_size
@@ -74,8 +73,7 @@ class Iterations:
     def run(self, number: int) -> dict[str, float]:
         """Run iteration `number` and return the seconds of each part and of the whole.
 
-        Resharding the weights counts as sampling, packing and computing advantages as scoring. Padded rows, if asked
-        for, come last and are no part of the whole.
+        Resharding the weights counts as sampling, packing and computing advantages as scoring.
         """
         work, state = self._work, self._state
         shape = (work.prompts, work.prompt_length)
@@ -95,31 +93,22 @@ class Iterations:
         times.append(time.perf_counter())
 
         scored = Rewards(*hosts.shard_rows(self._mesh, rewards))
-        seconds = {"sample": times[-1] - times[0], **self._learn(self._engine, rollout, scored)}
-        seconds["iteration"] = sum(seconds.values())
-        if self._padded is not None:
-            seconds |= {f"padded {part}": took for part, took in self._learn(self._padded, rollout, scored).items()}
-        return seconds
-
-    def _learn(self, programs: engine.Engine, rollout: Rollout, scored: Rewards) -> dict[str, float]:
-        """Score a rollout and make its updates; return the seconds of either."""
-        times, objective, state = [time.perf_counter()], programs.objective, self._state
-        packing = None
-        if programs.packer is not None:
-            columns = hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths))
-            packing = programs.packer(*columns)
-            self.packed = programs.packer.metrics(packing, *columns)
-        old = programs.score(Weights(state.params, self._frozen), None, None, rollout, packing)
+        programs, objective = self._engine, self._engine.objective
+        columns = hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths))
+        packing = programs.packer(*columns)
+        self.packed = programs.packer.metrics(packing, *columns)
+        old = programs.score(weights, None, None, rollout, packing)
         experience = jax.block_until_ready(programs.experience(objective, rollout, old, scored))
         experience = dataclasses.replace(experience, packing=packing)
         times.append(time.perf_counter())
 
-        for minibatch in range(self._work.minibatches):
+        for minibatch in range(work.minibatches):
             state, metrics = programs.update(objective, state, self._frozen, experience, minibatch)
             jax.device_get(metrics)
         self._state = jax.block_until_ready(state)
         times.append(time.perf_counter())
-        return dict(zip(PARTS[1:], np.diff(times).tolist(), strict=True))
+        seconds = dict(zip(PARTS, np.diff(times).tolist(), strict=True))
+        return seconds | {"iteration": sum(seconds.values())}
 
 
 def measure(work: Workload) -> dict[str, Any]:
@@ -143,7 +132,6 @@ def measure(work: Workload) -> dict[str, Any]:
         rate = calibration.matmul_flops_per_s(mesh, work.dtype)
     columns = {name: [times[name] for times in seen[work.warmup :]] for name in (*PARTS, "iteration")}
     medians = {name: statistics.median(column) for name, column in columns.items()}
-    padded = {part: [times[f"padded {part}"] for times in seen[work.warmup :]] for part in PARTS[1:] if work.padded}
     least = flops(model, work)
     floors = {name: least[name] / rate for name in columns}
     return {
@@ -151,7 +139,6 @@ def measure(work: Workload) -> dict[str, Any]:
             name: _seconds(column) | {"tokens_per_s": work.tokens[name] / medians[name]}
             for name, column in columns.items()
         },
-        **({"padded": {part: _seconds(column) for part, column in padded.items()}} if padded else {}),
         "packing": {name.removeprefix("packing/"): value for name, value in iterations.packed.items()},
         "prefill_s": statistics.median(s.prefill_s for s in stats[work.warmup :]),
         "decode_s": statistics.median(s.decode_s for s in stats[work.warmup :]),
@@ -195,8 +182,6 @@ def show(found: Mapping[str, Any]) -> None:
         }
         for name in (*PARTS, "iteration")
     ]
-    for name, times in found.get("padded", {}).items():
-        rows.append({"part": f"{name}, padded", "median s": times["median_s"], "min s": times["min_s"]})
     size = f"{work['prompts']} × {work['group']} responses, {work['prompt_length']} + {work['new_tokens']} tokens"
     size += f" ({work['lengths']})" if work["lengths"] else ""
     size += f", {work['slots']} slots" if work["slots"] else ""
@@ -236,7 +221,6 @@ def parser() -> Parser:
         "prompt_length": "tokens per prompt",
         "new_tokens": "maximum tokens per response",
         "minibatches": "updates per iteration",
-        "microbatches": "parts that an update and scoring of padded rows are processed in",
         "repeats": "measured iterations",
         "warmup": "iterations before the measured ones; the first one compiles",
         "devices": "devices to use; simulated where jax runs on CPU",
@@ -247,7 +231,6 @@ def parser() -> Parser:
     parser.add_argument("--lengths", metavar="KIND", help=lengths)
     parser.add_argument("--slots", type=int, metavar="N", help="responses decoded at a time; by default all")
     parser.add_argument("--row_tokens", type=int, metavar="N", help="tokens of a packed row; by default as in a run")
-    parser.add_argument("--padded", action="store_true", help="also time padded rows, in turn with packed ones")
     parser.add_argument("--dtype", default=defaults["dtype"], help=f"compute dtype: {' or '.join(DTYPES)}")
     parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="such as fsdp:-1,expert:2; -1: the rest of the devices")
     parser.add_argument("--compile", default="ahead", help="ahead, in a separate process, or here; default ahead")

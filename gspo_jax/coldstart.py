@@ -41,7 +41,7 @@ from gspo_jax.setup import data, inputs, keys, learning, policy, relevance
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.training import state as state_lib
-from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
+from gspo_jax.training.layout import Layout, deal, fold_rows
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
 from gspo_jax.types import Packing, Responses, UserError, Weights
@@ -132,7 +132,7 @@ def coldstart(
                 batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
                 on_step()
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
-                packing = None if packer is None else packer(batch.mask.sum(axis=1), batch.prompt_lengths)
+                packing = packer(batch.mask.sum(axis=1), batch.prompt_lengths)
                 model, loss = step(model, Responses(*hosts.shard_rows(mesh, fields)), packing)
             progress.advance(cross_entropy=float(loss), stage=_stage(config, report))
     unfinished = folder.with_name(folder.name + ".partial")
@@ -187,14 +187,11 @@ def demonstrations(records: Sequence[Record], *, terse: float, seed: int) -> Rec
 
 def _begin(
     config: ConfigDict, model_config: ModelConfig, mesh: Mesh
-) -> tuple[Learner, Callable[[Learner, Responses, Packing | None], tuple[Learner, Float[Array, ""]]]]:
-    """Return the model to train on the mesh, and the jitted step that lowers a batch's cross-entropy.
-
-    The step takes the rows that compute the batch, None for padded ones.
-    """
+) -> tuple[Learner, Callable[[Learner, Responses, Packing], tuple[Learner, Float[Array, ""]]]]:
+    """Return the model to train on the mesh, and the jitted step that lowers the cross-entropy of a packed batch."""
     cold = config.coldstart
     graph, shapes = transformer.abstract(
-        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=policy.make_dispatch(config)
+        model_config, dtype=jnp.dtype(config.model.dtype), dispatch=config.model.dispatch
     )
     optimizer, _ = make_optimizer(total_updates=cold.steps, **cold.optimizer)
     scoring = Scoring(logprob_chunk=config.training.logprob_chunk, remat=config.model.remat)
@@ -207,18 +204,15 @@ def _begin(
     def add_rows(params: nnx.State, batch: Responses, packing: Packing) -> tuple[Array, nnx.State]:
         batch, weights = deal((batch, token_mean(batch.mask)), packing, 0)
 
-        def add(total: tuple[Array, nnx.State], layout: Packed) -> tuple[Array, nnx.State]:
+        def add(total: tuple[Array, nnx.State], layout: Layout) -> tuple[Array, nnx.State]:
             return jax.tree.map(jnp.add, total, loss(params, layout, weights))
 
         nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         return fold_rows(add, nothing, batch, packing, 0, group_size=1)
 
     @partial(jax.jit, donate_argnums=0)
-    def step(learner: Learner, batch: Responses, packing: Packing | None) -> tuple[Learner, Float[Array, ""]]:
-        if packing is None:
-            value, gradient = loss(learner.params, Padded.of(batch, group_size=1), token_mean(batch.mask))
-        else:
-            value, gradient = add_rows(learner.params, batch, packing)
+    def step(learner: Learner, batch: Responses, packing: Packing) -> tuple[Learner, Float[Array, ""]]:
+        value, gradient = add_rows(learner.params, batch, packing)
         if not cold.train_router:
             routers, others = nnx.split_state(gradient, lambda path, _: path[-1] == "router", ...)
             gradient = nnx.merge_state(jax.tree.map(jnp.zeros_like, routers), others)

@@ -33,9 +33,7 @@ def base() -> ConfigDict:
     # What each layer keeps for the backward pass. "full": its input; "offload": its input, in host memory; "dots": its
     # input and the outputs of its matmuls; "none": all activations, nothing is recomputed.
     config.model.remat = "full"
-    config.model.dispatch = "gather"  # of tokens to experts: "gather", "ragged_all_to_all" (TPU only) or "capacity"
-    # "capacity" only: buffer size as a multiple of a balanced load; tokens that do not fit are dropped. None: no drops.
-    config.model.capacity_factor = placeholder(float)
+    config.model.dispatch = "gather"  # of tokens to experts: "gather" or, on TPU, "ragged_all_to_all"
     config.model.architecture = ConfigDict()  # fields of ModelConfig for the model that the cold start makes
 
     # Low-rank adapters (LoRA): the model's own weights stay as they are, and matrices beside them are trained.
@@ -195,15 +193,10 @@ def base() -> ConfigDict:
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per batch
-    # Responses share rows of a fixed number of tokens. False: each has a row's part of the full length, for comparison.
-    config.training.packing = True
-    # Tokens of a packed row, of which each batch shard computes one at a time. It must hold a prompt and a response of
-    # full length; more take more memory, and more padding if a shard has few. None: the fewest, from 1024 on, of which
-    # responses of full length leave little to spare.
+    # Tokens of a row, into which responses are packed; each batch shard computes one row at a time. It must hold a
+    # prompt and a response of full length; more take more memory, and more padding if a shard has few. None: the
+    # fewest, from 1024 on, of which responses of full length leave little to spare.
     config.training.row_tokens = placeholder(int)
-    # Gradient-accumulation steps per update, also of scoring, without packing; changes only memory. With packing there
-    # are as many as the lengths of a batch need, each a row of every shard, and this must be 1.
-    config.training.microbatches = 1
     config.training.max_skipped = 10  # end the run after so many updates in a row whose gradient was not finite
     config.training.old_logprobs = "sampler"  # or "recompute": score with the trainer before a batch's first update
     config.training.entropy_weight = 0.0  # weight of an entropy bonus in the loss; 0: off

@@ -51,8 +51,8 @@ class Engine:
     """Log-probs of any policy with the routes of its own routers, which it records."""
     replayed: OldPolicyFn
     """Log-probs of any policy with the routes that a rollout has."""
-    packer: Packer | None
-    """Decides which row computes which response; None: rows are padded."""
+    packer: Packer
+    """Decides which row computes which response."""
     experience: ExperienceFn
     """Advantages, returns and mismatch corrections of a scored batch."""
     update: UpdateFn
@@ -108,20 +108,13 @@ def build(config: ConfigDict, model: ModelConfig, meshes: Meshes, stop: StopRule
             penalties=learning.make_penalties(config),
             replay=config.routing.replay,
             minibatches=training.minibatches,
-            microbatches=training.microbatches,
             group_size=config.sampling.group_size,
         )
         shardings = state_shardings(made.shapes.trainable, optimizer, meshes.trainer, critic=critic)
         update = make_update(gradient, optimizer, schedule, critic=critic, shardings=shardings)
         score = make_score(config, made, critic, recompute=training.old_logprobs == "recompute")
         native, replayed = (
-            make_old_policy(
-                made.graph,
-                learning.make_scoring(config),
-                recompute=True,
-                replay=replay,
-                microbatches=training.microbatches,
-            )
+            make_old_policy(made.graph, learning.make_scoring(config), recompute=True, replay=replay)
             for replay in ("none", "r3")
         )
     return Engine(
@@ -155,7 +148,6 @@ def make_score(config: ConfigDict, made: Policy, critic: CriticRule | None, *, r
         replay=config.routing.replay,
         reference_graph=made.reference,
         critic=None if critic is None else critic.graph,
-        microbatches=config.training.microbatches,
     )
 
 

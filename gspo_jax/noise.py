@@ -46,7 +46,7 @@ SEED = 0
 
 
 def measure(
-    engine: Engine, weights: Weights, rollout: Rollout, old: OldPolicy, packing: Packing | None
+    engine: Engine, weights: Weights, rollout: Rollout, old: OldPolicy, packing: Packing
 ) -> tuple[LogRatios, OldPolicy]:
     """Split the log-ratios of the sampled tokens under `weights`; also return the native scores. Two forward passes.
 
@@ -59,9 +59,7 @@ def measure(
     return LogRatios.of(*columns), native
 
 
-def by_layer(
-    engine: Engine, weights: Weights, rollout: Rollout, old: OldPolicy, packing: Packing | None
-) -> list[LogRatios]:
+def by_layer(engine: Engine, weights: Weights, rollout: Rollout, old: OldPolicy, packing: Packing) -> list[LogRatios]:
     """The same for each layer alone: only its routes are those of its own router. A forward pass for each layer."""
     before = rollout.routes if old.routes is None else old.routes
 
@@ -135,6 +133,7 @@ def run(config: ConfigDict, workdir: str, updates: list[int]) -> dict[str, Any]:
             reference = policy.reference_params(config, folder, made.policy, meshes.trainer)
             experience = _experience(config, tokenizer, scorer, made, state, frozen, reference)
             old, rollout, packing = experience.old, experience.rollout, experience.packing
+            assert packing is not None
             host_rollout, host_old = hosts.allgather((rollout, old))
             after, done = [], 0
             for count in updates:
@@ -201,10 +200,7 @@ def _experience(
     completions = decode_responses(tokenizer, tokens, mask)
     scores = scorer.score(played.texts[own].tolist(), completions, played.records[own].tolist())
     (total,) = hosts.allgather_rows(mesh, [scores.total], B)
-    packing = None
-    if made.packer is not None:
-        lengths, prompt_lengths = hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths))
-        packing = made.packer(lengths, prompt_lengths)
+    packing = made.packer(*hosts.allgather((rollout.mask.sum(axis=1), rollout.prompt_lengths)))
     critic = None if state.critic is None else state.critic.params
     old = made.score(weights, critic, reference, rollout, packing)
     filled = fill_failures(total, group_size=config.sampling.group_size)

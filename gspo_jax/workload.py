@@ -43,10 +43,6 @@ class Workload:
     """Updates per iteration."""
     row_tokens: int | None = None
     """Tokens of a packed row; None: as a run's default."""
-    padded: bool = False
-    """Also score and update with padded rows, in turn with packed ones."""
-    microbatches: int = 1
-    """Gradient-accumulation steps per update of padded rows."""
     dtype: str = "float32"
     """Compute dtype; parameters are float32."""
     repeats: int = 5
@@ -98,13 +94,6 @@ class Workload:
         config.optimizer.max_grad_norm = 1.0
         return config
 
-    @property
-    def padded_config(self) -> ConfigDict:
-        """The config with padded rows."""
-        config = self.config
-        config.training.update({"packing": False, "row_tokens": None, "microbatches": self.microbatches})
-        return config
-
     def check(self) -> ModelConfig:
         """Check the workload and return the model's shape, without touching devices or weights.
 
@@ -114,11 +103,6 @@ class Workload:
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1")
-        if self.microbatches != 1 and not self.padded:
-            raise UserError(
-                f"--microbatches is {self.microbatches}, but packed rows are as many as the lengths need; add --padded "
-                "to measure padded rows too, or set --row_tokens"
-            )
         least = self.prompt_length + self.new_tokens
         if self.row_tokens is not None and self.row_tokens < least:
             raise UserError(
@@ -137,7 +121,7 @@ class Workload:
             )
         sizes: dict[str, int] = dict(zip(mesh_lib.AXES, mesh_lib.mesh_sizes(self.mesh, self.devices), strict=True))
         try:
-            check_sizes(self.padded_config if self.padded else self.config, model, sizes)
+            check_sizes(self.config, model, sizes)
         except UserError as error:
             raise UserError(_as_flags(str(error))) from None
         return model

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -74,8 +74,11 @@ def make_place(rng: random.Random, root: Path, form: str) -> tuple[str, Path]:
     return spelled.get(form, str(path)), path
 
 
-def run(module: str, words: list[str], output: Path, *, fault: str = "") -> int:
-    """Run a command in a fork, which writes what it says to a file; return its exit code, or minus its signal."""
+def in_fork(work: Callable[[], object], output: Path) -> int:
+    """Work in a fork, which writes what it says to a file; return its exit code, or minus its signal.
+
+    This process itself starts no device, whose threads a fork would lack.
+    """
     child = os.fork()
     if not child:
         code = 1
@@ -83,11 +86,7 @@ def run(module: str, words: list[str], output: Path, *, fault: str = "") -> int:
             with open(output, "wb") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            if fault:
-                faulty.inject(fault)
-            warnings.simplefilter("ignore", RuntimeWarning)  # that the module was imported
-            sys.argv = [module, *words]
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            work()
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -99,6 +98,19 @@ def run(module: str, words: list[str], output: Path, *, fault: str = "") -> int:
                 sys.stderr.flush()
             exits.leave(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run(module: str, words: list[str], output: Path, *, fault: str = "") -> int:
+    """Run a command in a fork; see `in_fork`."""
+
+    def work() -> None:
+        if fault:
+            faulty.inject(fault)
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the module was imported
+        sys.argv = [module, *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    return in_fork(work, output)
 
 
 def refused(said: str) -> bool:
@@ -137,10 +149,8 @@ def attempt(number: int, seed: int, root: Path, plain: Path) -> dict:
         code, said = ended(module, given)
         if code:
             return facts | {"end": f"{name}: code {code}", "said": said[-3000:]}
-    try:
-        assert_same_bits(plain, path, step=ITERATIONS)
-    except AssertionError as error:
-        return facts | {"end": "other bits", "said": str(error)[-3000:]}
+    if in_fork(lambda: assert_same_bits(plain, path, step=ITERATIONS), output):
+        return facts | {"end": "other bits", "said": output.read_text(errors="replace")[-3000:]}
     return facts | {"end": "right"}
 
 
@@ -200,7 +210,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Imported before the forks, which need not do it again. No device is touched here until a run is compared.
+    # Imported before the forks, which need not do it again.
     import gspo_jax.convert
     import gspo_jax.evaluate
     import gspo_jax.train  # noqa: F401

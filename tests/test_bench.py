@@ -163,8 +163,6 @@ def test_floor_speed_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             "--prompt_length 32 and --new_tokens 500 need 532 positions, and the model has 512; take 20",
         ),
         (["--prompts=6"], "--prompts 6 is not divisible by what"),
-        (["--microbatches=3", "--padded"], "4 mini-batches and 3 micro-batches need = 12; use 12"),
-        (["--microbatches=3"], "--microbatches is 3, but packed rows are as many as the lengths need; add --padded"),
         (["--row_tokens=159"], "too few for --prompt_length 32 and --new_tokens 128; use 160 or more"),
         (["--mesh=expert:3", "--devices=3", "--prompts=12"], "mesh axis expert = 3 does not divide"),
         (["--mesh=rows:2"], "unknown mesh axis 'rows'"),

@@ -20,9 +20,9 @@ from gspo_jax.rollout.decoder import generate, make_reshard, response_keys
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import Prefix, pack
 from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
-from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
+from tests.alone import Alone
 from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
@@ -56,7 +56,7 @@ def rollout(decoded):
 def scored(rollout, *, temperature):
     """Return the trainer's scores of the rollout under the same weights."""
     scoring = Scoring(temperature=temperature, logprob_chunk=64)
-    return jax.jit(lambda w, rollout: score(GRAPH, w, Padded(rollout, share=1), scoring))(weights(), rollout)
+    return jax.jit(lambda w, rollout: score(GRAPH, w, Alone(rollout), scoring))(weights(), rollout)
 
 
 def test_log_probs_equal_the_trainers(rollout):

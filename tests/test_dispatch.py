@@ -1,7 +1,6 @@
 """Every dispatch matches a dense all-experts oracle, forward and backward, on every mesh; a new dispatch adds a row."""
 
 import functools
-import math
 from unittest import mock
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.models import dispatch as dispatch_lib
-from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.dispatch import DISPATCHES, exchange
 from gspo_jax.models.experts import ExpertKernels, room_for
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import mesh as mesh_lib
@@ -18,8 +17,6 @@ from gspo_jax.types import UserError
 from tests.tiny import leaf_errors, mesh_id, mostly_slow
 
 B, T, D, E, F, K = 8, 4, 12, 8, 6, 2
-
-DISPATCHES = [Dispatch("gather"), Dispatch("ragged_all_to_all"), Dispatch("capacity")]
 
 MESHES = [
     {},
@@ -77,11 +74,11 @@ def reference_ragged(operand, output, sent_from, sent, lands_at, received, *, ax
 
 
 def gradients(f):
-    """Return a function of (ids, weights) to the gradients in x, weights and the three kernels, and (y, dropped)."""
+    """Return a function of (ids, weights) to the gradients in x, weights and the three kernels, and y."""
 
     def loss(x, weights, kernels, experts, target):
-        y, dropped = f(x, experts, weights, kernels)
-        return (y * target).sum(), (y, dropped)
+        y = f(x, experts, weights, kernels)
+        return (y * target).sum(), y
 
     grad = jax.jit(jax.grad(loss, argnums=range(3), has_aux=True))
     x, weights, kernels, target = numbers()
@@ -112,15 +109,15 @@ def compiled(name, dispatch):
 
 @functools.cache
 def oracle():
-    """Return the oracle's gradient function; the oracle drops nothing."""
-    return gradients(lambda x, experts, *args: (all_experts(x, experts, *args), jnp.zeros((B, T), jnp.int32)))
+    """Return the oracle's gradient function."""
+    return gradients(all_experts)
 
 
 @pytest.mark.parametrize("load", ["random", "one expert", "one shard", "padded"])
-@pytest.mark.parametrize("dispatch", DISPATCHES, ids=lambda d: d.name)
+@pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("mesh", mostly_slow(MESHES, always=ALWAYS), ids=lambda m: mesh_id(m) or "none")
 def test_dispatch_equals_the_oracle(mesh, dispatch, load):
-    """Output and all gradients agree to 2e-6. `capacity` is included: without a factor it has room for every pair."""
+    """Output and all gradients agree to 2e-6."""
     experts = routed(load)
     assert leaf_errors(oracle()(experts), compiled(mesh_id(mesh), dispatch)(experts)) < 2e-6
 
@@ -138,11 +135,10 @@ def test_a_forward_has_room_for_every_load(load, layer):
     held = np.bincount(experts.reshape(-1)[(experts.reshape(-1) >= 0) & (experts.reshape(-1) < E)], minlength=E)
     assert (held.max() > room_for(B * T, B * T * K // 8)) == (load == "one expert")
     with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
-        y, dropped = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(
+        y = jax.jit(functools.partial(exchange, dispatch="gather"))(
             x, experts, weights, given, layer=None if layer is None else jnp.asarray(layer)
         )
     assert leaf_errors(all_experts(x, experts, weights, kernels), y) < 2e-6
-    assert not dropped.any()
 
 
 def test_no_buffer_is_for_the_worst_case():
@@ -151,7 +147,7 @@ def test_no_buffer_is_for_the_worst_case():
     experts = jnp.asarray(routed("random"))
 
     def loss(x, weights, kernels):
-        return exchange(x, experts, weights, kernels, dispatch=Dispatch())[0].sum()
+        return exchange(x, experts, weights, kernels, dispatch="gather").sum()
 
     with jax.set_mesh(mesh_lib.make_mesh({"expert": 8})):
         text = jax.jit(jax.grad(loss, argnums=range(3))).lower(x, weights, kernels).as_text()
@@ -159,45 +155,13 @@ def test_no_buffer_is_for_the_worst_case():
     assert f"tensor<32x{F}xf32>" not in text
 
 
-def kept(experts, mesh, factor):
-    """Return which pairs fit the capacity, counted one by one.
-
-    Every batch shard fills the room of each expert shard in the order of its rows, tokens and choices.
-    """
-    shards = math.prod(mesh.get(axis, 1) for axis in mesh_lib.BATCH_AXES)
-    room = math.ceil(factor * (B * T * K / shards) / mesh["expert"])
-    keep = np.zeros(experts.shape, bool)
-    for rows in np.split(np.arange(B), shards):
-        filled = np.zeros(mesh["expert"], int)
-        for pair in np.ndindex(len(rows), T, K):
-            pair = (rows[pair[0]], *pair[1:])
-            if 0 <= experts[pair] < E:
-                target = experts[pair] // (E // mesh["expert"])
-                keep[pair] = filled[target] < room
-                filled[target] += 1
-    return keep
-
-
-@pytest.mark.parametrize("load", ["random", "one shard", "padded"])
-@pytest.mark.parametrize("mesh", mostly_slow(MESHES[2:], always=ALWAYS), ids=mesh_id)
-def test_capacity_drops_the_later_pairs(mesh, load):
-    """A dropped pair acts as one with weight zero, in the output and in every gradient, and is counted."""
-    experts, weights = routed(load), numbers()[1]
-    keep = kept(experts, mesh, factor=0.75)
-    (dx, dw, d_kernels), (y, dropped) = compiled(mesh_id(mesh), Dispatch("capacity", 0.75))(experts)
-    (dx_, dw_, d_kernels_), (y_, _) = oracle()(experts, jnp.where(keep, weights, 0))
-    assert leaf_errors((y_, dx_, jnp.where(keep, dw_, 0), d_kernels_), (y, dx, dw, d_kernels)) < 2e-6
-    np.testing.assert_array_equal(dropped, (~keep & (experts >= 0) & (experts < E)).sum(axis=-1))
-    assert dropped.sum() > 0
-
-
 def test_a_token_without_experts_touches_nothing():
     """A token with no expert outputs zero and leaves the others bitwise unchanged, even if its value is infinite."""
     x, weights, kernels, _ = numbers()
     experts = jnp.asarray(routed("padded"))
     nowhere = ((experts < 0) | (experts >= E)).all(axis=-1, keepdims=True)
-    run = jax.jit(functools.partial(exchange, dispatch=Dispatch()))
-    y, y_ = (run(jnp.where(nowhere, fill, x), experts, weights, kernels)[0] for fill in (jnp.inf, 0))
+    run = jax.jit(functools.partial(exchange, dispatch="gather"))
+    y, y_ = (run(jnp.where(nowhere, fill, x), experts, weights, kernels) for fill in (jnp.inf, 0))
     assert nowhere.any()
     assert not y[nowhere[..., 0]].any()
     np.testing.assert_array_equal(y, y_)
@@ -206,35 +170,20 @@ def test_a_token_without_experts_touches_nothing():
 def test_bfloat16_stays_bfloat16():
     x, weights, kernels, _ = numbers()
     low, narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, kernels))
-    y, _ = jax.jit(functools.partial(exchange, dispatch=Dispatch()))(low, routed("random"), weights, narrow)
+    y = jax.jit(functools.partial(exchange, dispatch="gather"))(low, routed("random"), weights, narrow)
     assert y.dtype == jnp.bfloat16
     expected = all_experts(x, jnp.asarray(routed("random")), weights, kernels)
     assert leaf_errors(expected, y.astype(jnp.float32)) < 2e-2
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (("gathr",), "unknown dispatch 'gathr'; did you mean 'gather'"),
-        (("gather", 2.0), "capacity_factor 2.0 has no meaning for dispatch 'gather'"),
-        (("capacity", 0.0), "capacity_factor 0.0 is not a positive number"),
-        (("capacity", math.inf), "capacity_factor inf is not a positive number"),
-    ],
-)
-def test_a_wrong_dispatch_says_what_is_wrong(fields, message):
-    with pytest.raises(UserError, match=message):
-        Dispatch(*fields)
-
-
 def test_ragged_all_to_all_is_refused_on_cpu():
     """The error is raised while tracing. An expert axis of size one exchanges nothing and is allowed."""
     x, weights, kernels, _ = numbers()
-    ragged = functools.partial(exchange, dispatch=Dispatch("ragged_all_to_all"))
+    ragged = functools.partial(exchange, dispatch="ragged_all_to_all")
     with (
         jax.set_mesh(mesh_lib.make_mesh({"expert": 8})),
-        pytest.raises(UserError, match="does not compile on cpu, only on tpu; use 'gather' or 'capacity'"),
+        pytest.raises(UserError, match="does not compile on cpu, only on tpu; use 'gather'"),
     ):
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
     with jax.set_mesh(mesh_lib.make_mesh({"data": 8})):
         jax.eval_shape(ragged, x, jnp.asarray(routed("random")), weights, kernels)
-    assert len({Dispatch(), Dispatch("gather"), Dispatch("capacity", 1.0)}) == 2  # static arguments: hash by value

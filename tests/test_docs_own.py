@@ -30,10 +30,7 @@ OVERVIEW = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
 DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "own").glob("*.md"))}
 ADDER = ROOT / "tests" / "golden" / "adder"
-SHORT = (
-    *("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),
-    "training.packing=False",  # the same programs for any lengths
-)
+SHORT = (*("iterations=1", "training.minibatches=1", "cpu_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1"),)
 """Fields of the config that shorten a run."""
 
 

@@ -13,9 +13,9 @@ from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import bucket
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
-from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, StopRequested, Weights
+from tests.alone import Alone
 from tests.tiny import CONFIG, mostly_slow, params, place, prompts, weights
 
 GRAPH, _SHAPES = transformer.abstract(CONFIG)
@@ -100,7 +100,7 @@ def in_halves(sampler, batch: Prompts):
 @jax.jit
 def trainers(weights, rollout):
     """Return the trainer's scores of a rollout under given weights."""
-    return score(GRAPH, weights, Padded(rollout, share=1), Scoring(logprob_chunk=64))
+    return score(GRAPH, weights, Alone(rollout), Scoring(logprob_chunk=64))
 
 
 def test_a_later_round_goes_on_with_the_numbers_of_responses(sampler):

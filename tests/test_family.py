@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, objectives, references
 from gspo_jax import config as config_lib
-from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
 from gspo_jax.routing import decomposition
@@ -110,7 +109,6 @@ def test_rspo_trains_by_its_config_line(data, tmp_path, written):
     flips = [row["routing/flip_rate"] for row in rows]
     assert flips[0] < 0.01, "no flips beyond a tie"
     assert max(flips) > 0
-    assert not any(row["routing/dropped"] for row in rows)
 
 
 def use_ppo(config: ConfigDict, trunk: str) -> None:
@@ -174,7 +172,7 @@ def test_the_whole_loop_of_dapo(data, tmp_path, written):
 def test_everything_at_once(data, tmp_path, written):
     """PPO in two turns with step rewards, dynamic sampling, overlong filtering, a mismatch correction, and R2.
 
-    Wrong answers get a second turn; the environment's tokens are not trained on; experts have limited capacity; a
+    Wrong answers get a second turn; the environment's tokens are not trained on; a
     benchmark is taken before and after.
     """
     benchmark = {"question": "22 from 3 5 7:", "answer": "3*5+7", "numbers": "3 5 7", "target": "22"}
@@ -186,7 +184,6 @@ def test_everything_at_once(data, tmp_path, written):
     config.benchmarks.NAME = config_lib.benchmark(str(tmp_path / "own.jsonl"), every=2, samples=16)
     config.sampling.update({"max_response_length": 64, "rounds": 2, "filter": "countdown"})
     config.overlong.update({"penalty": 1.0, "cache": 6, "filter": True})
-    config.model.update({"dispatch": "capacity", "capacity_factor": 1.0})
     use_ppo(config, "policy")
     config.training.old_logprobs = "recompute"
     config.mismatch.update({"correction": "tis", "negative_mask": 0.0})
@@ -198,10 +195,10 @@ def test_everything_at_once(data, tmp_path, written):
         assert row["update/tokens"] < row["response_length/mean"] * row["response/drawn"] * responses
         assert row["response/learned"] <= 1 - row["response/truncated"] + 1e-6
         assert -1 <= row["reward/overlong"] < 0 and 0 <= row["reward/countdown_steps"] <= 1
-        assert 0 < row["routing/dropped"] < 0.5
-        assert 0 < row["clip_fraction/negative_mask"] < 1, "about half of the responses move away from the sampler"
         assert row["routing/replayed"] == 1 and row["routing/balance_loss"] > 0.5
         assert np.isfinite(row["critic/loss"]) and row["reference/kl"] >= 0
+    masked = [row["clip_fraction/negative_mask"] for row in rows]
+    assert 0 < max(masked) < 1, "by rounding, the sampler finds about half of the responses likelier"
     assert rows[1]["reference/kl"] > 0, "the first mini-batch's policy is the reference"
     assert max(row["reward/countdown_steps"] for row in rows) > 0
     assert rows[0]["routing/flip_rate"] == 0, "the old policy's routes are the trainer's own"
@@ -235,12 +232,11 @@ def test_a_response_whose_steps_cannot_be_scored_is_counted_and_not_learned_from
 
 
 def test_a_critic_s_own_trunk_has_the_policy_s_dispatch(data):
-    config = settings(data, model__folder=str(ADDER), objective__name="ppo", model__dispatch="capacity")
-    config.model.capacity_factor = 1.5
+    config = settings(data, model__folder=str(ADDER), objective__name="ppo", model__dispatch="ragged_all_to_all")
     policy = make_policy(config, read_folder(config, ADDER)[0])
     critic = learning.make_critic(config, policy.config)
     models = [policy.shapes.model(policy.graph), nnx.merge(critic.graph, critic.shapes).trunk]
-    assert [model.layers[0].mlp.dispatch for model in models] == [Dispatch("capacity", 1.5)] * 2
+    assert [model.layers[0].mlp.dispatch for model in models] == ["ragged_all_to_all"] * 2
 
 
 def warnings(said: str) -> list[str]:

@@ -85,8 +85,6 @@ def tiny_with(name: str, value: Any) -> ConfigDict:
         config.objective.name = rest[0]
     if head == "mismatch" and len(rest) == 2:
         config.mismatch.correction, config.training.old_logprobs = rest[0], "recompute"
-    if name == "model.capacity_factor":
-        config.model.dispatch = "capacity"
     if name == "model.architecture.num_experts":
         config.mesh.expert, config.mesh.data = 1, 4
     if name == "coldstart.steps":

@@ -150,7 +150,6 @@ RECIPE = Run(
     minibatches=4,
     in_flight=None,
     packer=Packer(group_size=16, minibatches=4, shards=64, row_lengths=(16384, 4096), pair_cost=6.5e-5),
-    padded=dict.fromkeys(("update", "score"), Rows(32, POSITIONS, PAIRS, POSITIONS, PAIRS)),
     reshard_s=0.02,
     prefill_s=0.32,
     decoder=Decoder(
@@ -216,12 +215,9 @@ def stepped(run: Run) -> dict[str, float]:
             prefill += run.forward.pair_s * pairs
         update = 0.0
         for part in range(run.minibatches):
-            if run.packer is None:
-                positions, pairs = run.padded["update"].positions, run.padded["update"].pairs
-            else:
-                row_tokens, shards = run.packer.row_lengths[0], run.packer.shards
-                rows, pairs = stepwise.rows(lengths[part :: run.minibatches], prompt=S, row_tokens=row_tokens)
-                positions = math.ceil(rows / shards) * shards * row_tokens
+            row_tokens, shards = run.packer.row_lengths[0], run.packer.shards
+            rows, pairs = stepwise.rows(lengths[part :: run.minibatches], prompt=S, row_tokens=row_tokens)
+            positions = math.ceil(rows / shards) * shards * row_tokens
             update += (positions * run.update.position_s + pairs * run.update.pair_s) / run.chips
         decode = sum(seconds for seconds, _ in calls)
         found.append({"prefill": prefill, "decode": decode, "update": update})
@@ -232,21 +228,19 @@ def shrunk(run: Run) -> Run:
     """Return the run with an eighth of its chips, prompts and responses' length."""
     decoder = dataclasses.replace(run.decoder, shards=8, lockstep=4, block=124)
     in_flight = None if run.in_flight is None else run.in_flight // 8
-    padded = {name: Rows(32, p / 64, q / 512, p / 64, q / 512) for name, (_, p, q, *_) in run.padded.items()}
-    packer = run.packer and dataclasses.replace(run.packer, shards=8, row_lengths=(2048,))
+    packer = dataclasses.replace(run.packer, shards=8, row_lengths=(2048,))
     return dataclasses.replace(
-        run, chips=8, prompts=64, prompt_length=64, limit=1984, in_flight=in_flight, padded=padded, packer=packer,
-        decoder=decoder,
-    )  # fmt: skip
+        run, chips=8, prompts=64, prompt_length=64, limit=1984, in_flight=in_flight, packer=packer, decoder=decoder
+    )
 
 
-FOUR = [RECIPE, dataclasses.replace(RECIPE, packer=None), PARTIAL, dataclasses.replace(PARTIAL, packer=None)]
+BOTH = [RECIPE, PARTIAL]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", FOUR, ids=["packed", "padded", "packed, partial", "padded, partial"])
+@pytest.mark.parametrize("run", BOTH, ids=["whole", "partial"])
 def test_the_recipes_iteration_step_by_step(run):
-    """The four rows of docs/plan.md, within a tenth of an iteration gone through step by step, on other draws."""
+    """The rows of docs/plan.md, within a tenth of an iteration gone through step by step, on other draws."""
     found = iteration.simulate(run, Lengths("lognormal:4096:0.8", run.limit, "the limit"))
     expected = stepped(run)
     print({phase: round(s, 1) for phase, s in found.by_phase.items()}, found.seconds)
@@ -296,7 +290,7 @@ def test_an_iteration_on_128_chips():
     assert (generation + learning) / np.mean(seconds[5:]) == pytest.approx(1.20, rel=0.15)
 
 
-@pytest.mark.parametrize("run", mostly_slow(FOUR, always=FOUR[:1]), ids=["packed", "padded", "partial", "both"])
+@pytest.mark.parametrize("run", mostly_slow(BOTH, always=BOTH[:1]), ids=["whole", "partial"])
 def test_a_small_iteration_step_by_step(run):
     run = shrunk(run)
     lengths = Lengths("lognormal:512:0.8", run.limit, "the limit")
@@ -318,7 +312,7 @@ def test_a_small_iteration_step_by_step(run):
     assert facts == iteration.simulate(run, lengths).facts(lengths.text, run.chips), "the draws are seeded"
 
 
-@pytest.mark.parametrize("run", [FOUR[0], FOUR[3]], ids=["packed", "padded, partial"])
+@pytest.mark.parametrize("run", BOTH, ids=["whole", "partial"])
 def test_a_picture_is_of_one_iteration(monkeypatch, tmp_path, run):
     """The totals of its title, its phases and its bars are one, and its note has that of the other figures."""
     run, figures = shrunk(run), []
@@ -338,7 +332,7 @@ def test_a_picture_is_of_one_iteration(monkeypatch, tmp_path, run):
 
 
 def test_it_is_shown_and_drawn(tmp_path):
-    run = shrunk(FOUR[3])
+    run = shrunk(PARTIAL)
     found = iteration.simulate(run, Lengths("lognormal:512:0.8", 1984, "the limit"))
     console = Console(record=True, width=200)
     show_iteration(console, found.facts("lognormal:512:0.8", 8))

@@ -14,8 +14,9 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rows import take_rows
 from gspo_jax.training import packing as packing_lib
-from gspo_jax.training.layout import Packed, Padded, deal, mask_of_rows
+from gspo_jax.training.layout import Layout, deal, mask_of_rows
 from gspo_jax.training.packing import Packer, default_budget, row_lengths, tokens_at_full_length, turns_at_full_length
+from tests.alone import Alone
 from tests.tiny import EIGHT, MESHES, mesh_id, mostly_slow, responses
 
 
@@ -136,7 +137,7 @@ def test_with_few_responses_the_longest_sets_the_bound():
         assert loads.max() <= 1.05 * max(loads.mean(), (own + shared).max())
 
 
-def test_responses_of_full_length_take_what_padded_rows_take():
+def test_responses_of_full_length_fill_the_rows_of_a_recipe():
     packer = dataclasses.replace(Packer(**RECIPE), row_lengths=(16384, 4096))
     packing = packer(np.full(1024, 3968), np.full(1024, 512))
     assert packing.turns.tolist() == [[1, 0]] * 4
@@ -180,7 +181,7 @@ def test_rows_are_taken_from_any_shard(sizes):
 
 
 @pytest.mark.parametrize("sizes", mostly_slow([None, EIGHT], always=(None, EIGHT)), ids=lambda s: mesh_id(s or {}))
-def test_packed_rows_hold_the_same_values_as_padded_ones(sizes):
+def test_rows_hold_the_values_of_each_response_alone(sizes):
     """Every value of a response's positions is in its row, and comes back from there; so do those of predictions."""
     G, B, T = 4, 64, 10
     rollout, rng = responses(P=16, G=G, T=T), np.random.default_rng(0)
@@ -197,7 +198,7 @@ def test_packed_rows_hold_the_same_values_as_padded_ones(sizes):
         own, values = deal((rollout, each), packing, 0)
 
         def turn(number):
-            rows = Packed.of(own, packing, 0, 0, number)
+            rows = Layout.of(own, packing, 0, 0, number)
             x = rows.rows(values)
             ahead = rows.scored(rows.predicting(x[..., 0]))
             return rows.live, rows.whole(x, -7), rows.own(x[..., 1]), ahead, mask_of_rows(rows, rows.responses.mask)
@@ -217,7 +218,7 @@ def test_packed_rows_hold_the_same_values_as_padded_ones(sizes):
     whole, own, ahead = (
         np.take_along_axis(x, at.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)[:, 0] for x in (whole, own, ahead)
     )
-    alone = Padded(rollout, share=1)
+    alone = Alone(rollout)
     real = np.asarray(alone.valid)
     np.testing.assert_array_equal(whole, np.where(real[..., None], each, -7))
     np.testing.assert_array_equal(own, np.where(rollout.mask, each[:, S:, 1], 0))

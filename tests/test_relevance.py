@@ -110,7 +110,7 @@ def test_every_field_counts_for_answers_unless_it_is_listed_with_a_reason():
 
 
 OF_ANSWERS = (
-    *("seed", "model.dtype", "model.capacity_factor", "adapter.alpha", "functions.judge", "rewards.exact_answer"),
+    *("seed", "model.dtype", "adapter.alpha", "functions.judge", "rewards.exact_answer"),
     *("data.prompts_per_batch", "data.system", "data.instruction", "data.few_shot", "data.enable_thinking"),
     *(f"sampling.{name}" for name in ("prefix", "stop_ids", "cache_dtype", "weights_dtype", "temperature", "top_p")),
     *(f"sampling.{name}" for name in ("top_k", "min_p", "max_response_length", "group_size", "slots", "mesh.data")),

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from gspo_jax import objectives
-from gspo_jax.kernels.attention import segment_attention
+from gspo_jax.kernels.attention import causal_attention
 from gspo_jax.models import transformer
 from gspo_jax.models.attention import rms_norm
 from gspo_jax.models.moe import Routing
@@ -22,13 +22,13 @@ from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.routing import drift
 from gspo_jax.routing.replay import experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
-from gspo_jax.training.layout import Padded
 from gspo_jax.training.scoring import Scoring, make_old_policy, score
 from gspo_jax.training.state import new_state
 from gspo_jax.training.update import Penalties, make_gradient, make_update
-from gspo_jax.types import Experience, OldPolicy, RouterRecord, Weights
+from gspo_jax.types import Experience, OldPolicy, Packing, RouterRecord, Weights
 from tests import tiny
-from tests.tiny import leaf_errors, prompts
+from tests.alone import Alone
+from tests.tiny import leaf_errors, packed, prompts
 
 CONFIG = dataclasses.replace(tiny.CONFIG, num_experts=300, moe_intermediate_size=4)
 """300 experts: ids that do not fit into a byte."""
@@ -63,7 +63,7 @@ def _learn(policy, rollout, replay, scoring):
     target = jnp.cos(jnp.arange(rollout.mask.size, dtype=jnp.float32)).reshape(rollout.mask.shape)
 
     def loss(w):
-        scores = score(GRAPH, w, Padded(rollout, share=1), scoring, routing=Routing(replay))
+        scores = score(GRAPH, w, Alone(rollout), scoring, routing=Routing(replay))
         return jnp.where(rollout.mask, scores.logprobs * target, 0).sum(), scores
 
     return jax.grad(loss, has_aux=True)(policy)
@@ -80,6 +80,11 @@ def rollout():
     stop = StopRule(max_length=T, eos_ids=(3, 5, 7, 9))
     settings = {"sampling": SamplingParams(), "stop": stop, "router_logprobs": True, "slots": 4}
     return jax.device_get(generate(GRAPH, weights(), prompts(P=P, S=S), keys, **settings)[0])
+
+
+def in_rows(rollout, turns=None) -> Packing:
+    """Return rows that compute the responses in so many micro-batches, one if `turns` is None."""
+    return packed(rollout, group_size=G, turns=turns)
 
 
 def real(rollout) -> np.ndarray:
@@ -173,23 +178,25 @@ def test_a_record_of_the_old_policy_is_needed_for_r2(rollout):
 def olds(rollout):
     """Return the old policy's record under r2 and r3, with scores of a different reference policy."""
     return {
-        replay: jax.device_get(f(weights(), None, reference().trainable, rollout)) for replay, f in OLD_POLICY.items()
+        replay: jax.device_get(f(weights(), None, reference().trainable, rollout, in_rows(rollout)))
+        for replay, f in OLD_POLICY.items()
     }
 
 
 @functools.cache
-def make(replay: str, microbatches: int, penalties: Penalties):
+def make(replay: str, penalties: Penalties):
     """Return an update on the whole experience whose new optimizer state is the gradient."""
-    settings = {"minibatches": 1, "microbatches": microbatches, "group_size": G, "replay": replay}
+    settings = {"minibatches": 1, "group_size": G, "replay": replay}
     record = optax.trace(decay=0.0), optax.constant_schedule(1.0)
     gradient = make_gradient(GRAPH, SCORING, penalties=penalties, **settings)
     return partial(make_update(gradient, *record), objectives.gspo())
 
 
-def update(experience, policy, *, replay="none", microbatches=1, penalties=NO_PENALTIES):
+def update(experience, policy, *, replay="none", turns=None, penalties=NO_PENALTIES):
     """Return gradient and metrics of one update."""
+    experience = dataclasses.replace(experience, packing=in_rows(experience.rollout, turns))
     state = new_state(jax.tree.map(jnp.array, policy), optax.trace(decay=0.0))
-    after, metrics = make(replay, microbatches, penalties)(state, policy.frozen, experience, 0)
+    after, metrics = make(replay, penalties)(state, policy.frozen, experience, 0)
     return jax.device_get((after.policy.opt_state.trace, metrics))
 
 
@@ -240,7 +247,8 @@ def test_the_reference_policy_routes_natively(rollout, native, foreign, olds):
     """The reference policy routes natively, even where r3 makes the old policy replay routes no router would choose."""
     expected = learn(reference(), rollout)[1].logprobs
     other = RouterRecord(np.moveaxis(foreign, 0, 2).astype(np.int16), rollout.routes.logprobs)
-    led = OLD_POLICY["r3"](weights(), None, reference().trainable, dataclasses.replace(rollout, routes=other))
+    led = dataclasses.replace(rollout, routes=other)
+    led = OLD_POLICY["r3"](weights(), None, reference().trainable, led, in_rows(rollout))
     for old in (*olds.values(), led):
         np.testing.assert_allclose(old.reference_logprobs[rollout.mask], expected[rollout.mask], atol=1e-5)
     there = real(rollout)
@@ -281,7 +289,7 @@ def router_logits(weights, rollout) -> list:
     x = model.embed[...][jnp.concatenate([rollout.prompts, rollout.tokens], axis=1)]
 
     def attend(q, k, v):
-        return segment_attention(q, k, v, valid, 0, 1), None
+        return causal_attention(q, k, v, valid), None
 
     for layer in range(CONFIG.num_layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], stacked))
@@ -332,7 +340,7 @@ def test_r3_with_the_sampler_s_layout_is_r2_and_losses_add_up(rollout, olds, fir
     The sampler never fed a response's last token, so r3 routes it natively, which changes nothing here. The r2 run has
     one micro-batch and no router losses, this one two micro-batches and both losses.
     """
-    settings = {"replay": "r3", "penalties": LOSSES, "microbatches": 2}
+    settings = {"replay": "r3", "penalties": LOSSES, "turns": 2}
     both, metrics = update(experience_of(rollout, olds["r3"]), weights(), **settings)
     router, seen = update(experience_of(rollout, olds["r3"], scale=0), weights(), **settings)
     assert_losses(expected_losses, router, seen)
@@ -355,19 +363,11 @@ def metrics_of(rollout):
     def metrics(scores):
         old, arrays = batch.old.logprobs, {"mask": batch.mask, "advantages": batch.advantages}
         _, info = objectives.loss(objectives.gspo(), scores.logprobs, old_logprobs=old, **arrays)
-        rows = {"layout": Padded(batch.rollout, share=1), "routes": batch.routes}
+        rows = {"layout": Alone(batch.rollout), "routes": batch.routes}
         sums, maxima = metrics_lib.of_policy(scores, batch, info, config=CONFIG, **rows)
         return metrics_lib.from_sums({"loss": 0.0, **sums}, maxima)
 
     return metrics
-
-
-def test_dropped_is_a_share_of_all_pairs(native, metrics_of):
-    """One of K = 2 experts dropped for every token in one of two layers: a quarter of all pairs."""
-    scores = jax.tree.map(jnp.asarray, native[1])
-    dropped = jnp.zeros_like(scores.routes.dropped).at[0].set(1)
-    routes = scores.routes._replace(dropped=dropped, watched=scores.routes.logprobs)
-    assert metrics_of(dataclasses.replace(scores, routes=routes))["routing/dropped"] == 0.25
 
 
 def test_the_mismatch_of_rounding_errors_has_a_kl_that_is_not_negative(rollout, native, metrics_of):

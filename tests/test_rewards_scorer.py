@@ -160,7 +160,6 @@ def test_an_empty_batch_is_empty():
         ({}, {}, "no reward function"),
         ({"exact_anwser": 1.0}, {}, "no reward 'exact_anwser'; did you mean 'exact_answer'"),
         ({"math_verfy": 1.0}, {}, "did you mean 'math_verify'"),
-        ({"format": 1.0}, {}, "^reward 'format' is now called 'answer_format'; rename it in the config$"),
         ({"zzz": 1.0}, {}, "there are answer_format, countdown, exact_answer, math_verify"),
         ({"final_answer": 1.0}, {}, "no reward 'final_answer'"),  # an importable function, but no reward
         ({"answer_format": math.nan}, {}, "weight nan of reward 'answer_format' is not finite"),

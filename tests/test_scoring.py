@@ -1,7 +1,7 @@
 """The trainer's scores of responses: the critic's values, the router shift, and the old policy's record."""
 
+import contextlib
 import dataclasses
-from functools import partial
 
 import chex
 import jax
@@ -16,51 +16,26 @@ from gspo_jax.models.moe import Routing
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.routing.drift import router_shift
-from gspo_jax.training.batches import cut_rows, join_rows
-from gspo_jax.training.layout import Padded
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
 from gspo_jax.types import RouterRecord
-from tests.tiny import CONFIG, EIGHT, leaf_errors, mesh_id, mostly_slow, responses, weights
+from tests.alone import Alone
+from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, packed, responses, weights
 
 GRAPH, _ = transformer.abstract(CONFIG)
-SCORING = Scoring(logprob_chunk=64)
 G, T = 2, 8
+SCORING = Scoring(logprob_chunk=64, group_size=G)
 
 
 @jax.jit
 def alone(weights, responses, routing=None):
     """Return the scores of responses with a row each."""
-    return score(GRAPH, weights, Padded(responses, share=1), SCORING, routing=routing)
+    return score(GRAPH, weights, Alone(responses), SCORING, routing=routing)
 
 
 @pytest.fixture(scope="module")
 def rollout():
     return responses(P=4, G=G, T=T)
-
-
-@pytest.mark.slow
-def test_a_prompt_shared_by_its_group_is_as_good_as_one_for_each(rollout):
-    """Sharing a group's prompt changes scores and gradient by rounding only, and no route at a real position."""
-    target = np.random.default_rng(0).standard_normal(rollout.mask.shape).astype(np.float32)
-
-    @partial(jax.jit, static_argnames="group_size")
-    def run(params, responses, group_size):
-        def loss(p):
-            scores = score(GRAPH, p, Padded.of(responses, group_size=group_size), SCORING)
-            return jnp.where(responses.mask, scores.logprobs * target, 0).sum(), scores
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    (single, expected), (shared, found) = run(weights(), rollout, 1), run(weights(), rollout, G)
-    assert leaf_errors(single, shared) < 1e-5
-    for name in ("logprobs", "entropy", "hidden"):
-        a, b = (np.asarray(getattr(x, name))[rollout.mask] for x in (expected, found))
-        np.testing.assert_allclose(b, a, atol=1e-4, err_msg=name)
-    rows = Padded(rollout, share=G)
-    experts = np.stack([rows.rows(x) for x in expected.routes.experts])
-    real = np.asarray(rows.valid)
-    np.testing.assert_array_equal(np.asarray(found.routes.experts)[:, real], experts[:, real])
 
 
 def make_critic(*, own_trunk: bool):
@@ -91,7 +66,7 @@ def test_values_are_those_of_the_text_before_each_token(own_trunk, rollout):
 
     @jax.jit
     def value(responses):
-        rows = Padded(responses, share=1)
+        rows = Alone(responses)
         hidden = score(GRAPH, weights(), rows, SCORING).hidden
         return values(graph, critic, rows, SCORING, policy_hidden=hidden)
 
@@ -129,38 +104,30 @@ def test_router_shift_by_hand():
 def test_the_old_policy_s_views(rollout):
     graph, critic, head = make_critic(own_trunk=False)
     reference = jax.tree.map(lambda x: x * 1.1, weights())
-    plain = make_old_policy(GRAPH, SCORING, recompute=False)(weights(), None, None, rollout)
+    rows = packed(rollout, group_size=G)
+    plain = make_old_policy(GRAPH, SCORING, recompute=False)(weights(), None, None, rollout, rows)
     np.testing.assert_array_equal(plain.logprobs, rollout.logprobs)
     assert plain.values is plain.reference_logprobs is plain.routes is None
     whole = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph)
-    found = whole(weights(), critic, reference.trainable, rollout)
+    found = whole(weights(), critic, reference.trainable, rollout, rows)
     own, mask = alone(weights(), rollout), rollout.mask
-    np.testing.assert_allclose(found.logprobs, own.logprobs, atol=1e-5)
-    np.testing.assert_allclose(found.values, own.hidden @ head, rtol=2e-4, atol=2e-4)
-    np.testing.assert_allclose(found.reference_logprobs, alone(reference, rollout).logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.logprobs[mask], own.logprobs[mask], atol=1e-5)
+    np.testing.assert_allclose(found.values[mask], (own.hidden @ head)[mask], rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(found.reference_logprobs[mask], alone(reference, rollout).logprobs[mask], atol=1e-5)
     assert np.abs(found.reference_logprobs - found.logprobs)[mask].max() > 0.01
     recorded, expected = np.moveaxis(np.asarray(found.routes.experts), 2, 0), np.asarray(own.routes.experts)
     in_prompt = np.arange(rollout.prompts.shape[1])[None] < rollout.prompt_lengths[:, None]
     real = np.concatenate([in_prompt, mask], axis=1)
     np.testing.assert_array_equal(recorded[:, real], expected[:, real])
     assert (recorded[:, ~real] == -1).all()
-    in_parts = make_old_policy(GRAPH, SCORING, recompute=True, critic=graph, microbatches=2)
-    chex.assert_trees_all_close(in_parts(weights(), critic, reference.trainable, rollout), found, atol=1e-5)
-
-
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_rows_are_cut_in_whole_groups_and_joined_again(group):
-    rows = np.arange(16).reshape(16, 1)
-    cut = cut_rows(rows, 2, group_size=group)
-    assert cut.shape == (2, 8, 1)
-    assert (np.asarray(cut).reshape(-1, group) // group == np.asarray(cut).reshape(-1, group)[:, :1] // group).all()
-    np.testing.assert_array_equal(join_rows(cut, group_size=group), rows)
+    in_parts = whole(weights(), critic, reference.trainable, rollout, packed(rollout, group_size=G, turns=2))
+    chex.assert_trees_all_close(in_parts, found, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "sizes", mostly_slow([None, EIGHT], always=[None]), ids=lambda s: mesh_id(s or {"unsharded": 1})
 )
-def test_packed_rows_have_the_old_policy_s_views_of_padded_ones(sizes):
+def test_rows_have_the_old_policy_s_views_of_each_response_alone(sizes):
     """Log-probs, routes at every position, values and reference, under replay of a sampler's routes."""
     rollout, rng = responses(P=16, G=4, T=T), np.random.default_rng(0)
     experts = rng.integers(0, CONFIG.num_experts, rollout.routes.experts.shape).astype(np.int8)
@@ -169,23 +136,27 @@ def test_packed_rows_have_the_old_policy_s_views_of_padded_ones(sizes):
     experts[::5, -3:] = -1
     rollout = dataclasses.replace(rollout, routes=RouterRecord(experts, None))
     graph, critic, _ = make_critic(own_trunk=True)
-    policy = weights()
-    others = critic, jax.tree.map(lambda x: x * 1.1, policy.trainable)
+    policy, reference = weights(), jax.tree.map(lambda x: x * 1.1, weights())
     packer = Packer(group_size=4, minibatches=2, shards=8 if sizes else 1, row_lengths=(48, 12))
     packing = packer(rollout.mask.sum(axis=1), rollout.prompt_lengths)
-    settings = {"recompute": True, "replay": "r3", "critic": graph}
-    if sizes is None:
-        score_all = make_old_policy(GRAPH, dataclasses.replace(SCORING, group_size=4), **settings)
-        found, expected = (score_all(policy, *others, rollout, rows) for rows in (packing, None))
-    else:
-        mesh = mesh_lib.make_mesh(sizes)
-        with jax.set_mesh(mesh):
-            score_all = make_old_policy(GRAPH, dataclasses.replace(SCORING, group_size=4), **settings)
-            placed = hosts.shard_rows(mesh, rollout)
-            found, expected = (score_all(policy, *others, placed, rows) for rows in (packing, None))
-    found, expected = jax.device_get((found, expected))
-    for field in ("logprobs", "values", "reference_logprobs"):
-        a, b = (getattr(x, field)[rollout.mask] for x in (found, expected))
+    mesh = mesh_lib.make_mesh(sizes or {"data": 1}, devices=jax.devices()[: 8 if sizes else 1])
+    with jax.set_mesh(mesh) if sizes else contextlib.nullcontext():
+        scoring = dataclasses.replace(SCORING, group_size=4)
+        score_all = make_old_policy(GRAPH, scoring, recompute=True, replay="r3", critic=graph)
+        given = hosts.shard_rows(mesh, rollout) if sizes else rollout
+        found = jax.device_get(score_all(policy, critic, reference.trainable, given, packing))
+    asked = jnp.moveaxis(jnp.asarray(experts, jnp.int32), 2, 0)
+    own = jax.device_get(alone(policy, rollout, routing=Routing(replay=asked)))
+    value = jax.jit(lambda rollout, hidden: values(graph, critic, Alone(rollout), SCORING, policy_hidden=hidden))
+    expected = {
+        "logprobs": own.logprobs,
+        "values": value(rollout, own.hidden),
+        "reference_logprobs": alone(reference, rollout).logprobs,
+    }
+    for field, numbers in expected.items():
+        a, b = getattr(found, field)[rollout.mask], np.asarray(numbers)[rollout.mask]
         np.testing.assert_allclose(a, b, atol=2e-5, err_msg=field)
-    np.testing.assert_array_equal(found.routes.experts, expected.routes.experts)
-    np.testing.assert_allclose(found.routes.logprobs, expected.routes.logprobs, atol=2e-5)
+    real = np.asarray(Alone(rollout).valid)[..., None, None]
+    routes, kept = (np.moveaxis(np.asarray(x), 0, 2) for x in (own.routes.experts, own.routes.logprobs))
+    np.testing.assert_array_equal(found.routes.experts, np.where(real, routes, -1))
+    np.testing.assert_allclose(found.routes.logprobs, np.where(real, kept, 0), atol=2e-5)

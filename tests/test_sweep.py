@@ -80,7 +80,7 @@ def test_runs_share_a_cold_start_only_if_theirs_would_be_the_same():
         digest(f"--config.{field}")
         for field in (
             *("seed=1", "coldstart.steps=3", "model.dtype=bfloat16", "data.options.difficulty=easy", "mesh.expert=1"),
-            *("sampling.max_response_length=16", "training.packing=False", "coldstart.optimizer.b1=0.5"),
+            *("sampling.max_response_length=16", "training.row_tokens=4096", "coldstart.optimizer.b1=0.5"),
         )
     }
     assert len(changed) == 8 and digest() not in changed

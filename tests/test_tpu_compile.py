@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
-from gspo_jax.models.dispatch import Dispatch, exchange
+from gspo_jax.models.dispatch import exchange
 from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.models.moe import route
@@ -40,7 +40,7 @@ def layer(x, router, gate, up, down, *, dispatch):
     logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router)
     routes, weights = route(logits, k=K, renormalise=True)
     kernels = ExpertKernels(*(Matrix(w.astype(x.dtype)) for w in (gate, up, down)))
-    y, _ = exchange(x, routes.experts, weights, kernels, dispatch=Dispatch(dispatch))
+    y = exchange(x, routes.experts, weights, kernels, dispatch=dispatch)
     return jnp.square(y.astype(jnp.float32)).mean()
 
 

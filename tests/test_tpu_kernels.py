@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +20,15 @@ from gspo_jax.kernels.decode_attention_tpu import ring_softmax
 from gspo_jax.kernels.grouped_matmul import Scaled, grouped_matmuls
 from gspo_jax.kernels.kv import ScaledKV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
-from gspo_jax.models.attention import attend_segments
+from gspo_jax.models.attention import attend_causal
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import topology
 from tests import ahead
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
-SEGMENTS = {"one text": (4096, 1, 0), "a prompt and four": (512, 4, 896), "long": (0, 1, 32768)}
-"""Prompt tokens, responses, and tokens per response; "long" uses the separate dq kernel."""
+PROMPTS = {"short": 512, "long": 4096}
+"""Tokens of a prompt."""
 EXPERTS, D, F = 32, 2048, 768
 ROWS = {"many": 65536, "few": 64, "odd": 1000}
 """Rows of a grouped matmul: of an update, of a decode step, and a number that is no multiple of a tile."""
@@ -73,23 +72,14 @@ def of_mesh(mesh):
     return one
 
 
-def attention(target, name, dtype, remat="none"):
-    """Compile attention on a mesh that shards rows and heads: one row and half of the heads per chip.
-
-    With `remat` it is only lowered, where what is recomputed can be seen already.
-    """
+def attention(target, name, dtype):
+    """Compile the prefill's attention, without a gradient: one row and half of the heads per chip."""
     mesh = topology.topology_mesh(target, {"fsdp": -1, "tensor": 2})
-    prompt, responses, length = SEGMENTS[name]
-    rows, tokens = mesh.size // 2, prompt + responses * length
-    one = of_mesh(mesh)
+    rows, tokens, one = mesh.size // 2, PROMPTS[name], of_mesh(mesh)
     q = one((rows, tokens, HEADS, WIDTH), dtype, "batch", None, "heads")
     k = one((rows, tokens, KV_HEADS, WIDTH), dtype, "batch", None, "kv_heads")
     with jax.set_mesh(mesh):
-        run = partial(attend_segments, prompt=prompt, responses=responses)
-        valid = one((rows, tokens), jnp.bool_, "batch")
-        if remat != "none":
-            return lowered(jax.checkpoint(run, policy=REMATS[remat]), q, k, k, valid, grads=q)
-        return compiled(run, q, k, k, valid, grads=q)
+        return read(topology.lower(attend_causal, q, k, k, one((rows, tokens), jnp.bool_, "batch")).compile())
 
 
 def packed(target, name, dtype, remat="none"):
@@ -187,7 +177,7 @@ def ring_int8(target, name, dtype):
 
 
 KERNELS = {
-    attention: SEGMENTS,
+    attention: PROMPTS,
     packed: PACKED,
     experts: ROWS,
     experts_int8: ROWS,
@@ -208,10 +198,9 @@ def cases(target):
 
 
 def figures(target):
-    """Compile the kernels for one slice and return what was read of each; for v5p also what is recomputed of two."""
+    """Compile the kernels for one slice and return what was read of each; for v5p also what is recomputed of one."""
     remats = REMATERIALISED if target.startswith("v5p") else ()
-    kept = {f"attention, {remat}": attention(target, "one text", "bfloat16", remat) for remat in remats}
-    kept |= {f"packed, {remat}": packed(target, "odd", "bfloat16", remat) for remat in remats}
+    kept = {f"packed, {remat}": packed(target, "odd", "bfloat16", remat) for remat in remats}
     return kept | {f"{of.__name__}, {name}, {dtype}": of(target, name, dtype) for of, name, dtype in cases(target)}
 
 
@@ -219,21 +208,17 @@ def figures(target):
 @ahead.needs_libtpu
 @pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v5e:4x4", "v6e:4x4"])
 def test_the_tpu_compiler_takes_every_kernel(target):
-    """Long rows use the separate dq kernel, and no [T, T] array of scores exists outside the kernels.
+    """No [T, T] array of scores exists outside the kernels.
 
-    Temporaries stay below 16 times the queries (on one chip: 4096 · 16 heads · 128): partial dq per key block, log-sums
-    on 128 lanes, and gradients.
+    Temporaries stay below 16 times the queries (on one chip: tokens · 16 heads · 128): log-sums on 128 lanes, and
+    gradients.
     """
     found = ahead.figures("tests.test_tpu_kernels", target)
-    forward, both, dq = (f"splash_mqa_{phase}_segmented" for phase in ("fwd", "dkv", "dq"))
     for of, name, dtype in cases(target):
         result = found[f"{of.__name__}, {name}, {dtype}"]
         if of is attention:
-            prompt, responses, length = SEGMENTS[name]
-            apart = {f"{dq}_no_residuals": 1} if name == "long" else {}
-            assert result["kernels"] == {f"{forward}_residuals": 1, f"{both}_no_residuals": 1} | apart
-            queries = (prompt + responses * length) * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
-            assert result["temporaries"] < 16 * queries
+            assert result["kernels"] == {"splash_mqa_fwd_segmented_no_residuals": 1}
+            assert result["temporaries"] < 16 * PROMPTS[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
         elif of is packed:
             assert result["kernels"] == {"packed_visits": 1, "packed_attention": 1, "packed_attention_backward": 1}
             queries = PACKED[name] * HEADS // 2 * WIDTH * jnp.dtype(dtype).itemsize
@@ -250,10 +235,8 @@ def test_the_tpu_compiler_takes_every_kernel(target):
         else:
             assert result["kernels"] == {"ring_softmax": 1}
     if target.startswith("v5p"):
-        counts = [found[f"attention, {remat}"]["kernels"][f"{forward}_residuals"] for remat in REMATERIALISED]
-        assert counts == [1, 2], "dots saves what the backward kernels need of the output"
         counts = [found[f"packed, {remat}"]["kernels"]["packed_attention"] for remat in REMATERIALISED]
-        assert counts == [1, 2], "and so for packed rows"
+        assert counts == [1, 2], "dots saves what the backward kernels need of the output"
 
 
 if __name__ == "__main__":

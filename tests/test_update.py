@@ -35,21 +35,26 @@ from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training.batches import take_minibatch
 from gspo_jax.training.checkpoint import Checkpointer, restore
 from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.training.layout import Padded
 from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update
-from gspo_jax.types import Experience, OldPolicy, Rollout, RouterRecord, UserError, Weights
-from tests.tiny import CONFIG, EIGHT, full_optimisation, leaf_errors, mesh_id, mostly_slow, params, responses, weights
+from gspo_jax.types import Experience, OldPolicy, Packing, Rollout, RouterRecord, UserError, Weights
+from tests.alone import Alone
+from tests.tiny import CONFIG, EIGHT, leaf_errors, mesh_id, mostly_slow, packed, params, responses, weights
 
 GRAPH, SHAPES = transformer.abstract(CONFIG)
 NONE = nnx.State({})
 """Empty frozen weights, as in full training."""
 G, P, T = 4, 16, 10
 SCORING = Scoring(logprob_chunk=64, group_size=4)
-RECOMPUTE = make_old_policy(GRAPH, SCORING, recompute=True)
+OLD_POLICY = make_old_policy(GRAPH, SCORING, recompute=True)
 CRITIC_GRAPH, CRITIC_SHAPES = critic_lib.abstract(CONFIG, own_trunk=True, dtype=jnp.float32)
+
+
+def recompute(weights: Weights, rollout: Rollout) -> OldPolicy:
+    """Return the old policy's log-probs and routes, computed in one row."""
+    return OLD_POLICY(weights, None, None, rollout, packed(rollout, group_size=G))
 
 
 def optimizer(**changes):
@@ -67,7 +72,7 @@ def recorder():
 def experience() -> Experience:
     """Return ragged responses whose old log-probs are slightly off the policy's, so that ratios are not 1."""
     rng, silent = np.random.default_rng(0), responses(P, G, T)
-    scored, mask = jax.device_get(RECOMPUTE(weights(), None, None, silent)), silent.mask
+    scored, mask = jax.device_get(recompute(weights(), silent)), silent.mask
     logprobs = np.where(mask, scored.logprobs, 0)
     # A sampler never feeds a response's last token.
     fed = np.arange(-silent.prompts.shape[1], T)[None] != mask.sum(axis=1, keepdims=True) - 1
@@ -84,7 +89,7 @@ def whole(experience) -> Experience:
     Old policy and sampler recorded different experts, and neither those that the policy itself would choose.
     """
     rng, r = np.random.default_rng(1), experience.rollout
-    routes = RECOMPUTE(weights(), None, None, r).routes
+    routes = recompute(weights(), r).routes
     noise = rng.normal(scale=0.1, size=routes.logprobs.shape).astype(np.float32)
     old = dataclasses.replace(
         experience.old,
@@ -112,17 +117,29 @@ class Trainer(NamedTuple):
     update: Callable[[TrainState, Experience, int], tuple[TrainState, dict]]
 
 
-def make_trainer(*, name="gspo", sizes=None, microbatches=1, replay="none", rule=None, **penalties) -> Trainer:
-    """Return the trainer of an objective; without a mesh if `sizes` is None, with a recorder if `rule` is."""
+def make_trainer(*, name="gspo", sizes=None, turns=None, replay="none", rule=None, **penalties) -> Trainer:
+    """Return the trainer of an objective; without a mesh if `sizes` is None, with a recorder if `rule` is.
+
+    A batch that is not packed yet takes `turns` micro-batches, one if that is None.
+    """
     record, schedule = rule or recorder()
     objective = objectives.make(name)
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, record) if objective.critic else None
-    settings = {"minibatches": 2, "microbatches": microbatches, "group_size": G, "replay": replay}
+    settings = {"minibatches": 2, "group_size": G, "replay": replay}
     gradient = make_gradient(GRAPH, SCORING, critic=critic, penalties=Penalties(**penalties), **settings)
+    shards = math.prod((sizes or {}).values()) // (sizes or {}).get("tensor", 1)
+
+    def rows(batch: Experience) -> Packing:
+        return batch.packing or packed(batch.rollout, group_size=G, minibatches=2, shards=shards, turns=turns)
+
     first = partial(new_state, optimizer=record, critic=critic)
     if sizes is None:
         compiled = make_update(gradient, record, schedule, critic=critic)
-        return Trainer(lambda: first(weights()), lambda state, batch, i: compiled(objective, state, NONE, batch, i))
+
+        def update_here(state, batch, i):
+            return compiled(objective, state, NONE, dataclasses.replace(batch, packing=rows(batch)), i)
+
+        return Trainer(lambda: first(weights()), update_here)
     mesh = mesh_lib.make_mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         shardings = state_shardings(SHAPES, record, mesh, critic=critic)
@@ -130,7 +147,7 @@ def make_trainer(*, name="gspo", sizes=None, microbatches=1, replay="none", rule
 
     def update(state, batch, i):
         with jax.set_mesh(mesh):
-            packing, batch = batch.packing, hosts.shard_rows(mesh, dataclasses.replace(batch, packing=None))
+            packing, batch = rows(batch), hosts.shard_rows(mesh, dataclasses.replace(batch, packing=None))
             after, metrics = compiled(objective, state, NONE, dataclasses.replace(batch, packing=packing), i)
         for leaf, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), "the update keeps the state's sharding"
@@ -161,16 +178,10 @@ def reference(experience):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "microbatches"),
-    [
-        (None, 4),
-        ({"expert": 4, "tensor": 2}, 1),
-    ],
-    ids=lambda x: f"micro{x}" if isinstance(x, int) else mesh_id(x or {"unsharded": 1}),
+    ("sizes", "turns"), [(None, 4), ({"expert": 4, "tensor": 2}, 1)], ids=["unsharded-4", "expert4-tensor2-1"]
 )
-def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, microbatches, experience, reference):
-    with full_optimisation() if sizes == EIGHT else contextlib.nullcontext():
-        grads, metrics = gradient_and_loss(experience, sizes=sizes, microbatches=microbatches)
+def test_one_device_and_eight_agree_and_micro_batches_add_up(sizes, turns, experience, reference):
+    grads, metrics = gradient_and_loss(experience, sizes=sizes, turns=turns)
     expected, expected_metrics = reference
     assert leaf_errors(expected, grads) < 1e-5
     assert distance(expected, grads) < 1e-6
@@ -213,7 +224,7 @@ def test_one_checkpoint_on_two_meshes_has_the_same_bits_and_next_loss(experience
 
 def _said(trained, batch, replay):
     """Return scores and values of whole rows, without prompt sharing."""
-    scoring, alone = Scoring(logprob_chunk=1024), Padded(batch.rollout, share=1)
+    scoring, alone = Scoring(logprob_chunk=1024), Alone(batch.rollout)
     watch = jnp.moveaxis(batch.old.routes.experts, 2, 0)
     scores = score(GRAPH, Weights.full(trained[0]), alone, scoring, routing=Routing(replay, watch))
     return scores, values(CRITIC_GRAPH, trained[1], alone, scoring, policy_hidden=scores.hidden)
@@ -243,7 +254,7 @@ def by_the_definition(batch: Experience, name: str, replay: str):
     asked = experts_to_replay(replay, r.routes, old.routes)
     native = np.full_like(np.moveaxis(r.routes.experts, 2, 0), -1)
     scores, value = SAID(trained, batch, native if asked is None else asked)
-    alone = Padded(r, share=1)
+    alone = Alone(r)
     shift = alone.predicting(router_shift(jnp.moveaxis(old.routes.logprobs, 2, 0), scores.routes.watched))
     weights = objective.weights(mask)
 
@@ -307,7 +318,7 @@ rows may be split.
 """
 
 
-on_eight = partial(make_trainer, sizes=EIGHT, microbatches=2, kl=0.1, entropy=0.01)
+on_eight = partial(make_trainer, sizes=EIGHT, turns=2, kl=0.1, entropy=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -318,10 +329,12 @@ def gspo() -> Trainer:
 
 @pytest.mark.parametrize("name", mostly_slow(OWN, always=("gspo",)))
 def test_objectives_are_their_definition_on_eight_devices_and_in_micro_batches(name, whole, gspo):
-    """Gradients agree to 1e-6 with one forward, the objective, and one backward on whole rows.
+    """Gradients agree to 1e-6 with one forward, the objective, and one backward on a row for each response.
 
-    The loss includes critic, reference KL, entropy bonus and mismatch correction.
+    The loss includes critic, reference KL, entropy bonus and mismatch correction; some responses have an environment's
+    tokens, and one is not learned from.
     """
+    whole = in_turns(whole, of_tokens=objectives.make(name).token_advantages)
     batch = take_minibatch(whole, 1, count=2, group_size=G)
     expected, expected_metrics, scores = by_the_definition(batch, name, OWN[name])
     trainer = gspo if name == "gspo" else on_eight(name=name, replay=OWN[name])
@@ -445,7 +458,7 @@ def test_updates_make_good_responses_likelier(whole, gspo):
     old = dataclasses.replace(whole.old, logprobs=rollout.logprobs, reference_logprobs=rollout.logprobs)
     for minibatch in range(2):
         state, _ = gspo.update(state, dataclasses.replace(whole, old=old), minibatch)
-    after = RECOMPUTE(Weights.full(jax.device_get(state.params)), None, None, rollout).logprobs
+    after = recompute(Weights.full(jax.device_get(state.params)), rollout).logprobs
     gain = np.where(rollout.mask, np.asarray(after) - rollout.logprobs, 0)
     gain = gain.sum(axis=1) / rollout.mask.sum(axis=1)
     assert gain[whole.advantages > 0.5].mean() > gain[whole.advantages < -0.5].mean()
@@ -521,7 +534,7 @@ def test_no_buffer_holds_the_whole_logits():
     config = dataclasses.replace(CONFIG, vocab_size=V, num_layers=1)
     graph, shapes = transformer.abstract(config)
     opt, schedule = optimizer()
-    update = make_update(make_gradient(graph, SCORING, minibatches=1, microbatches=1, group_size=4), opt, schedule)
+    update = make_update(make_gradient(graph, SCORING, minibatches=1, group_size=4), opt, schedule)
 
     def of(shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -538,7 +551,9 @@ def test_no_buffer_holds_the_whole_logits():
         routes=RouterRecord(of((B, S + length, 1, 2), jnp.int8), of((B, S + length, 1, 2))),
     )
     state: TrainState = jax.eval_shape(partial(new_state, optimizer=opt), Weights.full(shapes))
-    experience = Experience(rollout, of((B, length), bool), OldPolicy(of((B, length))), of((B,)))
+    packer = Packer(group_size=4, minibatches=1, shards=1, row_lengths=(B * length + 2 * S,))
+    rows = packer(np.full(B, length), np.full(B, S))
+    experience = Experience(rollout, of((B, length), bool), OldPolicy(of((B, length))), of((B,)), packing=rows)
     compiled = update.lower(objectives.gspo(), state, NONE, experience, 0).compile()
     memory = compiled.memory_analysis()
     logits = 4 * B * length * V
@@ -546,17 +561,6 @@ def test_no_buffer_holds_the_whole_logits():
     assert memory.temp_size_in_bytes < logits // 3 + 2 * gradients, f"{memory.temp_size_in_bytes:,} of {logits:,}"
     assert f"[{B},{length},{V}]" not in compiled.as_text()
     assert f"[{B},{S + length},{V}]" not in compiled.as_text()
-
-
-def packed(experience: Experience, *, shards: int, turns: int) -> Experience:
-    """Return the experience packed for so many batch shards, in the shortest rows that need `turns` micro-batches."""
-    r = experience.rollout
-    columns = np.asarray(r.mask).sum(axis=1), np.asarray(r.prompt_lengths)
-    for budget in range(r.prompts.shape[1] + T, 1000):
-        packing = Packer(group_size=G, minibatches=2, shards=shards, row_lengths=(budget,))(*columns)
-        if packing.turns[1, 0] == turns:
-            return dataclasses.replace(experience, packing=packing)
-    raise AssertionError(f"no budget gives {turns} micro-batches")
 
 
 def in_turns(experience: Experience, *, of_tokens: bool) -> Experience:
@@ -570,8 +574,8 @@ def in_turns(experience: Experience, *, of_tokens: bool) -> Experience:
 
 
 @pytest.fixture(scope="module")
-def padded(whole) -> Callable[[str], tuple[Experience, Any, Any]]:
-    """Return a function from an objective to a batch and its gradient and metrics in padded rows on one device."""
+def in_one_row(whole) -> Callable[[str], tuple[Experience, Any, Any]]:
+    """Return a function from an objective to a batch and its gradient and metrics in one row on one device."""
 
     @cache
     def found(name: str) -> tuple[Experience, Any, Any]:
@@ -581,16 +585,15 @@ def padded(whole) -> Callable[[str], tuple[Experience, Any, Any]]:
     return found
 
 
-def with_every_term(name: str, sizes=None) -> Trainer:
+def with_every_term(name: str, **rows) -> Trainer:
     """Return an objective's trainer with its replay and all penalties."""
-    return make_trainer(name=name, sizes=sizes, replay=OWN[name], kl=0.1, entropy=0.01, balance=0.1, router_z=0.1)
+    return make_trainer(name=name, **rows, replay=OWN[name], kl=0.1, entropy=0.01, balance=0.1, router_z=0.1)
 
 
-def check_packed(name: str, sizes, turns: int, padded: Callable[[str], tuple[Experience, Any, Any]]) -> None:
-    """Check that packed rows on a mesh give the gradient and all metrics of padded ones on one device."""
-    batch, expected, expected_metrics = padded(name)
-    shards = math.prod((sizes or {}).values()) // (sizes or {}).get("tensor", 1)
-    grads, metrics = gradient_and_loss(packed(batch, shards=shards, turns=turns), trainer=with_every_term(name, sizes))
+def check_rows(name: str, sizes, turns: int, in_one_row: Callable[[str], tuple[Experience, Any, Any]]) -> None:
+    """Check that rows on a mesh give the gradient and all metrics of a single one on one device."""
+    batch, expected, expected_metrics = in_one_row(name)
+    grads, metrics = gradient_and_loss(batch, trainer=with_every_term(name, sizes=sizes, turns=turns))
     assert distance(expected, grads) < 1e-6
     assert metrics.keys() == expected_metrics.keys()
     for metric, value in expected_metrics.items():
@@ -616,9 +619,10 @@ def test_every_kind_of_weights_has_the_same_penalties_means_over_tokens(name, wh
 
     The terms are added by one function, which sees no objective but the critic's.
     """
-    batch, objective = packed(in_turns(whole, of_tokens=False), shards=1, turns=4), objectives.make(name)
+    batch, objective = in_turns(whole, of_tokens=False), objectives.make(name)
+    batch = dataclasses.replace(batch, packing=packed(batch.rollout, group_size=G, minibatches=2, turns=4))
     critic = CriticRule(CRITIC_GRAPH, CRITIC_SHAPES, recorder()[0]) if objective.critic else None
-    settings = {"critic": critic, "minibatches": 2, "microbatches": 1, "group_size": G}
+    settings = {"critic": critic, "minibatches": 2, "group_size": G}
     coefficients = {"reference/kl": 0.1, "actor/entropy": -0.2, "routing/balance_loss": 0.3, "routing/z_loss": 0.4}
     chosen = Penalties(), Penalties(kl=0.1, entropy=0.2, balance=0.3, router_z=0.4)
     made = [make_gradient(GRAPH, SCORING, penalties=penalties, **settings) for penalties in chosen]
@@ -631,9 +635,9 @@ def test_every_kind_of_weights_has_the_same_penalties_means_over_tokens(name, wh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gspo", "ppo"])  # rspo: on other meshes, below
-def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, padded):
-    """On eight devices in two micro-batches: critic, KL, corrections, replay, turns, step rewards."""
-    check_packed(name, EIGHT, 2, padded)
+def test_rows_of_eight_devices_have_the_gradient_and_metrics_of_one(name, in_one_row):
+    """In two micro-batches: critic, KL, corrections, replay, turns, step rewards."""
+    check_rows(name, EIGHT, 2, in_one_row)
 
 
 @pytest.mark.slow
@@ -642,16 +646,16 @@ def test_packed_rows_have_the_gradient_and_metrics_of_padded_ones(name, padded):
     [(None, 4), ({"data": 2, "expert": 2, "tensor": 2}, 2)],
     ids=lambda x: str(x) if isinstance(x, int) else mesh_id(x or {"unsharded": 1}),
 )
-def test_packed_rows_agree_on_any_number_of_devices_and_micro_batches(sizes, turns, padded):
-    check_packed("rspo", sizes, turns, padded)
+def test_rows_agree_on_any_number_of_devices_and_micro_batches(sizes, turns, in_one_row):
+    check_rows("rspo", sizes, turns, in_one_row)
 
 
 def test_one_program_serves_every_number_of_micro_batches(whole):
-    trainer, long = make_trainer(replay="r2"), packed(whole, shards=1, turns=4)
-    state, _ = trainer.update(trainer.start(), long, 1)
+    trainer, long = make_trainer(replay="r2"), packed(whole.rollout, group_size=G, minibatches=2, turns=4)
+    state, _ = trainer.update(trainer.start(), dataclasses.replace(whole, packing=long), 1)
     short = dataclasses.replace(whole.rollout, mask=whole.rollout.mask & (np.arange(T)[None] < 3))
     batch = dataclasses.replace(whole, rollout=short, mask=short.mask)
-    packer = Packer(group_size=G, minibatches=2, shards=1, row_lengths=long.packing.row_lengths)
+    packer = Packer(group_size=G, minibatches=2, shards=1, row_lengths=long.row_lengths)
     packing = packer(short.mask.sum(axis=1), np.asarray(short.prompt_lengths))
     assert packing.turns[1, 0] < 4
     count = CompileCounter()

@@ -17,7 +17,8 @@ from gspo_jax.models import families, tensors, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.families import qwen3
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import Prompts, Rollout, RouterRecord, Weights
+from gspo_jax.training.packing import Packer, tokens_at_full_length
+from gspo_jax.types import Packing, Prompts, Responses, Rollout, RouterRecord, Weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -146,6 +147,21 @@ def responses(P: int, G: int, T: int) -> Rollout:
         logprobs=nothing,
         routes=RouterRecord(np.full((B, asked.tokens.shape[1] + T, *CONFIG.route_shape), -1, np.int8), None),
     )
+
+
+def packed(
+    rollout: Responses, *, group_size: int, minibatches: int = 1, shards: int = 1, turns: int | None = None
+) -> Packing:
+    """Return rows that compute the responses: one on each shard, or the shortest of which each takes `turns`."""
+    columns = np.asarray(rollout.mask).sum(axis=1), np.asarray(rollout.prompt_lengths)
+    size = {"prompt": rollout.prompts.shape[1], "response": rollout.tokens.shape[1]}
+    own = len(columns[0]) // minibatches // shards
+    most = max(tokens_at_full_length(own, **size, group_size=group_size), sum(size.values()))
+    for budget in [most] if turns is None else range(sum(size.values()), most + 1):
+        packing = Packer(group_size=group_size, minibatches=minibatches, shards=shards, row_lengths=(budget,))(*columns)
+        if turns is None or packing.turns[-1, 0] == turns:
+            return packing
+    raise AssertionError(f"no budget gives {turns} micro-batches")
 
 
 def leaf_errors(a, b) -> float:

@@ -1,16 +1,14 @@
 """Softmax attention with grouped key/value heads (GQA) and float32 scores.
 
-On TPU, training and prefill use the kernels of attention_tpu.py, and decode attention over a slot's own tokens uses
-decode_attention_tpu.py. Everything else is plain XLA.
+On TPU, prefill uses the kernel of attention_tpu.py, and decode attention over a slot's own tokens that of
+decode_attention_tpu.py. Everything else is plain XLA. The trainer's attention is in packed_attention.py.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gspo_jax.kernels import attention_tpu, decode_attention_tpu
@@ -32,15 +30,14 @@ unrolled into its own code. Long rows therefore hold one eighth of the [T, N] sc
 
 def causal_attention(
     q: Float[Array, "B T H h"],
-    k: Float[Array, "B N Kv h"],
-    v: Float[Array, "B N Kv h"],
-    valid: Bool[Array, "B N"],
+    k: Float[Array, "B T Kv h"],
+    v: Float[Array, "B T Kv h"],
+    valid: Bool[Array, "B T"],
 ) -> Float[Array, "B T H h"]:
-    """Causal attention softmax(q k^T / sqrt(h)) v over the valid keys; the queries are the last T of the N tokens.
+    """Causal attention softmax(q k^T / sqrt(h)) v over the valid keys, as a prefill needs it.
 
     Query head i reads key/value head i // (H / Kv). The output has q's dtype. A query that sees no key gets 0, on TPU
-    an unspecified finite value. Off TPU, one chunk of queries at a time attends to the keys up to its end, and the
-    backward pass recomputes the scores, so none of the [T, N] scores are stored.
+    an unspecified finite value. Off TPU, one chunk of queries at a time attends to the keys up to its end.
     """
     if platform() == "tpu":
         return attention_tpu.attention(q, k, v, valid)
@@ -48,111 +45,35 @@ def causal_attention(
     Kv, heads = k.shape[2], H // k.shape[2]
     # All query heads that read one key head are folded into one matmul.
     q = jnp.moveaxis(q.reshape(B, T, Kv, heads, h), 1, 3)
-    out = _attend(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), valid)
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
+    chunks = [slice(start, min(start + size, T)) for start in range(0, T, size)]
+    out = jnp.concatenate([_attend(q[:, :, :, rows], k, v, valid, rows) for rows in chunks], axis=3)
     return jnp.moveaxis(out, 3, 1).reshape(B, T, H, h)
 
 
-def _chunks(T: int, N: int) -> Iterator[tuple[slice, int]]:
-    """Yield the queries of each chunk and the number of keys that they may see."""
-    size = max(_MIN_CHUNK, -(-T // _MAX_CHUNKS))
-    for start in range(0, T, size):
-        end = min(start + size, T)
-        yield slice(start, end), N - T + end
+def _attend(q: Array, k: Array, v: Array, valid: Array, rows: slice) -> Array:
+    """The attention [B, Kv, g, t, h] of the queries in `rows` over all keys up to the last of them."""
+    n, width = rows.stop, q.shape[-1]
+    scores = _matmul_float32(_merged(q), jnp.swapaxes(k[:, :, :n], 2, 3)).reshape(*q.shape[:-1], n)
+    seen = jnp.arange(n)[None] <= jnp.arange(rows.start, n)[:, None]
+    seen = (seen[None] & valid[:, None, :n])[:, None, None]
+    scores = jnp.where(seen, scores * width**-0.5, _MASKED)
+    # For a row with only masked scores this floor makes all probabilities underflow to exactly 0.
+    highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
+    probs = jnp.exp(scores - highest)
+    total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
+    out = _matmul_float32(_merged(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
+    return (out / total).astype(q.dtype)
 
 
-def _scores(q: Array, k: Array, valid: Array) -> Array:
-    """Return masked float32 scores [B, Kv, heads, t, n] of queries that are the last t of the n tokens."""
-    B, Kv, heads, t, h = q.shape
-    n = k.shape[2]
-    scores = _matmul_float32(_rows(q), jnp.swapaxes(k, 2, 3))
-    seen = jnp.arange(n)[None] <= n - t + jnp.arange(t)[:, None]
-    seen = (seen[None] & valid[:, None]).reshape(B, 1, 1, t, n)
-    return jnp.where(seen, scores.reshape(B, Kv, heads, t, n) * h**-0.5, _MASKED)
-
-
-def _rows(x: Array) -> Array:
-    """Merge heads and tokens: [B, Kv, heads, t, m] -> [B, Kv, heads t, m]."""
+def _merged(x: Array) -> Array:
+    """Merge heads and tokens: [B, Kv, g, t, m] -> [B, Kv, g t, m]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _matmul_float32(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
-
-
-@jax.custom_vjp
-def _attend(
-    q: Float[Array, "B Kv g T h"],
-    k: Float[Array, "B Kv N h"],
-    v: Float[Array, "B Kv N h"],
-    valid: Bool[Array, "B N"],
-) -> Float[Array, "B Kv g T h"]:
-    return _attend_forward(q, k, v, valid)[0]
-
-
-def _attend_forward(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, tuple[Array, ...]]:
-    outs, log_sums = [], []
-    for rows, n in _chunks(q.shape[3], k.shape[2]):
-        scores = _scores(q[:, :, :, rows], k[:, :, :n], valid[:, :n])
-        # For a row with only masked scores this floor makes all probabilities underflow to exactly 0.
-        highest = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED / 10)
-        probs = jnp.exp(scores - highest)
-        total = jnp.maximum(probs.sum(axis=-1, keepdims=True), 1e-30)
-        out = _matmul_float32(_rows(probs.astype(v.dtype)), v[:, :, :n]).reshape(*probs.shape[:-1], -1)
-        outs.append((out / total).astype(q.dtype))
-        log_sums.append(highest + jnp.log(total))
-    out, log_sum = (checkpoint_name(jnp.concatenate(x, axis=3), "dot") for x in (outs, log_sums))
-    return out, (q, k, v, valid, out, log_sum)
-
-
-def _attend_backward(residuals: tuple[Array, ...], grads: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, valid, out, log_sum = residuals
-    delta = (grads.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dq = []
-    for rows, n in _chunks(q.shape[3], k.shape[2]):
-        own, do = q[:, :, :, rows], grads[:, :, :, rows]
-        probs = jnp.exp(_scores(own, k[:, :, :n], valid[:, :n]) - log_sum[:, :, :, rows])
-        dp = _matmul_float32(_rows(do), jnp.swapaxes(v[:, :, :n], 2, 3)).reshape(probs.shape)
-        ds = _rows((probs * (dp - delta[:, :, :, rows]) * q.shape[-1] ** -0.5).astype(q.dtype))
-        probs = _rows(probs.astype(q.dtype))
-        dq.append(_matmul_float32(ds, k[:, :, :n]).reshape(own.shape))
-        dk = dk.at[:, :, :n].add(_matmul_float32(jnp.swapaxes(ds, 2, 3), _rows(own)))
-        dv = dv.at[:, :, :n].add(_matmul_float32(jnp.swapaxes(probs, 2, 3), _rows(do)))
-    return jnp.concatenate(dq, axis=3).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def segment_attention(
-    q: Float[Array, "B N H h"],
-    k: Float[Array, "B N Kv h"],
-    v: Float[Array, "B N Kv h"],
-    valid: Bool[Array, "B N"],
-    prompt: int,
-    responses: int,
-) -> Float[Array, "B N H h"]:
-    """Causal attention over rows that hold a prompt (`prompt` tokens) and `responses` responses of equal length.
-
-    Each response attends to the valid tokens of the prompt and to its own; with a single response this is plain causal
-    attention.
-    """
-    if platform() == "tpu":
-        return attention_tpu.attention(q, k, v, valid, prompt=prompt, responses=responses)
-    B, N = valid.shape
-    S, G, T = prompt, responses, (N - prompt) // responses
-    if G == 1:
-        return causal_attention(q, k, v, valid)
-
-    def after_prompt(x: Array) -> Array:
-        """Return [B G, S + T, ...], each response preceded by its prompt."""
-        return jnp.concatenate([jnp.repeat(x[:, :S], G, axis=0), x[:, S:].reshape(B * G, T, *x.shape[2:])], axis=1)
-
-    prompt_out = causal_attention(q[:, :S], k[:, :S], v[:, :S], valid[:, :S])
-    own = causal_attention(
-        q[:, S:].reshape(B * G, T, *q.shape[2:]), after_prompt(k), after_prompt(v), after_prompt(valid)
-    )
-    return jnp.concatenate([prompt_out, own.reshape(B, G * T, *q.shape[2:])], axis=1)
 
 
 class _PartialSoftmax(NamedTuple):

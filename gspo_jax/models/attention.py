@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from gspo_jax.kernels.attention import Rows, decode_attention, segment_attention
+from gspo_jax.kernels.attention import Rows, causal_attention, decode_attention
 from gspo_jax.kernels.kv import KV
 from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
@@ -44,15 +44,6 @@ def rope(x: Float[Array, "B N T h"], positions: Int[Array, "B T"], theta: float)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def segment_positions(valid: Bool[Array, "B N"], prompt: int, responses: int) -> Int[Array, "B N"]:
-    """Positions in rows of one prompt and `responses` responses, each of which continues from the prompt's end."""
-    B, N = valid.shape
-    of_prompt = jnp.cumsum(valid[:, :prompt], axis=1)
-    start = valid[:, :prompt].sum(axis=1).reshape(B, 1, 1)
-    own = start + jnp.cumsum(valid[:, prompt:].reshape(B, responses, (N - prompt) // responses), axis=2)
-    return jnp.maximum(jnp.concatenate([of_prompt, own.reshape(B, -1)], axis=1) - 1, 0)
-
-
 def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tuple[_Axes, ...], out: _Axes) -> Array:
     """attend(*arrays) on each shard of the mesh in scope, given its part by logical axes: XLA cannot split a kernel.
 
@@ -66,21 +57,12 @@ def _on_shards(attend: Callable[..., Array], arrays: tuple[Any, ...], axes: tupl
     return jax.shard_map(attend, axis_names=automatic, **layout)(*arrays)
 
 
-def attend_segments(
-    q: Float[Array, "B N H h"],
-    k: Float[Array, "B N Kv h"],
-    v: Float[Array, "B N Kv h"],
-    valid: Bool[Array, "B N"],
-    prompt: int,
-    responses: int,
+def attend_causal(
+    q: Float[Array, "B N H h"], k: Float[Array, "B N Kv h"], v: Float[Array, "B N Kv h"], valid: Bool[Array, "B N"]
 ) -> Float[Array, "B N H h"]:
-    """`segment_attention` on each shard's own rows and heads."""
-
-    def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
-        return segment_attention(q, k, v, valid, prompt, responses)
-
+    """`causal_attention` on each shard's own rows and heads."""
     queries, keys = ("batch", None, "heads"), ("batch", None, "kv_heads")
-    return _on_shards(attend, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
+    return _on_shards(causal_attention, (q, k, v, valid), (queries, keys, keys, ("batch",)), queries)
 
 
 def attend_packed(

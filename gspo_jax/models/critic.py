@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from gspo_jax.models.config import ModelConfig, parameter
-from gspo_jax.models.dispatch import GATHER, Dispatch
+from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.transformer import Transformer
 
 
@@ -26,7 +26,7 @@ class Critic(nnx.Module):
         own_trunk: bool,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
-        dispatch: Dispatch = GATHER,
+        dispatch: Dispatch = "gather",
     ):
         # Tied embeddings: a trunk that predicts no tokens needs no unembedding.
         trunk = dataclasses.replace(config, tie_word_embeddings=True)
@@ -39,7 +39,7 @@ class Critic(nnx.Module):
 
 
 def abstract(
-    config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike, dispatch: Dispatch = GATHER
+    config: ModelConfig, *, own_trunk: bool, dtype: DTypeLike, dispatch: Dispatch = "gather"
 ) -> tuple[nnx.GraphDef[Critic], nnx.State]:
     """Return the critic's graph and the shapes of its parameters, without allocating any."""
     return nnx.split(

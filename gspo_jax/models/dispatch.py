@@ -1,24 +1,21 @@
 """Dispatch and combine: sends tokens to the experts sharded over the mesh axis `expert`, and brings results back.
 
-Three ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e the token's k-th expert:
+Two ways compute the same Σ_k w_k · down_e(silu(gate_e x) · up_e x), with e the token's k-th expert; neither drops any:
 
 * `gather` all-gathers the tokens of an expert group; each shard adds up the outputs of its own experts.
 * `ragged_all_to_all` sends each (token, expert) pair to the one shard that holds the expert, without padding. The
   TPU's compiler supports it, the CPU's does not.
-* `capacity` sends pairs in buffers of fixed size, and may drop pairs that do not fit. It runs on any backend.
 
 With ep shards on the axis, n tokens of width D on each, and balanced experts, a shard sends and receives, each way:
-gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D, capacity `factor` times that. Gather is therefore the lightest
-while ep <= K. Every buffer is sized at compile time, and ep·n·min(K, E/ep) pairs may arrive at a shard, though ep times
-fewer do when experts are balanced. Buffers (`experts`) therefore have room for a multiple of a balanced
-load, and are filled again if more arrive; the grouped matmul's work follows the rows that arrived.
+gather (ep-1)·n·D, ragged_all_to_all (ep-1)/ep·K·n·D. Gather is therefore lighter while ep <= K. Every buffer is sized
+at compile time, and ep·n·min(K, E/ep) pairs may arrive at a shard, though ep times fewer do when experts are balanced.
+Buffers (`experts`) therefore have room for a multiple of a balanced load, and are filled again if more arrive; the
+grouped matmul's work follows the rows that arrived.
 """
 
-import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,56 +34,25 @@ from gspo_jax.models.experts import (
 )
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
-from gspo_jax.types import UserError, choices
+from gspo_jax.types import UserError
 
-NAMES = ("gather", "ragged_all_to_all", "capacity")
-
-
-@dataclasses.dataclass(frozen=True)
-class Dispatch:
-    """The way tokens reach their experts; hashable, a static part of the model."""
-
-    name: str = "gather"
-    """One of `NAMES`."""
-    capacity_factor: float | None = None
-    """For `capacity`: buffer size between two shards, as a multiple of a balanced load; None: room for all pairs."""
-
-    def __post_init__(self) -> None:
-        """Raise a UserError for an unknown name, a factor that is not positive, or one that would not be used."""
-        if self.name not in NAMES:
-            raise UserError(f"unknown dispatch {self.name!r}; {choices(self.name, NAMES)}")
-        if self.capacity_factor is None:
-            return
-        if self.name != "capacity":
-            raise UserError(
-                f"capacity_factor {self.capacity_factor} has no meaning for dispatch {self.name!r}, which drops "
-                "nothing; leave it None or use dispatch 'capacity'"
-            )
-        if not 0 < self.capacity_factor < math.inf:
-            raise UserError(
-                f"capacity_factor {self.capacity_factor} is not a positive number; "
-                "use 1 for a balanced load, more for headroom, or None to drop nothing"
-            )
-
-
-GATHER = Dispatch()
-"""The default dispatch."""
+Dispatch = Literal["gather", "ragged_all_to_all"]
+"""The way tokens reach their experts."""
+DISPATCHES: tuple[Dispatch, ...] = get_args(Dispatch)
 
 
 def check_dispatch(dispatch: Dispatch, platform: str) -> None:
     """Raise a UserError if the platform's compiler lacks the dispatch's collective."""
-    if dispatch.name == "ragged_all_to_all" and platform == "cpu":
-        raise UserError("dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather' or 'capacity'")
+    if dispatch == "ragged_all_to_all" and platform == "cpu":
+        raise UserError("dispatch 'ragged_all_to_all' does not compile on cpu, only on tpu; use 'gather'")
 
 
-def _gather(
-    x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None
-) -> tuple[Array, Array]:
+def _gather(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
     """All-gather tokens, compute the own experts' share of each, and reduce-scatter the sums."""
     everyone = partial(jax.lax.all_gather, axis_name="expert", axis=0, tiled=True)
     ids = everyone(experts) - jax.lax.axis_index("expert") * kernels.held
     y = combine_experts(everyone(x), ids, everyone(weights), kernels, layer=layer, likely=experts.size)
-    return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), jnp.zeros_like(experts[:, 0])
+    return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
 
 
 class _Transport(NamedTuple):
@@ -137,51 +103,12 @@ def _ragged(experts: Int[Array, "N K"], held: int, shards: int) -> _Transport:
     )
 
 
-def _capacity(experts: Int[Array, "N K"], held: int, shards: int, *, factor: float | None) -> _Transport:
-    """Transport by `jax.lax.all_to_all`: C = ceil(factor · N·K / ep) slots per target shard, filled in token order.
-
-    Factor None gives the worst case, C = N·min(K, `held`), which also bounds C from above.
-    """
-    N, K = experts.shape
-    size = N * min(K, held)
-    size = size if factor is None else min(math.ceil(factor * experts.size / shards), size)
-    target = (experts // held).reshape(-1)
-    order, place, sizes = sort_pairs(target, shards)
-    first = jnp.cumsum(sizes) - sizes
-    rank = place - first.at[target].get(mode="clip")
-    block, offset = jnp.divmod(jnp.arange(shards * size, dtype=jnp.int32), size)
-    source = order.at[first[block] + offset].get(mode="clip")
-    ids = jnp.where(offset < sizes[block], (experts % held).reshape(-1)[source], held)
-    move = partial(jax.lax.all_to_all, axis_name="expert", split_axis=0, concat_axis=0, tiled=True)
-    slot = jnp.where((target < shards) & (rank < size), target * size + rank, shards * size)
-    return _Transport(source, slot.reshape(N, K), move(ids), move, move)
-
-
-def _pairs(
-    x: Array,
-    experts: Array,
-    weights: Array,
-    kernels: ExpertKernels,
-    *,
-    transport: Callable[..., _Transport],
-    layer: Array | None,
-) -> tuple[Array, Array]:
-    """Pack pairs by their expert's shard, send them with their weights, and sum the outputs that come back."""
-    held, shards = kernels.held, jax.lax.axis_size("expert")
-    source, slot, arrived, there, back = transport(experts, held, shards)
+def _pairs(x: Array, experts: Array, weights: Array, kernels: ExpertKernels, *, layer: Array | None) -> Array:
+    """Send each pair to its expert's shard, with its weight, and sum the outputs that come back."""
+    source, slot, arrived, there, back = _ragged(experts, kernels.held, jax.lax.axis_size("expert"))
     where = Slots(source // experts.shape[1], slot)
     sent = there(to_slots(x, where)), arrived[:, None], there(weights_to_slots(weights.astype(x.dtype), source, slot))
-    y = gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), where)
-    dropped = (slot >= source.size) & (experts < held * shards)
-    return y, dropped.sum(axis=1, dtype=jnp.int32)
-
-
-def _route(dispatch: Dispatch, shards: int) -> Callable[..., tuple[Array, Array]]:
-    if dispatch.name == "gather" or shards == 1:  # an axis of one sends nothing
-        return _gather
-    if dispatch.name == "ragged_all_to_all":
-        return partial(_pairs, transport=_ragged)
-    return partial(_pairs, transport=partial(_capacity, factor=dispatch.capacity_factor))
+    return gather_up(back(combine_experts(*sent, kernels, layer=layer, likely=experts.size)), where)
 
 
 def _flat(x: Shaped[Array, "b t w"]) -> Shaped[Array, "n w"]:
@@ -197,13 +124,12 @@ def exchange(
     *,
     dispatch: Dispatch,
     layer: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
-    """The experts' weighted sum for every token, and the number of each token's pairs that were dropped.
+) -> Float[Array, "B T D"]:
+    """The experts' weighted sum for every token.
 
     On the mesh in scope, rows are sharded over the batch axes, experts over `expert` and F over `tensor`; without a
     mesh nothing is. Along axes that are manual already (all of the batch axes or none) the arguments are local parts.
-    Only `capacity` with a factor drops pairs: one that finds its buffer full adds nothing and has no gradient. An
-    `expert` axis of one needs no buffers.
+    An `expert` axis of one needs no buffers.
 
     Args:
       x: the tokens.
@@ -219,7 +145,7 @@ def exchange(
 
     if not has_mesh():
         y = combine_experts(_flat(x), _flat(experts), _flat(weights), kernels, layer=layer)
-        return y.reshape(x.shape), jnp.zeros_like(experts[..., 0])
+        return y.reshape(x.shape)
 
     manual, sizes = manual_axes(), jax.sharding.get_abstract_mesh().shape
     shards = sizes["expert"]
@@ -229,9 +155,7 @@ def exchange(
     if shards > 1:
         check_dispatch(dispatch, platform())
 
-    def shard(
-        x: Array, experts: Array, weights: Array, leaves: list[Array], layer: Array | None
-    ) -> tuple[Array, Array]:
+    def shard(x: Array, experts: Array, weights: Array, leaves: list[Array], layer: Array | None) -> Array:
         # Kernels are the same on every data and fsdp shard, x on every tensor shard: marked varying, their gradients
         # are summed over these. If fsdp holds whole experts, they are gathered and their gradients reduce-scattered.
         # An adapter's narrow side is the same on every tensor shard.
@@ -239,10 +163,9 @@ def exchange(
         if "fsdp" in held_by:
             leaves = [jax.lax.all_gather(w, "fsdp", axis=0, tiled=True) for w in leaves]
         tokens = varying(_flat(x), "tensor")
-        y, dropped = _route(dispatch, shards)(
-            tokens, _flat(experts), _flat(weights), tree.unflatten(leaves), layer=layer
-        )
-        return jax.lax.psum(y, "tensor").reshape(x.shape), dropped.reshape(x.shape[:2])
+        combine = _pairs if dispatch == "ragged_all_to_all" and shards > 1 else _gather  # one shard sends nothing
+        y = combine(tokens, _flat(experts), _flat(weights), tree.unflatten(leaves), layer=layer)
+        return jax.lax.psum(y, "tensor").reshape(x.shape)
 
     stack = () if layer is None else (None,)
     rows = without_axes(PartitionSpec(BATCH_AXES), manual)
@@ -259,6 +182,6 @@ def exchange(
     return jax.shard_map(
         shard,
         in_specs=(rows, rows, rows, there, PartitionSpec()),
-        out_specs=(rows, rows),
+        out_specs=rows,
         axis_names=set(AXES) - manual,
     )(x, experts, weights, leaves, layer)

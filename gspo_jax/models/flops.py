@@ -25,13 +25,6 @@ class Work:
         return Work(self.tokens / parts, self.predictions / parts, self.pairs / parts)
 
 
-def of_rows(rows: float | int, *, prompt: int, response: int, share: int) -> Work:
-    """The work of `rows` full-length responses to full-length prompts, each prompt fed once for `share` responses."""
-    S, T, packed = prompt, response, rows / share
-    pairs = S * (S + 1) / 2 + share * (S * T + T * (T + 1) / 2)
-    return Work(packed * (S + share * T), rows * T, packed * pairs)
-
-
 class Flops(NamedTuple):
     """Flops of a forward, by part."""
 

@@ -45,8 +45,6 @@ class Routes(NamedTuple):
     """log softmax of the router at the watched experts, without a gradient; None if none are watched."""
     balance: Float[Array, "*L B T"] | None = None
     """E Σ_e load_e p_e, 1 if load or router is uniform; None if no load was given."""
-    dropped: Int[Array, "*L B T"] | None = None
-    """The number of a token's K experts that it did not reach for want of capacity."""
     z: Float[Array, "*L B T"] | None = None
     """(log Σ_e exp logit_e)², the router z-loss of arXiv 2202.08906."""
 
@@ -161,7 +159,8 @@ class MoE(nnx.Module):
 
     def __init__(self, config: ModelConfig, stack: Stack, dispatch: Dispatch, *, choose: Choose, rngs: nnx.Rngs):
         L, D, E, F = stack.layers, config.hidden_size, stack.experts, stack.width
-        self.config, self.dispatch, self.choose = config, dispatch, choose
+        self.config, self.choose = config, choose
+        self.dispatch: Dispatch = dispatch
         self.router = parameter(rngs, (L, D, E), ("layers", "embed", "router"), float32=True)
         self.gate = parameter(rngs, (L, E, D, F), ("layers", "expert", "embed", "mlp"))
         self.up = parameter(rngs, (L, E, D, F), ("layers", "expert", "embed", "mlp"))
@@ -183,8 +182,7 @@ class MoE(nnx.Module):
         routes, weights = self.choose(checkpoint_name(logits, "dot"), self.config, asked)
         ids = jnp.where(valid[..., None], routes.experts, self.config.num_experts)
         kernels = ExpertKernels(*(matrix(self, name, x.dtype) for name in ("gate", "up", "down")))
-        y, dropped = exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer)
-        return y, routes._replace(dropped=dropped)
+        return exchange(x, ids, weights, kernels, dispatch=self.dispatch, layer=layer), routes
 
 
 class MLP(nnx.Module):

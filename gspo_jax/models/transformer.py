@@ -21,14 +21,13 @@ from gspo_jax.models import int8, lora
 from gspo_jax.models.attention import (
     Attend,
     attend_cached,
+    attend_causal,
     attend_packed,
-    attend_segments,
     rms_norm,
-    segment_positions,
 )
 from gspo_jax.models.cache import Cache, CacheDtype, Slots, stored, write_column
 from gspo_jax.models.config import ModelConfig, Stack, ones, parameter
-from gspo_jax.models.dispatch import GATHER, Dispatch
+from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.moe import (
     Routes,
@@ -135,18 +134,13 @@ class _Rows(NamedTuple):
     """Attention of queries over the keys that they see."""
 
 
-def _rows(
-    tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, prompt: int, responses: int, spans: Spans | None
-) -> _Rows:
-    """Packed rows with `spans`, else rows of a prompt and of responses of equal length."""
+def _rows(tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None, spans: Spans | None) -> _Rows:
+    """Packed rows with `spans`, else rows of one text each."""
     if spans is not None:
         return _Rows(spans.valid, spans.positions, lambda q, k, v: (attend_packed(q, k, v, spans), None))
     valid = jnp.ones(tokens.shape, bool) if valid is None else valid
-    return _Rows(
-        valid,
-        segment_positions(valid, prompt, responses),
-        lambda q, k, v: (attend_segments(q, k, v, valid, prompt, responses), None),
-    )
+    positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+    return _Rows(valid, positions, lambda q, k, v: (attend_causal(q, k, v, valid), None))
 
 
 class Transformer(nnx.Module):
@@ -162,7 +156,7 @@ class Transformer(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
-        dispatch: Dispatch = GATHER,
+        dispatch: Dispatch = "gather",
     ):
         V, D = config.vocab_size, config.hidden_size
         self.config = config
@@ -178,28 +172,22 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         valid: Bool[Array, "B T"] | None = None,
         *,
-        prompt: int = 0,
-        responses: int = 1,
         spans: Spans | None = None,
         routing: Routing | None = None,
         remat: Remat = "none",
     ) -> Output:
         """The training forward, in which a token sees itself and the valid tokens before it.
 
-        With `prompt` = S and `responses` = G, a row is S tokens of a prompt and then G responses to it of equal length.
-        Each response sees the prompt and itself, and its positions continue from the prompt's end. With `spans`, rows
-        are packed: prompts and responses of any lengths, as the spans say.
+        With `spans`, rows are packed: prompts and responses of any lengths, as the spans say.
 
         Args:
           tokens: [B, T]; padding may be anywhere.
           valid: False on padding, which no token sees and no position counts; None: there is no padding.
-          prompt: tokens of the prompt segment.
-          responses: response segments after it.
           spans: the keys that each token of packed rows sees, which also tell the padding and the positions.
           routing: requests to the routers, such as experts to replay.
           remat: the activation checkpointing policy, one of `REMATS`.
         """
-        out, _ = self._forward(tokens, _rows(tokens, valid, prompt, responses, spans), routing, remat)
+        out, _ = self._forward(tokens, _rows(tokens, valid, spans), routing, remat)
         return out
 
     def prefill(
@@ -215,7 +203,7 @@ class Transformer(nnx.Module):
         With `spans` rows are packed, else each is one text whose tokens `valid` tells from padding. Tokens attend to
         keys and values as they were computed, whatever the cache stores.
         """
-        rows = _rows(tokens, valid, tokens.shape[1], 1, spans)
+        rows = _rows(tokens, valid, spans)
 
         def keep(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             return rows.attend(q, k, v)[0], (stored(k, cache_dtype), stored(v, cache_dtype))
@@ -318,7 +306,7 @@ def abstract(
     config: ModelConfig,
     *,
     dtype: DTypeLike = jnp.float32,
-    dispatch: Dispatch = GATHER,
+    dispatch: Dispatch = "gather",
     adapters: lora.Adapters | None = None,
     base: Base = "trained",
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:

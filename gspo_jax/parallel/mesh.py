@@ -106,12 +106,6 @@ def batch_shards(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
-def shared_rows(rows: int, group_size: int) -> int:
-    """Return how many adjacent rows can share one prompt: rows of one group on one shard of the mesh in scope."""
-    shards = batch_shards(dict(jax.sharding.get_abstract_mesh().shape)) if has_mesh() else 1
-    return math.gcd(group_size, rows // shards)
-
-
 def check_divides(what: str, size: int, by: str, parts: int) -> None:
     """Raise a UserError with the nearest sizes unless `parts` (made up of `by`) divides `size`."""
     if size % parts:

@@ -27,7 +27,7 @@ DRAWS = 16
 
 def kernels(setting: Setting, name: str) -> Kernels:
     """Return the functions for the executed work of the kernels in one program."""
-    splash, packed, grouped = _splash(setting, name), _packed(setting), _grouped(setting, name)
+    splash, packed, grouped = _splash(setting), _packed(setting), _grouped(setting, name)
     sums = _row_sums(setting, name)
     return {"splash_": splash, "packed_attention": packed, ROW_SUMS: sums, **dict.fromkeys(GROUPED, grouped)}
 
@@ -37,14 +37,13 @@ def filled(setting: Setting, name: str) -> dict[str, float]:
     return {ROW_SUMS: 0.0, **dict.fromkeys(GROUPED, setting.filled(name))}
 
 
-def _splash(setting: Setting, name: str) -> Callable[[KernelCall], Work]:
-    """Attention computes every block that its mask visits, whole."""
-    T, prompt, responses = setting.attention_rows(name)
+def _splash(setting: Setting) -> Callable[[KernelCall], Work]:
+    """Attention of prompts computes every block that its mask visits, whole."""
+    T = setting.config.data.max_prompt_length
     heads = setting.model.num_heads // setting.model.num_kv_heads
 
     def work(call: KernelCall) -> Work:
-        computed = attention_tpu.computed_products(T, T, heads=heads, prompt=prompt, responses=responses)
-        count = next(count for begin, count in computed.items() if call.name.startswith(begin))
+        count = attention_tpu.computed_products(T, heads=heads)
         *rows, group, queries, width = next(a.dims for a in call.operands if a.dtype in ("bf16", "f32"))
         assert group == heads and 0 <= queries - T < T, (
             f"{call.name} has queries {queries} by {group}, not {T} by {heads}"

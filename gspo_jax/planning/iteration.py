@@ -93,10 +93,8 @@ class Run:
     """Updates of an iteration."""
     in_flight: int | None
     """Prompts of a sampling call with partial rollouts; None without."""
-    packer: Packer | None
-    """Packs the responses into rows; None: rows are padded to the longest possible responses."""
-    padded: dict[str, Rows]
-    """Rows of "update" and "score" for a mini-batch whose responses all have the full length, or are padded to it."""
+    packer: Packer
+    """Packs the responses into rows."""
     reshard_s: float
     """Seconds of a cast and reshard of the weights for the sampler."""
     prefill_s: float
@@ -197,7 +195,6 @@ def make_run(programs: Mapping[str, Mapping[str, Any]], setting: Setting) -> Run
         minibatches=training.minibatches,
         in_flight=config.sampling.partial.prompts,
         packer=setting.engine.packer,
-        padded={name: full_rows(setting, name) for name in ("update", "score")},
         reshard_s=program_seconds(programs["reshard"], setting),
         prefill_s=program_seconds(programs["sample_prefill"], setting),
         decoder=_decoder(setting, programs["sample_decode"]["steps"]),
@@ -217,11 +214,10 @@ def rate(facts: Mapping[str, Any], setting: Setting, name: str) -> Rate:
 
 def full_rows(setting: Setting, name: str) -> Rows:
     """Rows that "update" or "score" computes for a mini-batch of responses of full length, as programs are planned."""
-    training, packer, work = setting.config.training, setting.engine.packer, setting.work(name)
-    parts = setting.mesh.size / (training.minibatches if name == "score" else 1)
-    positions, count = parts * work.tokens, training.microbatches
-    if packer is not None:
-        count = round(positions / (packer.shards * packer.row_lengths[0]))
+    packer, work = setting.engine.packer, setting.work(name)
+    parts = setting.mesh.size / (packer.minibatches if name == "score" else 1)
+    positions = parts * work.tokens
+    count = round(positions / (packer.shards * packer.row_lengths[0]))
     return Rows(count, positions, parts * work.pairs, round(positions), parts * work.pairs)
 
 
@@ -268,13 +264,6 @@ def packed_rows(packer: Packer, lengths: Int[np.ndarray, "P G"], *, prompt: int)
     return found
 
 
-def real(lengths: Int[np.ndarray, "*n"], *, prompt: int, prompts: int) -> tuple[int, float]:
-    """Tokens of responses and of `prompts` prompts that they follow, and the pairs that see each other."""
-    n = lengths.astype(np.float64)
-    seen = float((n * (n + 1) / 2 + prompt * n).sum()) + prompts * prompt * (prompt + 1) / 2
-    return int(lengths.sum()) + prompts * prompt, seen
-
-
 def prefix_rows(prefix: Int[np.ndarray, " B"], *, group_size: int, prompt: int, limit: int, shards: int) -> Rows:
     """Rows that a sampling call reads its prefixes again in: as many on every batch shard as the fullest needs."""
     if not prefix.any():
@@ -304,8 +293,18 @@ def batches(run: Run, lengths: Lengths, seed: int) -> Iterator[sampling.Batch]:
 
 def simulate(run: Run, lengths: Lengths, *, seed: int = 0) -> Iteration:
     """The mean iteration with response lengths drawn from `lengths`, once partial rollouts have filled the buffer."""
+    return mean_of(run, _measured(run, lengths, seed))
+
+
+def simulate_sampling(run: Run, lengths: Lengths, *, seed: int = 0) -> dict[str, float]:
+    """The phases of sampling alone, in seconds, of the mean iteration that `simulate` returns."""
+    sampled = _measured(run, lengths, seed)
+    return _sampling_phases(run, sampled, _prefixes(run, sampled))
+
+
+def _measured(run: Run, lengths: Lengths, seed: int) -> list[sampling.Batch]:
     filling = 0 if run.in_flight is None else FILLING
-    return mean_of(run, list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED)))
+    return list(itertools.islice(batches(run, lengths, seed), filling, filling + MEASURED))
 
 
 def typical(run: Run, found: Iteration) -> Iteration:
@@ -321,28 +320,15 @@ def _sampling_seconds(batch: sampling.Batch) -> float:
 def mean_of(run: Run, sampled: Sequence[sampling.Batch]) -> Iteration:
     """The mean iteration of some batches; training, whose time hardly changes among them, is the last one's."""
     last, calls = sampled[-1], [call for batch in sampled for call in batch.calls]
-    prefixes = [
-        prefix_rows(
-            prefix,
-            group_size=run.group_size,
-            prompt=run.prompt_length,
-            limit=run.limit,
-            shards=run.decoder.shards,
-        )
-        for batch in sampled
-        for prefix in batch.prefixes
-    ]
-    updates = training_rows(run, "update", last.lengths)
-    scored = training_rows(run, "score", last.lengths) if run.scores else []
-    prompts_s = run.prefill_s * (run.in_flight or run.prompts) / run.prompts
+    prefixes = _prefixes(run, sampled)
+    updates = packed_rows(run.packer, last.lengths, prompt=run.prompt_length)
+    scored = updates if run.scores else []
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(sampled)
 
     by_phase = {
-        "reshard": run.reshard_s,
-        "prefill": mean(prompts_s + run.forward.seconds(rows, run.chips) for rows in prefixes),
-        "decode": mean(call.seconds for call in calls),
+        **_sampling_phases(run, sampled, prefixes),
         "reward": run.reward_s,
         "score": sum(run.forward.seconds(rows, run.chips) for rows in scored),
         "update": sum(run.update.seconds(rows, run.chips) for rows in updates),
@@ -367,10 +353,16 @@ def mean_of(run: Run, sampled: Sequence[sampling.Batch]) -> Iteration:
     return Iteration(by_phase=by_phase, waits=waits, tokens=tokens, counts=counts, sampled=sampled)
 
 
-def training_rows(run: Run, name: str, lengths: Int[np.ndarray, "P G"]) -> list[Rows]:
-    """Rows that "update" or "score" computes for each mini-batch."""
-    prompt, parts = run.prompt_length, [lengths[index :: run.minibatches] for index in range(run.minibatches)]
-    if run.packer is not None:
-        return packed_rows(run.packer, lengths, prompt=prompt)
-    found = [real(part, prompt=prompt, prompts=len(part)) for part in parts]
-    return [run.padded[name]._replace(tokens=tokens, seen=seen) for tokens, seen in found]
+def _prefixes(run: Run, sampled: Sequence[sampling.Batch]) -> list[Rows]:
+    """Rows of prefixes of each sampling call."""
+    size = {"group_size": run.group_size, "prompt": run.prompt_length, "limit": run.limit}
+    every = (prefix for batch in sampled for prefix in batch.prefixes)
+    return [prefix_rows(prefix, **size, shards=run.decoder.shards) for prefix in every]
+
+
+def _sampling_phases(run: Run, sampled: Sequence[sampling.Batch], prefixes: Sequence[Rows]) -> dict[str, float]:
+    """Mean seconds of the phases of sampling."""
+    prompts_s = run.prefill_s * (run.in_flight or run.prompts) / run.prompts
+    prefill = sum(prompts_s + run.forward.seconds(rows, run.chips) for rows in prefixes)
+    decode = sum(call.seconds for batch in sampled for call in batch.calls)
+    return {"reshard": run.reshard_s, "prefill": prefill / len(sampled), "decode": decode / len(sampled)}

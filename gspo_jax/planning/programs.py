@@ -222,10 +222,8 @@ class _Programs:
             packing=self._packing(),
         )
 
-    def _packing(self) -> Packing | None:
+    def _packing(self) -> Packing:
         """The packing of a batch: its shapes do not depend on the lengths."""
-        if self.engine.packer is None:
-            return None
         nothing = np.zeros(self.rows, np.int32)
         packing = self.engine.packer(nothing, nothing)
         everywhere = mesh_lib.replicated(self.mesh)

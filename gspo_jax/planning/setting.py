@@ -15,7 +15,6 @@ from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.experts import room_for
-from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.rates import Rates
 from gspo_jax.parallel.topology import Chip
 from gspo_jax.planning import programs
@@ -60,27 +59,19 @@ class Setting:
         S, T = data.max_prompt_length, sampling.max_response_length
         rows = P * G
         if name == "sample_prefill":
-            whole = flops_lib.of_rows(P, prompt=S, response=0, share=1)
-            whole = dataclasses.replace(whole, predictions=P)
+            whole = flops_lib.Work(P * S, P, P * S * (S + 1) / 2)
         elif name == "sample_decode":
             slots = sampling.slots or rows
             whole = flops_lib.Work(slots, slots, slots * (S + T))
         elif name == "reshard":
             whole = flops_lib.Work(0, 0, 0)
         else:
-            whole = self._padded_work(name) if self.engine.packer is None else self._packed_work(name)
+            whole = self._trained_work(name)
         return whole / self.mesh.size
 
-    def _padded_work(self, name: str) -> flops_lib.Work:
-        """The work of an update or of scoring, on all chips together, with padded rows."""
-        rows, share = self._learned(name)
-        size = self.config.data.max_prompt_length, self.config.sampling.max_response_length
-        return flops_lib.of_rows(rows, prompt=size[0], response=size[1], share=share)
-
-    def _packed_work(self, name: str) -> flops_lib.Work:
-        """The same with packed rows: all of a row's positions pass through the layers and predict something."""
+    def _trained_work(self, name: str) -> flops_lib.Work:
+        """The work of an update or of scoring, on all chips together: all positions of rows predict something."""
         packer, size = self.engine.packer, self.row_size
-        assert packer is not None
         responses = self.config.data.prompts_per_batch * packer.group_size // packer.minibatches
         (turns, *_) = turns_at_full_length(responses // packer.shards, packer.row_lengths, **size)
         _, count = full_row(packer.row_lengths[0], **size)
@@ -96,22 +87,6 @@ class Setting:
         size = {"prompt": data.max_prompt_length, "response": sampling.max_response_length}
         return size | {"group_size": sampling.group_size}
 
-    def _learned(self, name: str) -> tuple[int, int]:
-        """Rows of an update, or else of a batch to score, and how many of them share a prompt."""
-        training, G = self.config.training, self.config.sampling.group_size
-        rows = self.config.data.prompts_per_batch * G
-        rows = rows // training.minibatches if name == "update" else rows
-        with jax.set_mesh(self.mesh):
-            return rows, mesh_lib.shared_rows(rows // training.microbatches, G)
-
-    def attention_rows(self, name: str) -> tuple[int, int, int]:
-        """Tokens of a padded row that attention kernels read in a program; of them the prompt's; responses after it."""
-        S, T = self.config.data.max_prompt_length, self.config.sampling.max_response_length
-        if name not in ("update", "score"):
-            return S, 0, 1
-        _, share = self._learned(name)
-        return S + share * T, S, share
-
     def expert_shards(self, name: str) -> int:
         """Number of chips over which a program spreads the experts of a layer while it computes."""
         meshes = self.engine.meshes
@@ -120,8 +95,7 @@ class Setting:
     def filled(self, name: str) -> float:
         """Fraction of the experts' buffer rows in use if load is balanced."""
         model, shards = self.model, self.expert_shards(name)
-        dispatch = self.config.model.dispatch
-        if not model.is_routed or dispatch == "capacity":
+        if not model.is_routed:
             return 1.0
         most = shards * min(model.experts_per_token, model.num_experts // shards)  # per token of the shard's own
         likely = 2**20 * model.experts_per_token

@@ -170,8 +170,6 @@ class Search:
         data, group_size = setting.config.data, setting.config.sampling.group_size
         drawn = self.lengths.draw(data.prompts_per_batch * group_size, np.random.default_rng(0))
         lengths = drawn.reshape(data.prompts_per_batch, group_size)
-        if setting.engine.packer is None:
-            return [iteration.full_rows(setting, "update")] * setting.config.training.minibatches
         return iteration.packed_rows(setting.engine.packer, lengths, prompt=data.max_prompt_length)
 
     def _sample(self, changes: Changes, facts: Mapping[str, Any], setting: Setting) -> float | None:
@@ -181,10 +179,8 @@ class Search:
         if not all(program["fits"] for program in programs):
             self._add(Try(SAMPLING, changes, None, free, "does not fit"))
             return None
-        run = dataclasses.replace(iteration.make_run(facts, setting), packer=None)
-        found = iteration.simulate(run, self.lengths)
+        seconds = sum(iteration.simulate_sampling(iteration.make_run(facts, setting), self.lengths).values())
         note = "" if free >= self.headroom else f"leaves less than {self.headroom:.0%} of the memory free"
-        seconds = sum(found.by_phase[phase] for phase in ("reshard", "prefill", "decode"))
         self._add(Try(SAMPLING, changes, seconds, free, note))
         return None if note else seconds
 
@@ -196,7 +192,7 @@ class Search:
     def _row_budgets(self, best: Changes) -> Iterator[Changes]:
         """Rows of twice and of half as many tokens, as far as they hold the longest response and its prompt."""
         config = self._with(best)
-        if config.training.packing and config.training.row_tokens is not None:
+        if config.training.row_tokens is not None:
             least = config.data.max_prompt_length + config.sampling.max_response_length
             own = config.training.row_tokens
             yield from (best | {"training.row_tokens": n} for n in (2 * own, own // 2) if n >= least)
@@ -235,7 +231,7 @@ class Search:
         for partial in (None, *PARTIAL):
             part = best if partial is None else best | self._partial(*partial)
             its = dataclasses.replace(setting, engine=dataclasses.replace(setting.engine, config=self._with(part)))
-            run = dataclasses.replace(iteration.make_run(facts, its), packer=None)
+            run = iteration.make_run(facts, its)
             own, shards = run.decoder.steps[0].slots, run.decoder.shards
             room = (decode["headroom"] - self.headroom) * setting.chip.memory + partial_bytes(setting, own)
 
@@ -252,8 +248,8 @@ class Search:
             for slots in {most, most - most % 4, 3 * own // 2, own, 3 * own // 4, own // 2}:
                 if 0 < slots <= most:
                     decoder = dataclasses.replace(run.decoder, steps=interpolated(run.decoder.steps, slots))
-                    trial = iteration.simulate(dataclasses.replace(run, decoder=decoder), self.lengths)
-                    seconds = trial.by_phase["prefill"] + trial.by_phase["decode"]
+                    trial = iteration.simulate_sampling(dataclasses.replace(run, decoder=decoder), self.lengths)
+                    seconds = trial["prefill"] + trial["decode"]
                     changes = part if slots == own else part | {"sampling.slots": slots * shards}
                     found[seconds, len(found)] = changes
         faster = itertools.takewhile(lambda changes: changes != best, (found[key] for key in sorted(found)))

@@ -32,8 +32,6 @@ from gspo_jax.types import StopRequested, UserError, choices
 
 Row = tuple[str, str, dict[str, Any]]
 """(prompt, completion, record): the arguments of every reward function."""
-RENAMED = {"format": "answer_format"}
-"""Former names of rewards, for the error of a config that still has one: old -> new."""
 _NOT_ASKED = Outcome[float](None)
 """The outcome of a function that does not score a record's completions."""
 LOOK_S = 0.2
@@ -322,11 +320,8 @@ def check_weights(kind: str, functions: Mapping[str, float]) -> None:
 def check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
     """Raise UserError for a name that is not in `known`, which its message lists."""
     for name in names:
-        if name in known:
-            continue
-        if RENAMED.get(name) in known:
-            raise UserError(f"{kind} {name!r} is now called {RENAMED[name]!r}; rename it in the config")
-        raise UserError(f"no {kind} {name!r}; {choices(name, known)}")
+        if name not in known:
+            raise UserError(f"no {kind} {name!r}; {choices(name, known)}")
 
 
 def zip_rows(prompts: Sequence[str], completions: Sequence[str], records: Sequence[dict[str, Any]]) -> list[Row]:

@@ -22,7 +22,7 @@ from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
 from gspo_jax.reporting.writers import fields_of, read_config, read_saved
 from gspo_jax.rollout.episodes import Episodes
-from gspo_jax.setup import inputs, keys, learning, policy
+from gspo_jax.setup import fields, inputs, keys, learning, policy
 from gspo_jax.setup.inputs import FUNCTION
 from gspo_jax.setup.policy import field_of
 from gspo_jax.storage import RunFolder
@@ -47,15 +47,12 @@ MAY_CHANGE = (
     "sampling.poll_steps",
     "model.dispatch",
     "model.remat",
-    "training.packing",
     "training.row_tokens",
-    "training.microbatches",
     "training.max_skipped",
     "training.logprob_chunk",
 )
 """Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a
-run's numbers, except by rounding and by the tokens that a capacity factor drops. `iterations` may not where a learning
-rate falls over all of them.
+run's numbers, except by rounding. `iterations` may not where a learning rate falls over all of them.
 """
 
 COMPARED = {
@@ -208,12 +205,17 @@ def check_same_run(
 ) -> None:
     """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
 
-    `iterations` may not change either where a learning rate falls over all of them. A field missing on one side counts
-    as its default, because it may have been added after the checkpoint was saved. `flag` is the one with which the user
-    chooses the folder.
+    `iterations` may not change either where a learning rate falls over all of them. `flag` is the one with which the
+    user chooses the folder.
     """
-    defaults = _flat(base().to_dict())
-    ours, theirs = defaults | _flat(config.to_dict()), defaults | _flat(saved)
+    defaults, ours, theirs = (_flat(each) for each in (base().to_dict(), config.to_dict(), saved))
+    for name in sorted(defaults.keys() ^ theirs.keys()):
+        if not fields.is_open(name):
+            has = "has" if name in theirs else "lacks"
+            raise UserError(
+                f"the run in {workdir} was saved by another version of gspo_jax, whose config {has} {name}; go on with "
+                f"that version, or start another run with another {flag}"
+            )
     for name in sorted(ours.keys() | theirs.keys()):
         if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
             raise UserError(

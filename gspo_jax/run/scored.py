@@ -46,7 +46,7 @@ class Responses:
     records: Shaped[np.ndarray, " B"]
     """Data record of each prompt, such as its answer."""
     packing: Packing | None = None
-    """Rows that compute the responses; None if they are padded, and before the batch is complete."""
+    """Rows that compute the responses; None before the batch is complete."""
 
 
 @struct.dataclass(kw_only=True)

@@ -116,7 +116,7 @@ class Run:
     skipped: int = 0
     """Updates skipped in a row, up to the newest."""
     packed: dict[str, float] = dataclasses.field(default_factory=dict)
-    """How well the newest batch is packed, by metric name; empty if rows are padded."""
+    """How well the newest batch is packed, by metric name."""
     noise: dict[str, float] = dataclasses.field(default_factory=dict)
     """Split of the newest batch's log-ratios into weights and routes, by metric name; empty if not measured."""
     updating: bool = False
@@ -205,8 +205,6 @@ class Run:
         self.phases.poll()
         self.engine.sampler.release()
         batch, packer = rounds.batch(self.engine.meshes.trainer), self.engine.packer
-        if packer is None:
-            return batch
         columns = batch.lengths, hosts.allgather(batch.rollout.prompt_lengths)
         packing = packer(*columns)
         self.packed = packer.metrics(packing, *columns)
@@ -216,6 +214,7 @@ class Run:
         """Log-probs, values and routes that stay fixed during the iteration's updates."""
         critic = None if state.critic is None else state.critic.params
         weights = self.weights(state)
+        assert batch.packing is not None
         return jax.block_until_ready(self.engine.score(weights, critic, self.reference, batch.rollout, batch.packing))
 
     def rewards(self, rounds: Rounds, batch: Responses, clock: Clock) -> Scored:
@@ -266,6 +265,7 @@ class Run:
 
     def _measure_noise(self, state: TrainState, experience: Experience) -> dict[str, float]:
         rollout, old, packing = experience.rollout, experience.old, experience.packing
+        assert packing is not None
         ratios, _ = noise.measure(self.engine, self.weights(state), rollout, old, packing)
         return decomposition.metrics(ratios)
 

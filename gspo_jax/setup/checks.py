@@ -14,6 +14,7 @@ from gspo_jax.data.templates import CLOCK
 from gspo_jax.models import lora, peft, published, transformer
 from gspo_jax.models.cache import CACHE_DTYPES
 from gspo_jax.models.config import ModelConfig
+from gspo_jax.models.dispatch import DISPATCHES
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting import weights_and_biases
@@ -102,7 +103,6 @@ def _check_settings(config: ConfigDict) -> None:
     _check_benchmarks(config)
     _check_partial_rollouts(config)
     sampling.make_sampling(config)
-    policy.make_dispatch(config)
     _check_adapters(config)
     objective = learning.make_objective(config)
     _check_learning(config, objective)
@@ -115,7 +115,7 @@ def _check_settings(config: ConfigDict) -> None:
 def _check_places(config: ConfigDict) -> None:
     """Check how the files and folders that the config names are written."""
     data, sources = config.data, config.data.sources.items()
-    places = {"model.folder": config.model.folder, "adapter.folder": config.get("adapter", {}).get("folder", "")}
+    places = {"model.folder": config.model.folder, "adapter.folder": config.adapter.folder}
     places |= {f"data.{name}": data[name] for name in ("folder", "train", "test", "few_shot")}
     places |= {
         f"data.sources.{source}.{name}": section[name] for source, section in sources for name in ("train", "test")
@@ -131,8 +131,9 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(f"training.old_logprobs is {config.training.old_logprobs!r}; use 'sampler' or 'recompute'")
     if config.model.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype is {config.model.dtype!r}; use 'float32' or 'bfloat16'")
-    if config.model.remat not in transformer.REMATS:
-        raise UserError(f"model.remat is {config.model.remat!r}; use {', '.join(map(repr, transformer.REMATS))}")
+    for name, known in (("remat", transformer.REMATS), ("dispatch", DISPATCHES)):
+        if config.model[name] not in known:
+            raise UserError(f"model.{name} is {config.model[name]!r}; use {', '.join(map(repr, known))}")
     try:
         datetime.datetime.fromisoformat(config.data.clock)
     except ValueError:
@@ -259,8 +260,7 @@ def _check_learning(config: ConfigDict, objective: Objective) -> None:
 def _check_adapters(config: ConfigDict) -> None:
     """Check the adapters, and that nothing needs a second model beside them."""
     if policy.make_adapters(config) is None:
-        stored = config.get("adapter", {}).get("base_dtype")  # a run of an earlier version has no such section
-        if stored:
+        if stored := config.adapter.base_dtype:
             raise UserError(
                 f"adapter.base_dtype is {stored!r} and there are no adapters, so all weights are trained; set "
                 "adapter.rank, or leave it empty"
@@ -321,15 +321,8 @@ def _check_updates(config: ConfigDict) -> None:
 
 
 def _check_packing(config: ConfigDict) -> None:
-    """Check that a row has room for the longest prompt and response, and that only padded rows are cut into parts."""
+    """Check that a row has room for the longest prompt and response."""
     training, prompt, response = config.training, config.data.max_prompt_length, config.sampling.max_response_length
-    if not training.packing:
-        return
-    if training.microbatches != 1:
-        raise UserError(
-            f"training.microbatches is {training.microbatches}, but packed rows are as many as the lengths need; set "
-            "it to 1 and bound the memory by training.row_tokens, or set training.packing to False"
-        )
     if training.row_tokens is not None and training.row_tokens < prompt + response:
         raise UserError(
             f"training.row_tokens is {training.row_tokens}, too few for data.max_prompt_length {prompt} and "

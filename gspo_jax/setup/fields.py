@@ -1,7 +1,7 @@
 """The config's fields: which there are, and the type and range of each. What fields must be together is in checks.py.
 
 Fields that are handed on as they are have their ranges where they are used: the hyper-parameters of objectives and of
-mismatch corrections (`objectives`), truncated sampling (`SamplingParams`) and the capacity factor (`Dispatch`).
+mismatch corrections (`objectives`), and truncated sampling (`SamplingParams`).
 """
 
 import dataclasses
@@ -114,7 +114,6 @@ RANGES = {
     **{f"critic.optimizer.{name}": allowed for name, allowed in _ADAMW.items()},
     "training.minibatches": COUNT,
     "training.row_tokens": COUNT,
-    "training.microbatches": COUNT,
     "training.max_skipped": COUNT,
     "training.entropy_weight": FINITE,
     "training.logprob_chunk": COUNT,
@@ -140,6 +139,11 @@ _DIFFICULTY_SETS = ("data.options.train_size", "data.options.test_size")
 """Options that may also be None: the difficulty's own size."""
 TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 """What a user calls the types of fields."""
+
+
+def is_open(name: str) -> bool:
+    """Whether a field lies in a section to which a config may add fields, or whose fields it may leave out."""
+    return name.startswith(tuple(f"{section}." for section in (*_OPEN, *_HYPER_PARAMETERS)))
 
 
 def check_fields(config: ConfigDict) -> None:

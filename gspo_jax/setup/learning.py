@@ -15,7 +15,6 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import Objective, mismatch
 from gspo_jax.objectives.mismatch import Correction, make_correction
 from gspo_jax.setup import functions, sampling
-from gspo_jax.setup import policy as policy_lib
 from gspo_jax.setup.fields import at
 from gspo_jax.training import packing
 from gspo_jax.training.packing import Packer
@@ -98,30 +97,28 @@ def make_critic(config: ConfigDict, model: ModelConfig) -> CriticRule | None:
         model,
         own_trunk=config.critic.trunk == "own",
         dtype=jnp.dtype(config.model.dtype),
-        dispatch=policy_lib.make_dispatch(config),
+        dispatch=config.model.dispatch,
     )
     return CriticRule(graph, shapes, make_optimizer(total_updates=total_updates(config), **config.critic.optimizer)[0])
 
 
-def make_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer | None:
-    """The packer of a training batch, for the trainer's batch shards; None if rows are padded."""
+def make_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer:
+    """The packer of a training batch, for the trainer's batch shards."""
     group_size, minibatches = config.sampling.group_size, config.training.minibatches
     responses = config.data.prompts_per_batch * group_size // minibatches
     return _packer(config, model, shards, responses, group_size=group_size, minibatches=minibatches)
 
 
-def make_demonstration_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer | None:
-    """The packer of a cold start's batches; None if rows are padded."""
+def make_demonstration_packer(config: ConfigDict, model: ModelConfig, shards: int) -> Packer:
+    """The packer of a cold start's batches."""
     return _packer(config, model, shards, config.coldstart.batch, group_size=1, minibatches=1)
 
 
 def _packer(
     config: ConfigDict, model: ModelConfig, shards: int, responses: int, *, group_size: int, minibatches: int
-) -> Packer | None:
+) -> Packer:
     """The packer of mini-batches of so many responses; rows are no longer than a shard's share of these can fill."""
     training = config.training
-    if not training.packing:
-        return None
     size: dict[str, int] = {
         "prompt": config.data.max_prompt_length,
         "response": config.sampling.max_response_length,

@@ -13,7 +13,6 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import check_dispatch
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import processes
-from gspo_jax.setup.policy import make_dispatch
 from gspo_jax.types import UserError
 
 
@@ -36,7 +35,7 @@ def make_meshes(config: ConfigDict, model: ModelConfig, trainer: Mesh | None = N
             mesh_lib.check_divides("cpu_devices", config.cpu_devices, "the number of processes", jax.process_count())
         trainer = mesh_lib.make_mesh(dict(config.mesh))
         if trainer.shape["expert"] > 1:
-            check_dispatch(make_dispatch(config), jax.default_backend())
+            check_dispatch(config.model.dispatch, jax.default_backend())
         processes.connect(trainer)
     check_dtype(config.model.dtype, trainer.devices.flat[0])
     check_sizes(config, model, trainer.shape)
@@ -89,12 +88,11 @@ def _sampler_sizes(config: ConfigDict) -> dict[str, int] | None:
 
 
 def _check_batch(config: ConfigDict, shards: int) -> None:
-    """Check that prompts, slots, mini-batches and micro-batches divide over the trainer's batch shards."""
+    """Check that prompts, slots and mini-batches divide over the trainer's batch shards."""
     by = "data×fsdp×expert"
     training, group = config.training, config.sampling.group_size
-    rows = shards * training.microbatches  # a mini-batch has a multiple of these rows
-    groups = training.minibatches * (rows // math.gcd(rows, group))
-    parts = f"what {by} = {shards}, {training.minibatches} mini-batches and {training.microbatches} micro-batches need"
+    groups = training.minibatches * (shards // math.gcd(shards, group))
+    parts = f"what {by} = {shards} and {training.minibatches} mini-batches need"
     mesh_lib.check_divides("data.prompts_per_batch", config.data.prompts_per_batch, parts, math.lcm(shards, groups))
     under_way = config.sampling.partial.prompts
     if under_way is not None:

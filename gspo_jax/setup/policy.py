@@ -12,11 +12,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from gspo_jax import storage
-from gspo_jax.data.templates import CLOCK
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.models.dispatch import Dispatch
 from gspo_jax.models.matrices import ADAPTER
 from gspo_jax.models.published import check as check_published
 from gspo_jax.models.published import find as find_published
@@ -87,7 +85,7 @@ class Policy:
         """
         if self.adapters is None:
             return self.shapes.frozen
-        alpha = None if run is None else run.get("config", {}).get("adapter", {}).get("alpha")
+        alpha = None if run is None else run["config"]["adapter"]["alpha"]
         if alpha not in (None, self.adapters.alpha):
             raise UserError(f"adapter.alpha is {self.adapters.alpha} here and {alpha} in the checkpoint; set it back")
         stored: Any = "int8" if self.is_quantized else "frozen"
@@ -118,7 +116,7 @@ class Policy:
 
 def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
     """The policy for a model of this shape; nothing is allocated."""
-    options: dict[str, Any] = {"dtype": jnp.dtype(config.model.dtype), "dispatch": make_dispatch(config)}
+    options: dict[str, Any] = {"dtype": jnp.dtype(config.model.dtype), "dispatch": config.model.dispatch}
     adapters = make_adapters(config)
     if adapters is None:
         graph, shapes = transformer.abstract(model, **options)
@@ -134,9 +132,7 @@ def make_policy(config: ConfigDict, model: ModelConfig) -> Policy:
 
 def make_adapters(config: ConfigDict) -> lora.Adapters | None:
     """The adapters of `config.adapter`; None if it has none, and all weights are trained."""
-    section = config.get("adapter")
-    if section is None:  # a run of an earlier version
-        return None
+    section = config.adapter
     if not (section.rank or section.expert_rank):
         if section.folder:
             raise UserError(f"adapter.folder is {section.folder!r} and both ranks are 0; set them to the folder's")
@@ -148,11 +144,6 @@ def make_adapters(config: ConfigDict) -> lora.Adapters | None:
         targets=tuple(section.targets),
         expert_targets=tuple(section.expert_targets),
     )
-
-
-def make_dispatch(config: ConfigDict) -> Dispatch:
-    """The expert-parallel dispatch that `model.dispatch` names."""
-    return Dispatch(config.model.dispatch, config.model.capacity_factor)
 
 
 def model_config(config: ConfigDict) -> ModelConfig:
@@ -242,8 +233,8 @@ def read_folder(config: ConfigDict, folder: Path) -> tuple[ModelConfig, Tokenize
     """
     thinking = config.data.enable_thinking
     variables = {} if thinking is None else {"enable_thinking": thinking}
-    clock = config.data.get("clock", CLOCK)  # a run of an earlier version has none
-    model, tokenizer = _folder_model(config, folder), Tokenizer.load(folder, clock=clock, **variables)
+    model = _folder_model(config, folder)
+    tokenizer = Tokenizer.load(folder, clock=config.data.clock, **variables)
     check_vocabulary(tokenizer, model.vocab_size)
     sampling.stop_ids(config, tokenizer)
     sampling.opening(config, tokenizer)

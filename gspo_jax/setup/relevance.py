@@ -34,9 +34,7 @@ NOT_OF_ANSWERS = {
     "critic.": "of training",
     "mismatch.": "of training",
     "training.minibatches": "of training",
-    "training.packing": "of training",
     "training.row_tokens": "of training",
-    "training.microbatches": "of training",
     "training.max_skipped": "of training",
     "training.entropy_weight": "of training",
     "training.logprob_chunk": "of training",
@@ -79,7 +77,6 @@ NOT_OF_COLD_START = {
 """Config fields, by prefix, that a cold start does not depend on, and why."""
 OF_COLD_START = (
     "sampling.max_response_length",
-    "training.packing",
     "training.row_tokens",
     "training.logprob_chunk",
 )

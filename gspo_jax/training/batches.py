@@ -1,6 +1,6 @@
-"""Parts of a batch: mini-batches, one for each update, and micro-batches, which bound the memory that one takes.
+"""Mini-batches of a batch, one for each update.
 
-Parts are strided rather than contiguous, so that every device slices its own rows when it holds some of every part.
+They are strided rather than contiguous, so that every device slices its own rows when it holds some of each.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from gspo_jax.parallel.mesh import constrain, shared_rows
+from gspo_jax.parallel.mesh import constrain
 
 
 def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: int) -> Any:
@@ -29,26 +29,6 @@ def take_minibatch(batch: Any, index: Array | int, *, count: int, group_size: in
 def join_minibatches(parts: Any, *, group_size: int) -> Any:
     """[count, B / count, …] -> [B, …] for every array: invert `take_minibatch`, given all parts."""
     return jax.tree.map(lambda x: _interleaved(x, group_size), parts)
-
-
-def cut_rows(batch: Any, count: int, *, group_size: int) -> Any:
-    """[B, …] -> [count, B / count, …] for every array: micro-batches, each spread over all shards.
-
-    Cut in units of as many adjacent rows of a group as fit on one shard, so that they still share their prompt.
-    """
-
-    def cut(x: Array) -> Array:
-        rows, *rest = x.shape
-        unit = shared_rows(rows // count, group_size)
-        x = jnp.moveaxis(x.reshape(rows // (count * unit), count, unit, *rest), 1, 0)
-        return constrain(x.reshape(count, rows // count, *rest), None, "batch", *(None,) * len(rest))
-
-    return jax.tree.map(cut, batch)
-
-
-def join_rows(parts: Any, *, group_size: int) -> Any:
-    """Invert `cut_rows`."""
-    return jax.tree.map(lambda x: _interleaved(x, shared_rows(x.shape[1], group_size)), parts)
 
 
 def _interleaved(x: Array, unit: int) -> Array:

@@ -1,4 +1,4 @@
-"""Rows in which the trainer computes responses: one response or group each, padded, or several, packed.
+"""The packed rows in which the trainer computes responses.
 
 A layout knows the way from what is known of each response, [B, N, …] for N = S + T positions, to the rows of a forward
 pass, [R, M, …], and from the rows back to the tokens, [B, T]. Log-probs, routes, metrics and losses are written once,
@@ -19,7 +19,6 @@ from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models.moe import Routing
 from gspo_jax.models.transformer import Output, Remat, Transformer
 from gspo_jax.parallel.hlo import at_most
-from gspo_jax.parallel.mesh import shared_rows
 from gspo_jax.parallel.rows import by_batch_shard, shards, take_rows
 from gspo_jax.training.packing import Packing, turns_at_full_length
 from gspo_jax.types import Responses
@@ -28,71 +27,7 @@ State = TypeVar("State")
 
 
 @struct.dataclass
-class Padded:
-    """Each row is a prompt, and then as many full-length responses to it as the rows of a shard allow."""
-
-    responses: Responses
-    """The responses to compute."""
-    share: int = struct.field(pytree_node=False)
-    """Responses in a row."""
-
-    @classmethod
-    def of(cls, responses: Responses, *, group_size: int) -> "Padded":
-        """The layout of responses in groups: adjacent ones share their prompt if they live on one shard."""
-        return cls(responses, shared_rows(responses.tokens.shape[0], group_size))
-
-    @property
-    def targets(self) -> Int[Array, "B T"]:
-        """The token at each scored position."""
-        return self.responses.tokens
-
-    @property
-    def valid(self) -> Bool[Array, "R M"]:
-        """False on padding."""
-        return self.rows(_is_real(self.responses))
-
-    def forward(self, model: Transformer, routing: Routing | None, remat: Remat) -> Output:
-        """The model's output for the rows."""
-        prompt = self.responses.prompts.shape[1]
-        tokens = self.rows(_all_tokens(self.responses))
-        return model(tokens, self.valid, prompt=prompt, responses=self.share, routing=routing, remat=remat)
-
-    def rows(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "R M *rest"]:
-        """Values of the rows' positions; those of a shared prompt are the first response's."""
-        S, (B, N, *rest) = self.responses.prompts.shape[1], x.shape
-        x = x.reshape(B // self.share, self.share, N, *rest)
-        own = x[:, :, S:].reshape(B // self.share, self.share * (N - S), *rest)
-        return jnp.concatenate([x[:, 0, :S], own], axis=1)
-
-    def whole(self, x: Shaped[Array, "R M *rest"], fill: Any) -> Shaped[Array, "B N *rest"]:
-        """Invert `rows`: every response has its own copy of the prompt's values again."""
-        del fill  # the rows have every position
-        S, T = self.responses.prompts.shape[1], self.responses.tokens.shape[1]
-        own = x[:, S:].reshape(x.shape[0] * self.share, T, *x.shape[2:])
-        return jnp.concatenate([jnp.repeat(x[:, :S], self.share, axis=0), own], axis=1)
-
-    def predicting(self, x: Shaped[Array, "R M *rest"]) -> Shaped[Array, "B T *rest"]:
-        """Values at the position that predicts each scored position's token.
-
-        Token t is predicted one position earlier, the first one by the prompt's last real token.
-        """
-        B, T = self.responses.tokens.shape
-        lengths = self.responses.prompt_lengths.reshape(B // self.share, self.share)[:, 0]
-        last = jnp.take_along_axis(x, lengths.reshape(-1, *(1,) * (x.ndim - 1)) - 1, axis=1)
-        own = x[:, self.responses.prompts.shape[1] :].reshape(B, T, *x.shape[2:])
-        return jnp.concatenate([jnp.repeat(last, self.share, axis=0), own[:, :-1]], axis=1)
-
-    def scored(self, x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
-        """Values of the tokens, from those at scored positions."""
-        return x
-
-    def own(self, x: Shaped[Array, "R M"]) -> Shaped[Array, "B T"]:
-        """Values at the tokens' own positions."""
-        return x[:, self.responses.prompts.shape[1] :].reshape(self.responses.tokens.shape)
-
-
-@struct.dataclass
-class Packed:
+class Layout:
     """A row on each batch shard, which holds prompts, each followed by responses to it, of any lengths.
 
     The B responses are those of one mini-batch, in places of which each shard has B / shards. A place whose response is
@@ -120,7 +55,7 @@ class Packed:
     @classmethod
     def of(
         cls, responses: Responses, packing: Packing, minibatch: Array | int, kind: int, turn: Array | int
-    ) -> "Packed":
+    ) -> "Layout":
         """The row of one micro-batch on each shard.
 
         Args:
@@ -198,10 +133,6 @@ class Packed:
         return by_batch_shard(_own)(x, *where, self.in_response)
 
 
-Layout = Padded | Packed
-"""Rows of a forward pass."""
-
-
 def mask_of_rows(layout: Layout, mask: Bool[Array, "B T"]) -> Bool[Array, "R M"]:
     """The mask at the tokens' own positions in the rows; False on prompts and padding."""
     nothing = jnp.zeros((mask.shape[0], layout.responses.prompts.shape[1]), bool)
@@ -211,12 +142,6 @@ def mask_of_rows(layout: Layout, mask: Bool[Array, "B T"]) -> Bool[Array, "R M"]
 def _all_tokens(responses: Responses) -> Int[Array, "B N"]:
     """Prompts and responses concatenated."""
     return jnp.concatenate([responses.prompts, responses.tokens], axis=1)
-
-
-def _is_real(responses: Responses) -> Bool[Array, "B N"]:
-    """True on the real positions of prompts and responses."""
-    in_prompt = jnp.arange(responses.prompts.shape[1])[None] < responses.prompt_lengths[:, None]
-    return jnp.concatenate([in_prompt, responses.mask], axis=1)
 
 
 def _positions(
@@ -277,7 +202,7 @@ def deal(tree: Any, packing: Packing, minibatch: Array | int) -> Any:
 
 
 def fold_rows(
-    add: Callable[[State, Packed], State],
+    add: Callable[[State, Layout], State],
     state: State,
     responses: Responses,
     packing: Packing,
@@ -300,7 +225,7 @@ def fold_rows(
     for kind, usual in enumerate(full):
 
         def turn(number: Array, state: State, kind: int = kind) -> State:
-            return add(state, Packed.of(responses, packing, minibatch, kind, number))
+            return add(state, Layout.of(responses, packing, minibatch, kind, number))
 
         with jax.named_scope(at_most(usual)):
             state = jax.lax.fori_loop(0, packing.turns[minibatch, kind], turn, state)

@@ -76,7 +76,7 @@ def of_policy(
 def _of_routes(
     routes: Routes, old: RouterRecord, mask: Bool[Array, "R M"], num_experts: int, replayed: Array | None
 ) -> Metrics:
-    """Sums over response tokens of routing drift against the old policy, expert load, replayed and dropped pairs."""
+    """Sums over response tokens of routing drift against the old policy, expert load, replayed pairs."""
 
     def layers_first(x: Array) -> Array:
         return jnp.moveaxis(x, 2, 0)
@@ -91,7 +91,6 @@ def _of_routes(
             new_logprobs=now.watched,
         ),
         "load": load_lib.expert_counts(now.experts, mask, num_experts=num_experts),
-        "dropped": jnp.where(mask, now.dropped.sum(axis=0), 0).sum().astype(jnp.float32),
     }
     if replayed is not None:
         known = (replayed >= 0).all(axis=3)
@@ -155,7 +154,6 @@ def from_sums(sums: Metrics, maxima: Metrics) -> Metrics:
 
 def _routing_metrics(sums: Metrics, tokens: Array) -> Metrics:
     found = drift_lib.metrics(sums["drift"]) | load_lib.metrics(sums["load"])
-    found["routing/dropped"] = sums["dropped"] / jnp.maximum(sums["load"].sum(), 1)
     if "replayed" in sums:
         found["routing/replayed"] = sums["replayed"] / tokens
     return found

@@ -17,8 +17,8 @@ from gspo_jax.models.moe import Routes, Routing, record
 from gspo_jax.models.transformer import Remat, Transformer
 from gspo_jax.parallel.rows import take_rows
 from gspo_jax.routing.replay import Replay, experts_to_replay
-from gspo_jax.training.batches import cut_rows, join_minibatches, join_rows, take_minibatch
-from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
+from gspo_jax.training.batches import join_minibatches, take_minibatch
+from gspo_jax.training.layout import Layout, deal, fold_rows
 from gspo_jax.training.packing import Packing
 from gspo_jax.types import OldPolicy, Rollout, RouterRecord, Weights
 
@@ -53,7 +53,7 @@ class ModelScores:
 
 Fields = dict[str, Any]
 """Some fields of a record, by name."""
-OldPolicyFn = Callable[[Weights, nnx.State | None, nnx.State | None, Rollout, Packing | None], OldPolicy]
+OldPolicyFn = Callable[[Weights, nnx.State | None, nnx.State | None, Rollout, Packing], OldPolicy]
 """(policy, critic's parameters, reference's parameters, rollout, packing) -> log-probs, values and routes that the
 updates keep. The reference has the policy's frozen weights, and its own parameters beside them."""
 
@@ -101,14 +101,12 @@ def make_old_policy(
     replay: Replay = "none",
     reference_graph: nnx.GraphDef[Transformer] | None = None,
     critic: nnx.GraphDef[Critic] | None = None,
-    microbatches: int = 1,
 ) -> OldPolicyFn:
     """A jitted `old_policy(weights, critic_params, reference, rollout, packing)`, called before an iteration's updates.
 
     log π_old is the sampler's or, with `recompute`, the trainer's; then its routes are recorded too, which follow
     the sampler's under `replay` "r3". The reference policy, whose graph may be another one, without adapters, always
-    uses its own routes. The compiler removes forward passes whose results are unused. Without a packing, rows are
-    processed in `microbatches` parts.
+    uses its own routes. The compiler removes forward passes whose results are unused.
     """
 
     def read(
@@ -132,23 +130,17 @@ def make_old_policy(
                 found["routes"] = RouterRecord(layout.whole(experts, -1), layout.whole(kept, 0))
         return found
 
-    def padded(read: Callable[[Rollout, Layout], Fields], rollout: Rollout) -> Fields:
-        G = scoring.group_size
-        parts = cut_rows(rollout, microbatches, group_size=G)
-        found = jax.lax.map(lambda part: read(part, Padded.of(part, group_size=G)), parts)
-        return join_rows(found, group_size=G)
-
-    def packed(read: Callable[[Rollout, Layout], Fields], rollout: Rollout, packing: Packing) -> Fields:
+    def in_rows(read: Callable[[Rollout, Layout], Fields], rollout: Rollout, packing: Packing) -> Fields:
         G, count = scoring.group_size, packing.turns.shape[0]
 
         def minibatch(index: Array) -> Fields:
             own = deal(take_minibatch(rollout, index, count=count, group_size=G), packing, index)
 
-            def add(found: Fields, layout: Packed) -> Fields:
+            def add(found: Fields, layout: Layout) -> Fields:
                 new = read(own, layout)
                 return jax.tree.map(lambda x, old: jnp.where(_aligned(layout.live, x), x, old), new, found)
 
-            shapes = jax.eval_shape(lambda: read(own, Packed.of(own, packing, index, 0, 0)))
+            shapes = jax.eval_shape(lambda: read(own, Layout.of(own, packing, index, 0, 0)))
             found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             found = fold_rows(add, found, own, packing, index, group_size=G)
             return take_rows(found, packing.places[index])
@@ -161,13 +153,12 @@ def make_old_policy(
         critic_params: nnx.State | None,
         reference: nnx.State | None,
         rollout: Rollout,
-        packing: Packing | None = None,
+        packing: Packing,
     ) -> OldPolicy:
         if not (recompute or reference is not None or critic is not None):
             return OldPolicy(rollout.logprobs)
         with_models = partial(read, weights, critic_params, reference)
-        found = padded(with_models, rollout) if packing is None else packed(with_models, rollout, packing)
-        fields: Fields = {"logprobs": rollout.logprobs} | found
+        fields: Fields = {"logprobs": rollout.logprobs} | in_rows(with_models, rollout, packing)
         return OldPolicy(**fields)
 
     return old_policy

@@ -21,8 +21,8 @@ from gspo_jax.routing.drift import router_shift
 from gspo_jax.routing.replay import Replay, experts_to_replay
 from gspo_jax.training import metrics as metrics_lib
 from gspo_jax.training import terms as terms_lib
-from gspo_jax.training.batches import cut_rows, take_minibatch
-from gspo_jax.training.layout import Layout, Packed, Padded, deal, fold_rows
+from gspo_jax.training.batches import take_minibatch
+from gspo_jax.training.layout import Layout, deal, fold_rows
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.packing import Packing
 from gspo_jax.training.scoring import ModelScores, Scoring, score
@@ -54,7 +54,6 @@ def make_gradient(
     penalties: Penalties = Penalties(),
     replay: Replay = "none",
     minibatches: int,
-    microbatches: int,
     group_size: int,
 ) -> GradientFn:
     """A function `gradient(objective, state, frozen, experience, index)`: of policy and critic, on mini-batch `index`.
@@ -69,7 +68,6 @@ def make_gradient(
       penalties: weights of the loss terms beside the objective.
       replay: whose routes the forward pass replays.
       minibatches: number of mini-batches, one update each, that a batch of experience is divided into.
-      microbatches: gradient-accumulation steps per update.
       group_size: adjacent rows of one group.
     """
 
@@ -77,6 +75,7 @@ def make_gradient(
         objective: Objective, state: TrainState, frozen: nnx.State, experience: Experience, index: Array | int
     ) -> tuple[Gradients, Metrics]:
         packing, experience = experience.packing, dataclasses.replace(experience, packing=None)
+        assert packing is not None
         batch = take_minibatch(experience, index, count=minibatches, group_size=group_size)
         load = None
         if penalties.balance:
@@ -96,10 +95,8 @@ def make_gradient(
             share=1.0 / jnp.maximum(batch.mask.sum(), 1),
             terms=terms_lib.chosen(penalties, objective, scoring, critic, reference=reference),
         )
-        given = loss, trained, batch, objective.weights(batch.mask)
-        if packing is None:
-            return _of_padded(*given, microbatches=microbatches, group_size=group_size)
-        return _of_packed(*given, packing=packing, minibatch=index, group_size=group_size)
+        weights = objective.weights(batch.mask)
+        return _of_rows(loss, trained, batch, weights, packing=packing, minibatch=index, group_size=group_size)
 
     return gradient
 
@@ -180,27 +177,7 @@ class _Sums:
         return self.gradients, metrics_lib.from_sums(self.sums, self.maxima)
 
 
-def _of_padded(
-    loss: LossFn,
-    trained: Trained,
-    batch: Experience,
-    weights: Float[Array, "B T"],
-    *,
-    microbatches: int,
-    group_size: int,
-) -> tuple[Gradients, Metrics]:
-    """Gradients and metrics of a mini-batch, a part of its rows at a time."""
-
-    def of(part: tuple[Experience, Array]) -> Callable[[Trained], Loss]:
-        layout = Padded.of(part[0].rollout, group_size=group_size)
-        return lambda trained: loss(trained, *part, layout)
-
-    parts = cut_rows((batch, weights), microbatches, group_size=group_size)
-    nothing = _Sums.zeros(trained, of(jax.tree.map(lambda x: x[0], parts)))
-    return jax.lax.scan(lambda total, part: (total.plus(trained, of(part)), None), nothing, parts)[0].results()
-
-
-def _of_packed(
+def _of_rows(
     loss: LossFn,
     trained: Trained,
     batch: Experience,
@@ -213,12 +190,12 @@ def _of_packed(
     """Gradients and metrics of a mini-batch, a row of each shard at a time."""
     batch, weights = deal((batch, weights), packing, minibatch)
 
-    def of(layout: Packed) -> Callable[[Trained], Loss]:
+    def of(layout: Layout) -> Callable[[Trained], Loss]:
         live = layout.live[:, None]
         own = dataclasses.replace(batch, mask=batch.mask & live)
         return lambda trained: loss(trained, own, jnp.where(live, weights, 0), layout)
 
-    nothing = _Sums.zeros(trained, of(Packed.of(batch.rollout, packing, minibatch, 0, 0)))
+    nothing = _Sums.zeros(trained, of(Layout.of(batch.rollout, packing, minibatch, 0, 0)))
     rows = partial(fold_rows, responses=batch.rollout, packing=packing, minibatch=minibatch, group_size=group_size)
     return rows(lambda total, layout: total.plus(trained, of(layout)), nothing).results()
 
