@@ -103,7 +103,7 @@ def get_sweep(arg: str = "") -> list[Comparison]:
         {"coldstart.train_router": True},
         *({"sampling.weights_dtype": name, "training.old_logprobs": "sampler"} for name in ("bfloat16", "int8")),
     ]
-    shared = {"objective.name": "grpo", "iterations": 1, "eval.prompts": 32}
+    shared = {"objective.name": "grpo", "objective.grpo.high": 0.27, "iterations": 1, "eval.prompts": 32}
     return [
         Comparison(name="one", title="One iteration", runs=[shared | change for change in changes], panels="routing")
     ]

@@ -33,4 +33,5 @@ def get_sweep(arg: str = "") -> Comparison:
     """
     del arg
     names = sorted(catalogue.__all__, key=lambda name: name != "grpo")
-    return Comparison(runs=[{"objective.name": name} for name in names], seeds=3)
+    wider = {"grpo": {"objective.grpo.high": 0.27}}  # the GSPO paper's tuned baseline
+    return Comparison(runs=[{"objective.name": name} | wider.get(name, {}) for name in names], seeds=3)

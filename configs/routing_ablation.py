@@ -66,6 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = TINY["get_config"]("single,runlocal" if "runlocal" in more else "single")
     config.iterations = min(50, config.iterations)
     config.objective.name, config.routing.replay = VARIANTS[variant]
+    config.objective.grpo.high = 0.27  # the GSPO paper's tuned baseline
     config.training.old_logprobs = "recompute"
     if "offpolicy" in more:
         config.update_from_flattened_dict(offpolicy(config))

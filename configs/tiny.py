@@ -49,8 +49,7 @@ def get_config(arg: str = "") -> ConfigDict:
         }
     )
     config.coldstart.steps = 1000
-    config.coldstart.terse_steps = 250
-    config.coldstart.terse = 0.6
+    config.coldstart.terse = (0.0, 0.0, 0.0, 0.6)
     config.coldstart.batch = 32
 
     config.data.task = "arithmetic"
@@ -115,7 +114,7 @@ def code(config: ConfigDict) -> None:
     """Train on programs from examples, with what they do as the reward."""
     config.iterations = 50
     config.coldstart.steps = 1500
-    config.coldstart.terse_steps = 300
+    config.coldstart.terse = (0.0, 0.0, 0.0, 0.0, 0.6)
     config.data.task = "induction"
     config.data.options = ConfigDict({"difficulty": "easy"})
     config.data.max_prompt_length = 24
@@ -149,7 +148,6 @@ def runlocal(config: ConfigDict) -> None:
     """Shrink the run to about a minute on a laptop."""
     config.iterations = 2
     config.coldstart.steps = 20
-    config.coldstart.terse_steps = 5
     config.data.prompts_per_batch = 8
     config.sampling.group_size = 8
     config.eval.prompts = 16

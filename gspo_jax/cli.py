@@ -23,6 +23,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import exits, foreign, references, shell, signals, storage
+from gspo_jax.config import benchmark
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 from gspo_jax.types import Diverged, UserError
@@ -86,7 +87,7 @@ def _start(main: Main, default: ConfigDict | None) -> None:
     logging.get_absl_handler().addFilter(_raised_later)
     logging.get_absl_handler().setFormatter(_Plain())
     reuse_memory()
-    count = processes.start(heartbeat_s=config.processes.heartbeat_s, start_s=config.processes.start_s)
+    count = processes.start()
     prepare(config)
     with processes.guarded(count):
         if code := _guarded(lambda: _called(main, config)):
@@ -272,7 +273,7 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> 
 
 
 def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[str, str]]:
-    """Take the flags out of `argv` that add a field to a section of names, such as `--config.rewards.NAME=0.1`.
+    """Take the flags out of `argv` that add to a section of names: `--config.rewards.NAME=0.1`, or a whole benchmark.
 
     Returns:
       The other words, and the text of each added field by its dotted name. ml_collections refuses fields that a config
@@ -280,9 +281,10 @@ def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[st
     """
     kept, added = [], {}
     for word in argv:
-        match = re.fullmatch(r"--?config\.((\w+)\.(\w+))=(.*)", word, re.DOTALL)
-        if match and match[2] in NAMED and match[3] not in at(config, match[2]):
-            added[match[1]] = match[4]
+        match = re.fullmatch(r"--?config\.((\w+)\.(\w+)(\.\w+)?)=(.*)", word, re.DOTALL)
+        known = match and match[2] in (("benchmarks",) if match[4] else NAMED)
+        if match and known and match[3] not in at(config, match[2]):
+            added[match[1]] = match[5]
         else:
             kept.append(word)
     return kept, added
@@ -291,12 +293,20 @@ def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[st
 def _add(added: dict[str, str], config: ConfigDict) -> None:
     """Add fields given by flags to a config."""
     for name, text in added.items():
-        section, _, key = name.partition(".")
-        try:
-            value = NAMED[section](text)
-        except ValueError:
-            raise UserError(f"{name} is {text!r}; use {TYPES[NAMED[section]]}") from None
+        section, key, *rest = name.split(".")
         holder: Any = at(config, section)
+        if rest:  # of a benchmark
+            if key not in holder:
+                with holder.unlocked():
+                    holder[key] = benchmark()
+            holder, (key,) = holder[key], rest
+            if key not in holder:
+                no_field(name, [section, name.split(".")[1]], config)
+        kind = type(holder[key]) if rest else NAMED[section]
+        try:
+            value = kind(text)
+        except ValueError:
+            raise UserError(f"{name} is {text!r}; use {TYPES[kind]}") from None
         with holder.unlocked():
             holder[key] = value
 

@@ -110,8 +110,8 @@ def coldstart(
         model_config = policy.cold_start_model(config, eos_token_ids=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id)
     style = data.prompt_style(config)
     records = assistant_turns(records, tokenizer, style) if cold.conversations else worked_answers(records, tokenizer)
-    worked, mixed = (
-        worked_batches(
+    batches = {
+        terse: worked_batches(
             demonstrations(records, terse=terse, seed=config.seed),
             tokenizer,
             batch=cold.batch,
@@ -120,8 +120,8 @@ def coldstart(
             seed=config.seed,
             style=style,
         )
-        for terse in (0.0, cold.terse)
-    )
+        for terse in {0.0, *cold.terse}
+    }
     model, step = _begin(config, model_config, mesh)
     packer = learning.make_demonstration_packer(config, model_config, mesh_lib.batch_shards(mesh.shape))
     loss = jnp.nan
@@ -129,7 +129,7 @@ def coldstart(
     with Progress(reports, label="cold start") as progress:
         for report in range(reports):
             for number in range(report * cold.log_every, min((report + 1) * cold.log_every, cold.steps)):
-                batch = next(worked if number < cold.steps - cold.terse_steps else mixed)
+                batch = next(batches[_terse(config, number)])
                 on_step()
                 fields: tuple[Any, ...] = (batch.prompts, batch.prompt_lengths, batch.tokens, batch.mask)
                 packing = packer(batch.mask.sum(axis=1), batch.prompt_lengths)
@@ -145,13 +145,20 @@ def coldstart(
     processes.wait_for_all("cold start")
 
 
+def _terse(config: ConfigDict, step: int) -> float:
+    """The share of terse demonstrations in a step's stage."""
+    stages = config.coldstart.terse or (0.0,)
+    return stages[step * len(stages) // config.coldstart.steps]
+
+
 def _stage(config: ConfigDict, report: int) -> str | None:
     """Why the loss is higher from some report on: what is learned then; None before."""
-    cold = config.coldstart
-    begin = cold.steps - cold.terse_steps
-    if not cold.terse or min((report + 1) * cold.log_every, cold.steps) <= begin:
+    last = min((report + 1) * config.coldstart.log_every, config.coldstart.steps) - 1
+    share = _terse(config, last)
+    if not share:
         return None
-    return f"(since step {begin}, {cold.terse:.0%} of the answers come without the work, and are harder to predict)"
+    begin = next(step for step in range(last + 1) if _terse(config, step))
+    return f"(since step {begin}, {share:.0%} of the answers come without the work, and are harder to predict)"
 
 
 def load(config: ConfigDict) -> Sequence[Record]:

@@ -1,12 +1,16 @@
 """Every config field with its default, meaning and unit. Files in `configs/` start from `base()` and change it."""
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from gspo_jax.data.benchmarks import BENCHMARKS
+from gspo_jax import objectives
 from gspo_jax.data.templates import CLOCK
+from gspo_jax.objectives import mismatch
 
 
 def base() -> ConfigDict:
@@ -17,14 +21,11 @@ def base() -> ConfigDict:
     config.cpu_devices = 8  # CPU backend only: simulated devices, over all processes
     config.mesh = ConfigDict({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})  # trainer; -1: all remaining devices
 
-    config.processes = ConfigDict()  # runs of several processes
-    config.processes.heartbeat_s = 30  # seconds of silence after which a process counts as lost and the others exit
-    config.processes.start_s = 300  # seconds to wait at start-up for the other processes to connect
+    config.processes = ConfigDict()
     config.processes.grace_s = 30  # seconds from a signal until a process exits, saved or not
-
-    config.watchdog = ConfigDict()  # ends a process whose phase (sample, reward, update, save …) outlasts its deadline
-    config.watchdog.factor = 10.0  # deadline of a phase, as a multiple of the longest that it has taken so far
-    config.watchdog.floor_s = 1200.0  # least deadline in seconds; the first time, a phase compiles its programs
+    # Seconds that a phase (sample, reward, update, save …) may take in any case, as the first of each kind compiles; a
+    # process whose phase takes longer, and ten times as long as any before, is ended.
+    config.processes.deadline_s = 1200.0
 
     config.model = ConfigDict()
     config.model.folder = ""  # Hugging Face folder of a Qwen3, Qwen3-MoE or OLMoE; empty: a cold start makes the model
@@ -53,8 +54,9 @@ def base() -> ConfigDict:
     # File of conversations to learn, whose assistant's turns are the demonstrations; empty: the task's worked answers.
     config.coldstart.conversations = ""
     config.coldstart.batch = 64  # demonstrations per step
-    config.coldstart.terse_steps = 0  # last steps, in which some demonstrations give the answer without the work
-    config.coldstart.terse = 0.0  # share of such demonstrations in those steps, 0 to 1
+    # Stages of equal length, each with the share of its demonstrations that give the answer without the work: with
+    # (0.0, 0.0, 0.6) six of ten in the last third. (): none.
+    config.coldstart.terse = ()
     config.coldstart.vocab_size = 320  # size of the vocabulary of the tokenizer, which is trained too, and of the model
     config.coldstart.train_router = True  # False: routers get no gradient and, left out of the decay, stay as they are
     config.coldstart.log_every = 100  # steps between progress reports
@@ -105,8 +107,6 @@ def base() -> ConfigDict:
     # each token and head. The sampler's policy then differs a little from the trainer's. Empty: model.dtype.
     config.sampling.cache_dtype = ""
     config.sampling.slots = placeholder(int)  # responses decoded concurrently, over all devices; None: all of them
-    # Decode steps after which the host looks whether the run is to stop; a decode that takes fewer is one program.
-    config.sampling.poll_steps = 256
     config.sampling.mesh = ConfigDict()  # sampler mesh on the trainer's devices; all 0: `mesh` above; else 0 means 1
     config.sampling.mesh.update({"data": 0, "fsdp": 0, "expert": 0, "tensor": 0})
     config.sampling.partial = ConfigDict()  # partial rollouts: unfinished responses resume in the next sampling call
@@ -114,8 +114,6 @@ def base() -> ConfigDict:
     config.sampling.partial.prompts = placeholder(int)
     # End the sampling call once this share of its unfinished responses has ended; counted on each batch shard.
     config.sampling.partial.share = 0.9
-    # End the sampling call after this many tokens, over all devices, split evenly over batch shards. None: no limit.
-    config.sampling.partial.tokens = placeholder(int)
     # Sampling rounds per iteration, at most. Above 1: DAPO's dynamic sampling, in which further rounds replace groups
     # that there is nothing to learn from, because all their advantages are 0.
     config.sampling.rounds = 1
@@ -145,31 +143,11 @@ def base() -> ConfigDict:
     config.overlong.cache = 0  # last tokens before max_response_length, over which it grows from 0 to -1
     config.overlong.filter = False  # True: do not train on responses truncated at the limit
 
-    config.objective = ConfigDict({"name": "gspo"})  # an objective of the catalogue; below, each one's hyper-parameters
-    config.objective.reinforce = ConfigDict()
-    config.objective.ppo = _clipped(0.2, 0.2)
-    config.objective.ppo.update({"gamma": 1.0, "lam": 1.0, "whiten": True, "value_clip": 0.2, "value_weight": 0.5})
-    config.objective.grpo = _clipped(0.2, 0.27)
-    config.objective.dr_grpo = _clipped(0.2, 0.2)
-    config.objective.dr_grpo.length = placeholder(float)  # tokens; None: sampling.max_response_length
-    config.objective.rloo = ConfigDict()
-    config.objective.gspo = _clipped(3e-4, 4e-4)
-    config.objective.gspo_token = _clipped(3e-4, 4e-4)
-    config.objective.dapo = _clipped(0.2, 0.28)
-    config.objective.cispo = ConfigDict({"low": 1.0, "high": 4.0, "mask": placeholder(str)})  # mask: None or "ppo"
-    config.objective.gmpo = ConfigDict({"log_clip": 0.4})
-    config.objective.rspo = ConfigDict({"log_clip": 0.4, "gamma_min": 0.8, "apply": "after"})
-    config.objective.sapo = ConfigDict({"tau_pos": 1.0, "tau_neg": 1.05})
-    config.objective.dppo_tv = ConfigDict({"low": 0.15, "high": 0.15, "cap": 20.0})
-    config.objective.dppo_kl = ConfigDict({"low": 0.05, "high": 0.05, "cap": 20.0})
-    config.objective.vespo = ConfigDict({"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0})
-    config.objective.luspo = _clipped(2e-3, 2.5e-3)
-    config.objective.minirl = ConfigDict({"low": 0.2, "high": 0.27})
+    # An objective of the catalogue; below, each one's hyper-parameters, which its function documents.
+    config.objective = ConfigDict({"name": "gspo", **_sections(objectives.catalogue)})
 
     config.routing = ConfigDict()  # mixture-of-experts models only
     config.routing.replay = "none"  # "r2": the trainer replays the old policy's expert choices; "r3": the sampler's
-    # The sampler keeps its router log-probs, for router KL and rspo; no effect if training.old_logprobs is "recompute".
-    config.routing.router_logprobs = True
     config.routing.balance_weight = 0.0  # weight of the load-balancing loss; 0: off
     config.routing.z_weight = 0.0  # weight of the router z-loss; 0: off
     # Iterations between two measurements of what routing does to the log-ratios (`noise/…`), each of which takes two
@@ -187,9 +165,7 @@ def base() -> ConfigDict:
     # Off-policy sequence mask: a response with a negative advantage has no gain once the mean of log μ − log π_θ over
     # its tokens exceeds this number of nats, μ the sampler's policy and π_θ that of the update. None: off.
     config.mismatch.negative_mask = placeholder(float)
-    config.mismatch.tis = ConfigDict({"cap": 2.0})
-    config.mismatch.icepop = ConfigDict({"low": 0.5, "high": 5.0})
-    config.mismatch.sequence_mask = ConfigDict({"low": 0.99, "high": 1.01})
+    config.mismatch.update(_sections(mismatch))
 
     config.training = ConfigDict()
     config.training.minibatches = 4  # optimizer updates per batch
@@ -208,8 +184,7 @@ def base() -> ConfigDict:
     config.eval.every = 20  # iterations between evaluations; the initial and the final policy are always evaluated
     config.eval.prompts = 256  # use only this many prompts, the first of the test split; 0: all
     config.eval.correct = ""  # reward function, one of `rewards`, that decides which responses are correct
-    # Benchmarks during the run, each with its own interval: those of docs/benchmarks.md, and others in a config file.
-    config.benchmarks = ConfigDict({name: benchmark() for name in BENCHMARKS})
+    config.benchmarks = ConfigDict()  # benchmarks during the run, each with its own interval: name -> `benchmark(…)`
     config.log = ConfigDict({"samples_every": 20, "samples": 4})  # iterations between samples shown, and how many
     config.log.wandb = ""  # project at Weights & Biases that also gets the metrics; empty: none
     config.checkpoint = ConfigDict({"every": 20, "keep": 2})  # iterations between checkpoints, and newest ones kept
@@ -244,18 +219,24 @@ def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> Config
     return config
 
 
-def _clipped(low: float, high: float) -> ConfigDict:
-    """Return the section of an objective that clips its importance ratio to [1 - low, 1 + high].
+def _sections(module: ModuleType) -> dict[str, ConfigDict]:
+    """Return a section for each function of a module's `__all__`: its keyword arguments, with their defaults."""
+    return {name: _section(getattr(module, name)) for name in module.__all__}
 
-    `dual_clip` caps the ratio where the advantage is negative; None: no cap.
-    """
-    return ConfigDict({"low": low, "high": high, "dual_clip": placeholder(float)})
+
+def _section(function: Callable[..., Any]) -> ConfigDict:
+    hints, section = get_type_hints(function), ConfigDict()
+    for name, parameter in inspect.signature(function).parameters.items():
+        (kind, *_) = get_args(hints[name]) or (hints[name],)  # "float" of "float | None"
+        kind = str if get_origin(kind) is Literal else kind
+        section[name] = placeholder(kind) if parameter.default is None else parameter.default
+    return section
 
 
 def benchmark(data: str = "", **fields: Any) -> ConfigDict:
     """Return a section of `benchmarks`: its folder or file, and any of the other fields.
 
-    The section's name is that of a benchmark; under any other name, `data` is a file of rows, FILE.jsonl.
+    The section's name is that of a benchmark (docs/benchmarks.md); under any other, `data` is a file of rows.
     """
     config = ConfigDict({"data": data})
     config.every = 0  # iterations between two times; the initial and the final policy take it too; 0: never

@@ -162,7 +162,6 @@ def make_sampler(config: ConfigDict, made: Policy, meshes: Meshes, stop: StopRul
         sampling=sampling.make_sampling(config),
         stop=stop,
         slots=config.sampling.slots,
-        poll_steps=config.sampling.poll_steps,
         router_logprobs=sampling.keeps_router_logprobs(config, made.config),
         precision=config.sampling.weights_dtype or None,
         cache_dtype=config.sampling.cache_dtype or None,

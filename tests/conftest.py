@@ -1,23 +1,20 @@
 """Test session set-up: eight CPU devices, no implicit rank promotion, run-time checks of shape annotations.
 
 Compiling takes most of the time, so most of XLA's optimisations are off, for tests and for the runs that they start;
-semantics and partitioning stay the same. A cache on disk shares the larger programs: the session's own, unless
-JAX_COMPILATION_CACHE_DIR names one.
+semantics and partitioning stay the same. Compiled programs are kept from one session to the next, in
+.pytest_cache/compiled unless JAX_COMPILATION_CACHE_DIR names another folder: their keys hold the program, the compiler
+and its options, so that nothing stale is used.
 """
 
-import atexit
 import gc
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 # Inherited by xdist workers and by the runs that tests start.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gspo_jax-compiled-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".pytest_cache/compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -29,6 +26,9 @@ import jaxtyping
 import pytest
 
 from gspo_jax.parallel import compilation
+
+MOST_KEPT = 2 * 2**30
+"""Bytes of kept programs above which a session begins without any."""
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -100,6 +100,14 @@ def whole(shared, data) -> Path:
     from tests.pods import undisturbed
 
     return undisturbed(shared / "whole", data)
+
+
+def pytest_sessionstart() -> None:
+    """Throw away what is kept, where it has become too much."""
+    kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    alone = "PYTEST_XDIST_WORKER" not in os.environ and kept.is_dir()
+    if alone and sum(file.stat().st_size for file in kept.iterdir()) > MOST_KEPT:
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

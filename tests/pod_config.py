@@ -3,13 +3,16 @@
 The policies of tests/golden solve some of these problems.
 """
 
+from functools import partial
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.parallel import processes
 
 ROOT = Path(__file__).resolve().parent.parent
+processes.start = partial(processes.start, heartbeat_s=5)  # the command calls it after it has read this file
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -22,5 +25,4 @@ def get_config(arg: str = "") -> ConfigDict:
     if config.sampling.rounds > 1:
         config.sampling.filter = "exact_answer"  # the penalty alone would keep groups of wrong answers
     config.eval.every = 1
-    config.processes.heartbeat_s = 5
     return config

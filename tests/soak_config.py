@@ -29,5 +29,5 @@ def get_config(arg: str = "partial") -> ConfigDict:
     config.checkpoint.update({"every": 1, "keep": 4})
     config.eval.every = 10
     config.log.samples_every = 50
-    config.watchdog.floor_s = 30.0
+    config.processes.deadline_s = 30.0
     return config

@@ -25,7 +25,6 @@ class Decoding:
     block: int
     polled: bool
     share: float = 1.0
-    tokens: int | None = None
 
 
 def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple[float, int, np.ndarray]:
@@ -53,8 +52,6 @@ def generate(decoding: Decoding, done: np.ndarray, lengths: np.ndarray) -> tuple
 
     def goes_on(fewer: int) -> np.ndarray:
         here = ((held >= 0).sum(axis=1) + waiting > fewer) & (over < least)
-        if decoding.tokens is not None:
-            here &= made < decoding.tokens
         return here.reshape(groups, lockstep).any(axis=1)
 
     seconds, steps = np.zeros(groups), np.zeros(groups, int)

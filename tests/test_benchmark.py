@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import benchmark, cli, references
+from gspo_jax import config as config_lib
 from gspo_jax.setup import relevance
 from tests.pods import ROOT
 
@@ -177,10 +178,15 @@ def test_a_second_evaluation_measures_what_it_is_asked_for(tmp_path):
         cached.cache_clear()
     assert run({})[0] == 0.0
     assert len(set(files)) == len(files) == 8
-    values = {"iterations": 7, "processes.grace_s": 1, "watchdog.factor": 2.0, "model.remat": "full"}
+    values = {"iterations": 7, "processes.grace_s": 1, "processes.deadline_s": 2.0, "model.remat": "full"}
     values |= {"coldstart.steps": 1, "sampling.rounds": 2, "objective.name": "dapo", "routing.z_weight": 0.1}
     values |= {"reference.kl_weight": 0.1, "training.row_tokens": 64, "optimizer.b1": 0.1, "eval.every": 3}
-    values |= {"benchmarks.gsm8k.samples": 16, "log.samples": 1, "checkpoint.every": 1, "scoring.workers": 1}
+    values |= {
+        "benchmarks.gsm8k": config_lib.benchmark(),
+        "log.samples": 1,
+        "checkpoint.every": 1,
+        "scoring.workers": 1,
+    }
     assert all(name.startswith(tuple(relevance.NOT_OF_ANSWERS)) for name in values)
     run(values)
     assert files[-1] == files[-2] and run(values, "other")[1] == answers

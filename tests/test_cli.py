@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.config import benchmark
 from gspo_jax.reporting.writers import write_config
 from gspo_jax.run.resume import check_folder, check_same_run
 from gspo_jax.setup import learning
@@ -104,6 +104,7 @@ def test_a_config_file_that_may_not_be_read(tmp_path):
         ("optimizer.learning_rate=1e-3=4", "optimizer.learning_rate is '1e-3=4'; use a number"),
         ("sampling.slots=all", "sampling.slots is 'all'; use a whole number"),
         ("overlong.filter=maybe", "overlong.filter is 'maybe'; use True or False"),
+        ("benchmarks.aime24.every=often", "benchmarks.aime24.every is 'often'; use a whole number"),
         ("mesh=8", "mesh is a section and not '8'; set one of its fields, data, expert, fsdp, tensor"),
     ],
 )
@@ -111,6 +112,14 @@ def test_a_value_of_the_wrong_type(word, says):
     with pytest.raises(UserError) as error:
         cli.read_config([f"--config={TINY}", f"--config.{word}"])
     assert str(error.value) == says
+
+
+def test_flags_add_a_benchmark():
+    words = ("data=aime24", "every=50", "samples=32")
+    config = cli.read_config([f"--config={TINY}", *(f"--config.benchmarks.aime24.{word}" for word in words)])
+    assert config.benchmarks.to_dict() == {"aime24": {"data": "aime24", "every": 50, "samples": 32}}
+    with pytest.raises(UserError, match=r"no field 'benchmarks.aime24.evry'; did you mean 'benchmarks.aime24.every'"):
+        cli.read_config([f"--config={TINY}", "--config.benchmarks.aime24.evry=1"])
 
 
 def test_warnings_are_lines_like_others():
@@ -158,7 +167,7 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"coldstart.log_every": 0}, "coldstart.log_every is 0; use 1 to"),
         ({"sampling.top_p": 0.0}, r"top_p 0.0 is outside \(0, 1\]"),
         ({"coldstart.steps": 0}, "model.folder is empty.*--config.model.folder=DIR"),
-        ({"coldstart.terse": 1.5}, r"coldstart.terse is 1.5; use a fraction from 0 to 1"),
+        ({"coldstart.terse": (0.5, 1.5)}, r"coldstart.terse has 1.5; use a fraction from 0 to 1 for each stage"),
         (
             {"eval.correct": "answer_format"},
             "'answer_format', which is not among the config's rewards; use one of exact_answer",
@@ -166,10 +175,6 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"mesh.data": 0}, "mesh.data is 0; use 1 to 2147483647, or -1 for the remaining devices"),
         ({"routing.replay": "r4"}, "routing.replay is 'r4'; use 'none', 'r2', 'r3'"),
         ({"routing.replay": "r2"}, "'r2', .*set training.old_logprobs to 'recompute', or use 'r3'"),
-        (
-            {"objective.name": "rspo", "routing.router_logprobs": False},
-            "rspo damps .* whose log-probs are not recorded; set routing.router_logprobs to True",
-        ),
         ({"routing.balance_weight": -0.1}, "routing.balance_weight is -0.1; use a finite number, 0 or above"),
         ({"routing.z_weight": -1.0}, "routing.z_weight is -1.0; use a finite number, 0 or above"),
         ({"model.dispatch": "capacity"}, "model.dispatch is 'capacity'; use 'gather', 'ragged_all_to_all'"),
@@ -190,14 +195,17 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"adapter.rank": 4, "adapter.targets": ("q",)}, "adapter.targets has no 'q'; there are q_proj, k_proj"),
         ({"adapter.folder": "some"}, "adapter.folder is 'some' and both ranks are 0; set them to the folder's"),
         ({"adapter.rank": 4, "objective.name": "ppo"}, "ppo has a critic with a trunk of its own, .*; set critic"),
-        ({"benchmarks.aime24.every": 5}, r"benchmarks.aime24.data is empty; .* or benchmarks.aime24.every to 0"),
-        ({"benchmarks.aime24.every": -5}, "benchmarks.aime24.every is -5; use 0 to"),
         (
-            {"benchmarks.aime24.every": 5, "benchmarks.aime24.data": "x", "benchmarks.aime24.samples": 20},
+            {"benchmarks.aime24": benchmark(every=5)},
+            r"aime24.data is empty; .* or benchmarks.aime24.every to 0",
+        ),
+        ({"benchmarks.aime24": benchmark(every=-5)}, "benchmarks.aime24.every is -5; use 0 to"),
+        (
+            {"benchmarks.aime24": benchmark("x", every=5, samples=20)},
             "samples is 20, but the run samples groups of sampling.group_size 8; use 16",
         ),
         (
-            {"benchmarks.aime25": ConfigDict({"data": "aime25", "every": 5, "samples": 8})},
+            {"benchmarks.aime25": benchmark("aime25", every=5)},
             "'aime25', but aime25 is none of aime24, .*; give a file of rows",
         ),
         (
@@ -213,7 +221,6 @@ def test_a_config_argument_that_does_not_exist(name):
         ({"sampling.partial.prompts": 32}, "data.prompts_per_batch 32: every batch would wait for all of them"),
         ({"sampling.partial.prompts": 34}, "sampling.partial.prompts 34 is not divisible by .* = 8; use 32 or 40"),
         ({"sampling.partial.prompts": 40, "sampling.partial.share": 0.0}, "share is 0.0; use a fraction above 0"),
-        ({"sampling.partial.prompts": 40, "sampling.partial.tokens": 0}, "tokens is 0; use 1 to"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

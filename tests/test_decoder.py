@@ -19,7 +19,7 @@ from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.decoder import generate, make_reshard, response_keys
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import Prefix, pack
-from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.types import Prompts, UserError, Weights
 from tests.alone import Alone
@@ -128,19 +128,12 @@ def one_by_one():
     return jax.tree.map(lambda *rows: np.concatenate(rows), *each)
 
 
-EXITS = EarlyExit(max_tokens=300), EarlyExit(min_ended=0.4)
-
-
 @pytest.mark.slow  # test_episodes.py resumes such responses too
-@pytest.mark.parametrize(("early_exit", "slots"), zip(EXITS, (None, 7), strict=True), ids=str)
-def test_responses_resume_after_an_early_exit(early_exit, slots, one_by_one):
+@pytest.mark.parametrize("slots", [None, 7])
+def test_responses_resume_after_an_early_exit(slots, one_by_one):
     """Responses cut off by an early exit, prefilled again as prefixes and resumed, equal those that never stopped."""
-    cut = decode(slots, early_exit=early_exit)
-    assert 0 < cut.unfinished.sum() < 32
-    if early_exit.max_tokens is not None:
-        assert early_exit.max_tokens <= cut.stats.decode_tokens[0] < early_exit.max_tokens + 32
-    else:
-        assert 13 <= 32 - cut.unfinished.sum() < 20
+    cut = decode(slots, min_ended=0.4)
+    assert 13 <= 32 - cut.unfinished.sum() < 20
     kept, mask = cut.rollout.tokens, cut.rollout.mask
     one_by_one_there = np.where(mask, one_by_one.tokens, 0)
     np.testing.assert_array_equal(kept, one_by_one_there)
@@ -245,14 +238,14 @@ def test_a_frozen_base_spread_over_experts_samples_the_same(sizes, one_by_one):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "slots", "early_exit", "cache_dtype"),
+    ("sizes", "slots", "min_ended", "cache_dtype"),
     [
-        (None, 8, NO_EARLY_EXIT, None),
-        (EIGHT, 16, EarlyExit(min_ended=0.5), "int8"),
+        (None, 8, 1.0, None),
+        (EIGHT, 16, 0.5, "int8"),
     ],
     ids=lambda x: mesh_id(x) if isinstance(x, dict) else str(x),
 )
-def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit, cache_dtype):
+def test_coming_back_to_the_host_changes_no_bit(sizes, slots, min_ended, cache_dtype):
     """Polled every 16 steps, the decoder returns what one program does, prefixes and statistics included."""
     used = None if sizes is None else mesh_lib.make_mesh(sizes)
     with contextlib.nullcontext() if used is None else jax.set_mesh(used):
@@ -268,7 +261,7 @@ def test_coming_back_to_the_host_changes_no_bit(sizes, slots, early_exit, cache_
         prefix = pack(*jax.device_get((batch, said)), shards=decoder.batch_shards(), limit=70)
         options = {"sampling": SamplingParams(), "router_logprobs": True, "cache_dtype": cache_dtype}
         prefilled = decoder.prefill(GRAPH, copy, batch, keys, prefix, **options)
-        options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "early_exit": early_exit}
+        options = {"sampling": SamplingParams(), "stop": SETTINGS["stop"], "min_ended": min_ended}
         options["slots"] = decoder.resolve_slots(slots, 32)
         expected = decoder.decode(GRAPH, copy, prefilled, keys, limits, **options)
         polls = []

@@ -132,7 +132,7 @@ def test_a_mixture_trains_with_shots_and_an_objective(model, tmp_path):
 
 
 def test_the_command_of_sft_trains_on_conversations(tmp_path):
-    words = [*_words(_of_data()[2], "coldstart"), f"--workdir={tmp_path}/sft", "--config.coldstart.terse_steps=0"]
+    words = [*_words(_of_data()[2], "coldstart"), f"--workdir={tmp_path}/sft", "--config.coldstart.terse=()"]
     words += [f"--config.{field}" for field in SHORT]
     command = [sys.executable, "-m", "gspo_jax.coldstart", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

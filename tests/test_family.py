@@ -54,7 +54,7 @@ def settings(data: Path, *, arg: str = "runlocal", **changes) -> ConfigDict:
     config.sampling.slots = 32  # four per device, which are never halved, so that the decoder compiles one loop
     if config.data.task == "arithmetic":
         config.rewards = ConfigDict({"exact_answer": 1.0, "answer_format": 1.0})  # answer_format is easy to learn
-    config.coldstart.steps, config.coldstart.terse_steps = 220, 0
+    config.coldstart.steps, config.coldstart.terse = 220, ()
     config.critic.optimizer.update({"learning_rate": 3e-3, "warmup_updates": 0})
     config.eval.every = config.log.samples_every = config.checkpoint.every = 100
     config.eval.prompts = 8

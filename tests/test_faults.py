@@ -191,10 +191,11 @@ import jax
 from etils import epath
 from gspo_jax.config import base
 from gspo_jax.parallel import processes
+from gspo_jax.run import phases as phases_lib
 from gspo_jax.run.phases import open_phases
 from gspo_jax.storage import RunFolder
 config = base()
-config.watchdog.update({"floor_s": float(sys.argv[3]), "factor": 4.0})
+phases_lib.FACTOR, config.processes.deadline_s = 4.0, float(sys.argv[3])
 config.processes.grace_s = int(sys.argv[4])
 folder = Path(sys.argv[1])
 (folder / "local").mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,6 @@ LEGITIMATE = {
     "mesh.*": (-1,),  # the remaining devices
     "sampling.mesh.*": (-1, 0),
     "coldstart.steps": (0,),
-    "coldstart.terse_steps": (0,),
     "data.limit": (0,),
     "data.shots": (0,),
     "data.options.train_size": (None,),  # the difficulty's own

@@ -42,7 +42,6 @@ def plainly(decoder: Decoder) -> stepwise.Decoding:
         block=decoder.block,
         polled=decoder.polled,
         share=decoder.share,
-        tokens=decoder.tokens,
     )
 
 
@@ -54,8 +53,7 @@ def plainly(decoder: Decoder) -> stepwise.Decoding:
         {"lockstep": 1},
         {"lockstep": 4, "share": 0.75},
         {"share": 0.5, "polled": False},
-        {"tokens": 700},
-        {"tokens": 900, "share": 0.75, "lockstep": 1},
+        {"share": 0.75, "lockstep": 1},
         {"steps": (Step(32, 3e-3, 1e-6), Step(16, 2e-3, 1e-6))},  # a slot for each response
     ],
     ids=str,

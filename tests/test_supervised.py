@@ -147,7 +147,7 @@ def conversations(path, count=200):
 def sft_config(tmp_path, steps):
     config = tiny.get_config("runlocal")
     config.coldstart.conversations = conversations(tmp_path / "said.jsonl")
-    config.coldstart.update({"steps": steps, "batch": 16, "log_every": steps // 4, "terse_steps": 0})
+    config.coldstart.update({"steps": steps, "batch": 16, "log_every": steps // 4, "terse": ()})
     config.coldstart.optimizer.warmup_updates = 2
     return config
 
@@ -246,5 +246,5 @@ def test_the_rise_of_the_loss_between_stages_is_explained_in_its_lines():
     told = [coldstart._stage(config, report) for report in range(10)]
     says = "(since step 750, 60% of the answers come without the work, and are harder to predict)"
     assert told == [None] * 7 + [says] * 3
-    config.coldstart.terse_steps = 0
+    config.coldstart.terse = ()
     assert not any(coldstart._stage(config, report) for report in range(10))

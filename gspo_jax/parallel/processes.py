@@ -47,7 +47,7 @@ _waits: list[float] = []  # seconds of the calls of `meet` since `waited_s`
 _callbacks: list[Any] = []  # keeps handlers alive that the C library may call at any time
 
 
-def start(*, heartbeat_s: int, start_s: int) -> int:
+def start(*, heartbeat_s: int = 30, start_s: int = 300) -> int:
     """Connect the processes of the run and return their number; call it before any device is used.
 
     From then on only process 0 prints to stdout. A process exits with code `exits.LOST` and a one-line message if the

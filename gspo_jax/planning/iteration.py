@@ -24,7 +24,6 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout import prefixes as prefixes_lib
-from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.training.packing import Packer
 from gspo_jax.types import UserError
 
@@ -225,10 +224,7 @@ def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
     config, sampler, model = setting.config, setting.engine.meshes.sampler, setting.model
     limit, unfinished = config.sampling.max_response_length, config.sampling.partial
     shards = mesh_lib.batch_shards(dict(sampler.shape))
-    in_flight, early = config.data.prompts_per_batch, NO_EARLY_EXIT
-    if unfinished.prompts is not None:
-        in_flight = unfinished.prompts
-        early = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens).per_shard(shards)
+    in_flight = unfinished.prompts or config.data.prompts_per_batch
     column_bytes = model.num_kv_heads // sampler.shape["tensor"] * setting.head_bytes
     with jax.set_mesh(sampler):
         pieces = setting.engine.sampler.pieces(in_flight * config.sampling.group_size)
@@ -238,8 +234,7 @@ def _decoder(setting: Setting, steps: list[dict[str, Any]]) -> sampling.Decoder:
         steps=tuple(sampling.Step(**step) for step in steps),
         block=block_columns(segments(limit)[1], column_bytes, scaled=bool(config.sampling.cache_dtype)),
         polled=pieces is not None,
-        share=early.min_ended,
-        tokens=early.max_tokens,
+        share=1.0 if unfinished.prompts is None else unfinished.share,
     )
 
 

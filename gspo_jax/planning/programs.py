@@ -24,7 +24,6 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout import decoder, polled, prefixes
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import PackedPrefix
-from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.setup import learning, sampling
 from gspo_jax.types import Experience, OldPolicy, Packing, Prompts, Rollout, RouterRecord, Weights
 
@@ -110,20 +109,19 @@ class _Programs:
         longest possible length.
         """
         in_flight, sampler = self.config.sampling.partial.prompts, self.engine.sampler
-        prompts, prefix, limits, early_exit = in_flight or self.prompts, None, None, NO_EARLY_EXIT
+        prompts, prefix, limits, min_ended = in_flight or self.prompts, None, None, 1.0
         responses = prompts * self.group
         with jax.set_mesh(self.sampler_mesh):
             options = sampler.decode_options(responses)
         if in_flight is not None:
-            unfinished = self.config.sampling.partial
-            early_exit = EarlyExit(min_ended=unfinished.share, max_tokens=unfinished.tokens)
+            min_ended = self.config.sampling.partial.share
             prefix = self._prefix(responses, slots=options["slots"])
             limits = _rows(self.sampler_mesh, (responses,), jnp.int32)
         prefill = self._prefill(prompts, prefix)
         graph, weights, _, keys, _ = prefill.arguments
         with jax.set_mesh(self.sampler_mesh):
             prefilled = decoder.prefill.eval_shape(*prefill.arguments, **prefill.options)
-            pieces = sampler.pieces(responses, early_exit)
+            pieces = sampler.pieces(responses, min_ended)
         places = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(self.sampler_mesh, spec), part),
             decoder.prefilled_specs(prefix, "tensor"),
@@ -132,7 +130,7 @@ class _Programs:
         inputs = placed(prefilled, places), keys, limits
         if pieces is not None:
             return self._pieces(pieces, weights, inputs)
-        options["early_exit"] = early_exit
+        options["min_ended"] = min_ended
         return [Program(decoder.decode, (graph, weights, *inputs), options, self.sampler_mesh)]
 
     def _pieces(self, decode: PolledDecode, weights: Weights, inputs: tuple[Any, ...]) -> list[Program]:

@@ -46,8 +46,6 @@ class Decoder:
     """True if no shard goes on to the next phase before all others can."""
     share: float = 1.0
     """Share of a shard's unfinished responses after whose end a call returns; 1: all of them."""
-    tokens: int | None = None
-    """Tokens of a shard after which a call returns; None: no limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +97,6 @@ def decode(decoder: Decoder, prefix: Int[np.ndarray, " B"], left: Int[np.ndarray
     if decoder.share < 1:
         spared = np.floor(np.float32(1 - decoder.share) * (left > 0).sum(axis=1, dtype=np.float32)).astype(np.int64)
         leaves = _after(ends, queued - spared)
-    if decoder.tokens is not None:
-        made = busy.cumsum(axis=1) >= decoder.tokens
-        leaves = np.minimum(leaves, np.where(made.any(axis=1), made.argmax(axis=1) + 1, NEVER))
     over = np.minimum(_after(ends, queued), leaves).reshape(-1, decoder.lockstep).max(axis=1)  # of each lockstep group
     counts = [step.slots for step in decoder.steps]
     bounds = [np.zeros(len(over), np.int64)]

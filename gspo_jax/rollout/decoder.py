@@ -31,7 +31,7 @@ from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.loop import Prefilled, PrefilledKV, SampledTokens, length_mask, token_keys
 from gspo_jax.rollout.precision import Precision, rounded
 from gspo_jax.rollout.prefixes import PackedPrefix
-from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule, draw
+from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
 from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, shrink
 from gspo_jax.types import Prompts, RouterRecord, UserError, Weights
 
@@ -70,7 +70,7 @@ def generate(
     slots: int | None = None,
     limits: Int[Array, " B"] | None = None,
     prefix: PackedPrefix | None = None,
-    early_exit: EarlyExit = NO_EARLY_EXIT,
+    min_ended: float = 1.0,
     router_logprobs: bool = False,
     cache_dtype: CacheDtype | None = None,
 ) -> Decoded:
@@ -87,7 +87,7 @@ def generate(
       limits: token limit of each response, at most `stop.max_length` and including its prefix; a response with limit 0
         is left empty. None: `stop.max_length` for all.
       prefix: tokens that the responses start with, see `prefixes.pack`; None: none.
-      early_exit: when to return with responses unfinished.
+      min_ended: share of a shard's responses after whose end to return, of those with a limit above 0; 1: all of them.
       router_logprobs: also return the router's log-probs of the experts it chose.
       cache_dtype: what keys and values are stored in; None: the dtype that the model computes in.
 
@@ -98,7 +98,7 @@ def generate(
     options: Any = {"sampling": sampling, "router_logprobs": router_logprobs, "cache_dtype": cache_dtype}
     prefilled = prefill(graph, weights, prompts, keys, prefix, **options)
     return decode(
-        graph, weights, prefilled, keys, limits, sampling=sampling, stop=stop, slots=slots, early_exit=early_exit
+        graph, weights, prefilled, keys, limits, sampling=sampling, stop=stop, slots=slots, min_ended=min_ended
     )
 
 
@@ -221,7 +221,7 @@ def _prefill_rows(
     return jax.lax.scan(one, last, (jnp.arange(len(prefix.tokens)), *rows))
 
 
-@partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "early_exit", "prompt_length"))
+@partial(jax.jit, static_argnames=("graph", "sampling", "stop", "slots", "min_ended", "prompt_length"))
 def decode(
     graph: nnx.GraphDef[Transformer],
     weights: Weights,
@@ -232,10 +232,10 @@ def decode(
     sampling: SamplingParams,
     stop: StopRule,
     slots: int,
-    early_exit: EarlyExit = NO_EARLY_EXIT,
+    min_ended: float = 1.0,
     prompt_length: int | None = None,
 ) -> Decoded:
-    """Decode prefilled responses until every one has ended or an early exit is due; see `generate` for the arguments.
+    """Decode prefilled responses until every one has ended, or enough of them; see `generate` for the arguments.
 
     Prompts and their routes are padded to `prompt_length` in the result; None leaves them as they are.
     """
@@ -246,7 +246,7 @@ def decode(
         sampling=sampling,
         stop=stop,
         slots=slots // shards,
-        early_exit=early_exit.per_shard(shards),
+        min_ended=min_ended,
         prompt_length=prompt_length or prefilled.prompts.tokens.shape[1],
     )
     in_specs = prefilled_specs(prefilled.prefix), ROWS, ROWS

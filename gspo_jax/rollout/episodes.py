@@ -20,7 +20,6 @@ from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.prefixes import Prefix
 from gspo_jax.rollout.sampler import Sampler
-from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit
 from gspo_jax.rollout.shard import Decoded
 from gspo_jax.types import EpisodeBatch, Prompts, Rollout, RouterRecord
 
@@ -166,7 +165,7 @@ class Player:
             stale_tokens=np.zeros(B, np.int32),
         )
 
-    def resume(self, episodes: Episodes, *, early_exit: EarlyExit = NO_EARLY_EXIT) -> Episodes:
+    def resume(self, episodes: Episodes, *, min_ended: float = 1.0) -> Episodes:
         """The episodes after one more sampling call and the environment's replies to the turns that ended in it."""
         sampler, rollout, live = self._sampler, episodes.rollout, ~episodes.ended
         max_length = sampler.stop.max_length
@@ -181,7 +180,7 @@ class Player:
             episodes.keys,
             prefix=prefix,
             limits=limits,
-            early_exit=early_exit,
+            min_ended=min_ended,
         )
         episodes = merge_decoded(episodes, hosts.allgather(decoded))
         return episodes if self._reply is None else self._add_replies(episodes, live & episodes.ended, self._reply)
@@ -272,7 +271,7 @@ class Buffer:
         groups: int,
         group_size: int,
         in_flight: int,
-        early_exit: EarlyExit,
+        min_ended: float,
         episodes: Episodes | None = None,
     ):
         """Start empty, or from the episodes of a checkpoint.
@@ -282,11 +281,11 @@ class Buffer:
           groups: groups per batch.
           group_size: responses per group.
           in_flight: groups per sampling call, more than `groups`.
-          early_exit: when a sampling call returns with responses unfinished.
+          min_ended: share of a shard's unfinished responses after whose end a sampling call returns.
           episodes: initial content, oldest groups first; None: empty.
         """
         self._player, self._groups, self._group_size, self._in_flight = player, groups, group_size, in_flight
-        self._early_exit = early_exit
+        self._min_ended = min_ended
         self.episodes = episodes
         """Episodes left in the buffer, oldest groups first; None before the first batch."""
         self.started = self.calls = 0
@@ -318,7 +317,7 @@ class Buffer:
             # Unfinished groups first, the oldest first; if these are too few, complete ones fill up the fixed shape.
             oldest = np.sort(np.argsort(complete, kind="stable")[: self._in_flight])
             chosen = spread_over_shards(oldest, self._player.shards)
-            resumed = self._player.resume(episodes.groups(chosen, G), early_exit=self._early_exit)
+            resumed = self._player.resume(episodes.groups(chosen, G), min_ended=self._min_ended)
             order = np.concatenate([chosen, np.setdiff1d(np.arange(len(self)), chosen)])
             rest = episodes.groups(order[len(chosen) :], G)
             episodes = concatenate([resumed, rest]).groups(np.argsort(order), G)

@@ -111,8 +111,6 @@ class LoopState:
     """First queue position that has not been given a slot."""
     num_ended: Int[Array, ""]
     """Responses that have ended."""
-    num_tokens: Int[Array, ""]
-    """Tokens sampled by the loop."""
     running: Bool[Array, ""]
     """True while the phase continues, on this shard or on any shard of its expert group."""
     slot: Int[Array, " n"]
@@ -186,10 +184,8 @@ class DecodeLoop:
     """Number of queue positions that are given a slot; n if every response has a slot of its own from the start."""
     slots: int
     """Number of slots in the first phase."""
-    min_ended: Int[Array, ""] | None
-    """Stop once this many responses have ended, counting those with a limit of 0; None: no such early exit."""
-    max_tokens: int | None
-    """Stop once the loop has sampled this many tokens; None: no such early exit."""
+    enough: Int[Array, ""] | None
+    """Stop once this many responses have ended, counting those with a limit of 0; None: no early exit."""
 
     def start(self) -> LoopState:
         """The state before the first step: the head of the queue in the slots, an empty log, prefixes in the cache."""
@@ -206,7 +202,6 @@ class DecodeLoop:
             last_tokens=self.prefilled.first.tokens[self.queue[:B]],
             next_position=jnp.minimum(self.queue_length, B),
             num_ended=self.ended.sum(dtype=jnp.int32),
-            num_tokens=jnp.zeros((), jnp.int32),
             running=jnp.zeros((), bool),
             slot=jnp.minimum(jnp.arange(n, dtype=jnp.int32), B),
             first_row=-1 - self.prefix_lengths[self.queue],
@@ -247,7 +242,6 @@ class DecodeLoop:
             lengths=lengths,
             last_tokens=sampled.tokens,
             num_ended=state.num_ended + (ends & active).sum(dtype=jnp.int32),
-            num_tokens=state.num_tokens + active.sum(dtype=jnp.int32),
             log=log,
             cache=cache,
         )
@@ -282,10 +276,8 @@ class DecodeLoop:
         """True if more than `fewer_slots` responses are left and no early exit is due, on any shard of the group."""
         active = (state.positions < self.queue.shape[0]).sum()
         here = active + jnp.maximum(self.queue_length - state.next_position, 0) > fewer_slots
-        if self.min_ended is not None:
-            here &= state.num_ended < self.min_ended
-        if self.max_tokens is not None:
-            here &= state.num_tokens < self.max_tokens
+        if self.enough is not None:
+            here &= state.num_ended < self.enough
         return _any_in_expert_group(here)
 
     def _refill(self, state: LoopState) -> LoopState:

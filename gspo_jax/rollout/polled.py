@@ -16,7 +16,7 @@ from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import ROWS, batch_shards, prefilled_specs, shard_over_batch
 from gspo_jax.rollout.loop import DecodeLoop, LoopState, Prefilled
-from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.rollout.shard import Decoded, Progress, advance, begin, finish, make_loop, phases, shrink
 from gspo_jax.types import Weights
 
@@ -41,7 +41,7 @@ class PolledDecode:
     stop: StopRule
     slots: int
     """Responses decoded at a time, over all devices."""
-    early_exit: EarlyExit
+    min_ended: float
     poll_steps: int
     """Decode steps between two looks at the host."""
 
@@ -86,7 +86,7 @@ class PolledDecode:
         """Call `piece(loop, slots of each phase, progress)` per batch shard; `progress` is None for the first piece."""
         shards = batch_shards()
         options: dict[str, Any] = {"sampling": self.sampling, "stop": self.stop, "slots": self.slots // shards}
-        options["early_exit"] = self.early_exit.per_shard(shards)
+        options["min_ended"] = self.min_ended
 
         def shard(weights: Weights, prefilled: Prefilled, keys: Any, limits: Any, progress: Any, rings: Any) -> Any:
             loop, slot_counts = make_loop(self.graph, weights, prefilled, keys, limits, **options)

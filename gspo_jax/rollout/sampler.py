@@ -21,9 +21,12 @@ from gspo_jax.rollout import decoder, polled
 from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.precision import Precision
 from gspo_jax.rollout.prefixes import PackedPrefix, Prefix, bucket, pack
-from gspo_jax.rollout.sampling import NO_EARLY_EXIT, EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.rollout.shard import Decoded, DecodeStats
 from gspo_jax.types import Prompts, Rollout, RouterRecord, SamplerStats, Weights
+
+POLL_STEPS = 256
+"""Decode steps between two checks for a stop request; a decode of fewer is one program."""
 
 
 class Sampler:
@@ -40,7 +43,7 @@ class Sampler:
         sampling: SamplingParams,
         stop: StopRule,
         slots: int | None = None,
-        poll_steps: int | None = None,
+        poll_steps: int | None = POLL_STEPS,
         router_logprobs: bool = False,
         precision: Precision | None = None,
         cache_dtype: CacheDtype | None = None,
@@ -92,7 +95,7 @@ class Sampler:
         slots = None if self._slots is None else min(self._slots, responses)
         return {"sampling": self._sampling, "stop": self.stop, "slots": decoder.resolve_slots(slots, responses)}
 
-    def pieces(self, responses: int, early_exit: EarlyExit = NO_EARLY_EXIT) -> PolledDecode | None:
+    def pieces(self, responses: int, min_ended: float = 1.0) -> PolledDecode | None:
         """The programs of a decode of this many responses, or None if `decoder.decode` does it in one.
 
         It is one where it takes at most `poll_steps` steps. Needs the sampler's mesh in scope.
@@ -100,7 +103,7 @@ class Sampler:
         options, steps = self.decode_options(responses), self._poll_steps
         if steps is None or decoder.most_steps(responses, options["slots"], self.stop) <= steps:
             return None
-        return PolledDecode(graph=self._graph, **options, early_exit=early_exit, poll_steps=steps)
+        return PolledDecode(graph=self._graph, **options, min_ended=min_ended, poll_steps=steps)
 
     def moved(self, weights: Weights) -> Weights:
         """The trainer's weights that the sampler keeps a copy of."""
@@ -166,7 +169,7 @@ class Sampler:
         *,
         prefix: Prefix | None = None,
         limits: Int[np.ndarray, " B"] | None = None,
-        early_exit: EarlyExit = NO_EARLY_EXIT,
+        min_ended: float = 1.0,
     ) -> Decoded:
         """Continues responses from their prefixes with the loaded weights; counted in `stats`.
 
@@ -184,11 +187,11 @@ class Sampler:
         prompts = Prompts(prompts.tokens[:, : bucket(int(prompts.lengths.max()), width)], prompts.lengths)
         shards = mesh_lib.batch_shards(dict(self.mesh.shape))
         packed = None if prefix is None else pack(prompts, prefix, shards=shards, limit=self.stop.max_length)
-        shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, early_exit)
+        shapes = (prompts.tokens.shape, width, packed and packed.tokens.shape, limits is None, min_ended)
         compiled = _compiled_programs()
         inputs: Any = hosts.shard_rows(self.mesh, (prompts, keys, packed, limits))
         with jax.set_mesh(self.mesh):
-            decoded = self._generate(*inputs, prompt_length=width, early_exit=early_exit)
+            decoded = self._generate(*inputs, prompt_length=width, min_ended=min_ended)
         if shapes in self._sampled_shapes and _compiled_programs() > compiled:
             # Without this error every iteration would silently pay for compilation.
             raise RuntimeError(f"prompts of shape {shapes[0]} were sampled before, yet the sampler was compiled again")
@@ -203,7 +206,7 @@ class Sampler:
         limits: Int[Array, " B"] | None,
         *,
         prompt_length: int,
-        early_exit: EarlyExit,
+        min_ended: float,
     ) -> Decoded:
         """`resume` with inputs on the devices: `decoder.generate`, with prefill and decode timed apart."""
         keys, B = jax.random.wrap_key_data(key_data), len(key_data)
@@ -220,10 +223,10 @@ class Sampler:
         )
         middle = time.perf_counter()
         inputs: tuple[Any, ...] = self._weights, prefilled, keys, limits
-        if (pieces := self.pieces(B, early_exit)) is not None:
+        if (pieces := self.pieces(B, min_ended)) is not None:
             decoded = pieces(*inputs, prompt_length=prompt_length, poll=self.poll)
         else:
-            options: dict[str, Any] = {**self.decode_options(B), "early_exit": early_exit}
+            options: dict[str, Any] = {**self.decode_options(B), "min_ended": min_ended}
             decoded = decoder.decode(self._graph, *inputs, **options, prompt_length=prompt_length)
         decoded = jax.block_until_ready(decoded)
         self._count(decoded.stats, prefill_s=middle - start, decode_s=time.perf_counter() - middle)

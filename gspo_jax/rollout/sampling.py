@@ -53,25 +53,6 @@ class StopRule:
     """Token id that fills a row after the end."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EarlyExit:
-    """When a decode call returns with responses unfinished, as partial rollouts need; by default never."""
-
-    min_ended: float = 1.0
-    """Return once this fraction of a shard's responses has ended, out of those with a token limit above 0."""
-    max_tokens: int | None = None
-    """Return once the decode loops have sampled this many tokens, over all devices; None: no limit."""
-
-    def per_shard(self, shards: int) -> "EarlyExit":
-        """The same condition for one of `shards` batch shards, each with an equal part of the token budget."""
-        tokens = None if self.max_tokens is None else max(1, self.max_tokens // shards)
-        return dataclasses.replace(self, max_tokens=tokens)
-
-
-NO_EARLY_EXIT = EarlyExit()
-"""Return once every response has ended."""
-
-
 def truncate(logits: Float[Array, "B V"], *, top_k: int, top_p: float, min_p: float = 0.0) -> Float[Array, "B V"]:
     """Logits with -inf for tokens that top-k, then top-p, then min-p (arXiv 2407.01082) exclude.
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, Key
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.rollout.loop import DecodeLoop, LoopState, Prefilled, is_eos
 from gspo_jax.rollout.responses import ResponseBuffer
-from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.types import Rollout, Weights
 
 _MAX_SHRINKS = 3
@@ -67,7 +67,7 @@ def make_loop(
     sampling: SamplingParams,
     stop: StopRule,
     slots: int,
-    early_exit: EarlyExit,
+    min_ended: float,
 ) -> tuple[DecodeLoop, list[int]]:
     """The loop of one batch shard, whose n responses queue for `slots` slots of its own; the slots of each phase."""
     n, eos_ids = keys.shape[0], jnp.asarray(stop.eos_ids, jnp.int32)
@@ -80,9 +80,9 @@ def make_loop(
     if slots < n:  # responses that have ended go to the end of the queue and get no slot
         queue = jnp.lexsort((queue, ended)).astype(jnp.int32)
         queue_length = n - ended.sum(dtype=jnp.int32)
-    min_ended = None
-    if early_exit.min_ended < 1:
-        min_ended = n - jnp.floor((1 - early_exit.min_ended) * (limits > 0).sum()).astype(jnp.int32)
+    enough = None
+    if min_ended < 1:
+        enough = n - jnp.floor((1 - min_ended) * (limits > 0).sum()).astype(jnp.int32)
     loop = DecodeLoop(
         model=model,
         prefilled=prefilled,
@@ -96,8 +96,7 @@ def make_loop(
         queue=queue,
         queue_length=queue_length,
         slots=slots,
-        min_ended=min_ended,
-        max_tokens=early_exit.max_tokens,
+        enough=enough,
     )
     return loop, slot_counts
 

@@ -27,17 +27,20 @@ SETTLED_S = 2.0
 _LOOK_S = 0.5
 _PUBLISH_S = 10.0
 
+FACTOR = 10.0
+"""Deadline of a phase, as a multiple of the longest that it has taken so far."""
+
 
 class Phases:
     """Knows the phase that this process is in, and ends the process if a phase outlasts its deadline.
 
-    The deadline of a phase is `factor` times the longest that it has taken so far in this process, and never less than
-    `floor_s` seconds. After a signal, the process has `grace_s` seconds to save its state and exit.
+    The deadline of a phase is `FACTOR` times the longest that it has taken so far in this process, and never less than
+    `deadline_s` seconds. After a signal, the process has `grace_s` seconds to save its state and exit.
     """
 
-    def __init__(self, files: RunFolder, *, floor_s: float, factor: float, grace_s: float):
+    def __init__(self, files: RunFolder, *, deadline_s: float, grace_s: float):
         """Begin in the phase "start" of a run in the folder `files`."""
-        self._files, self._floor_s, self._factor, self._grace_s = files, floor_s, factor, grace_s
+        self._files, self._deadline_s, self._grace_s = files, deadline_s, grace_s
         self._preemption = Preemption(self.take_notice, self._press)
         self._longest: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -143,7 +146,7 @@ class Phases:
         while not self._over.wait(_LOOK_S):
             with self._lock:
                 name, taken = self.name, time.monotonic() - self._begun
-                deadline = max(self._floor_s, self._factor * self._longest.get(name, 0.0))
+                deadline = max(self._deadline_s, FACTOR * self._longest.get(name, 0.0))
             told, late = self.noticed_in is not None, self.stop_seconds > self._grace_s
             soon = self._preemption.alone and not self._stopping and self.stop_seconds > SETTLED_S
             if told and self.settled() and (late or soon):
@@ -184,8 +187,7 @@ class Phases:
 @contextmanager
 def open_phases(config: ConfigDict, files: RunFolder) -> Iterator[Phases]:
     """Watch over a run in the folder `files`; a stop that reaches the end of the block is recorded."""
-    watchdog, grace_s = config.watchdog, config.processes.grace_s
-    phases = Phases(files, floor_s=watchdog.floor_s, factor=watchdog.factor, grace_s=grace_s)
+    phases = Phases(files, deadline_s=config.processes.deadline_s, grace_s=config.processes.grace_s)
     with phases.watched():
         try:
             yield phases

@@ -22,7 +22,7 @@ from gspo_jax.rewards import environments, scorer, shaping, steps
 from gspo_jax.rollout.precision import PRECISIONS
 from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import data, functions, learning, meshes, policy, sampling
-from gspo_jax.setup.fields import INT32, at, check_fields
+from gspo_jax.setup.fields import FRACTION, INT32, at, check_fields
 from gspo_jax.training.state import make_optimizer
 from gspo_jax.types import UserError, choices
 
@@ -140,6 +140,8 @@ def _check_choices(config: ConfigDict) -> None:
         raise UserError(
             f"data.clock is {config.data.clock!r}; use a date, or a date and a time, such as {CLOCK!r}"
         ) from None
+    if bad := [x for x in config.coldstart.terse if not isinstance(x, int | float) or not FRACTION.holds(x)]:
+        raise UserError(f"coldstart.terse has {bad[0]!r}; use {FRACTION.words} for each stage")
     for name, dtypes in (("weights_dtype", PRECISIONS), ("cache_dtype", CACHE_DTYPES)):
         if (given := config.sampling[name]) not in ("", *dtypes):
             named = ", ".join(map(repr, dtypes))
@@ -339,11 +341,6 @@ def _check_routing(config: ConfigDict, objective: Objective) -> None:
         raise UserError(
             "routing.replay is 'r2', which replays the routes of the trainer's recomputed old log-probs; "
             "set training.old_logprobs to 'recompute', or use 'r3' for the sampler's routes"
-        )
-    if objective.router_shift and not (recompute or routing.router_logprobs):
-        raise UserError(
-            f"{objective.name} damps tokens by the shift of their routers, whose log-probs are not recorded; set "
-            "routing.router_logprobs to True"
         )
 
 

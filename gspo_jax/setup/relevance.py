@@ -12,7 +12,6 @@ from gspo_jax.setup.fields import at, names
 NOT_OF_ANSWERS = {
     "iterations": "how long the run trains",
     "processes.": "what is waited for",
-    "watchdog.": "what is waited for",
     "model.folder": "weights and files count by content, wherever they are",
     "model.published": "a check of the model",
     "model.remat": "of the backward pass",
@@ -53,7 +52,6 @@ may be another one.
 NOT_OF_COLD_START = {
     "iterations": "of the run",
     "processes.": "what is waited for",
-    "watchdog.": "what is waited for",
     "adapter.": "of the run, which adds them",
     "data.prompts_per_batch": "of the run; the cold start has coldstart.batch",
     "sampling.": "of the run, but for the longest response",

@@ -12,7 +12,7 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards.replies import Replies
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
 from gspo_jax.rollout.sampler import Sampler
-from gspo_jax.rollout.sampling import EarlyExit, SamplingParams, StopRule
+from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.setup import data, functions
 from gspo_jax.types import UserError
 
@@ -28,8 +28,7 @@ def make_sampling(config: ConfigDict) -> SamplingParams:
 
 def keeps_router_logprobs(config: ConfigDict, model: ModelConfig) -> bool:
     """True if the sampler records router log-probs, which it does unless the trainer records its own."""
-    wanted = config.routing.router_logprobs and config.training.old_logprobs == "sampler"
-    return model.is_routed and wanted
+    return model.is_routed and config.training.old_logprobs == "sampler"
 
 
 def stop_ids(config: ConfigDict, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -114,6 +113,6 @@ def make_buffer(config: ConfigDict, player: Player, unfinished: Episodes | None 
         groups=config.data.prompts_per_batch,
         group_size=config.sampling.group_size,
         in_flight=partial.prompts,
-        early_exit=EarlyExit(min_ended=partial.share, max_tokens=partial.tokens),
+        min_ended=partial.share,
         episodes=unfinished,
     )
