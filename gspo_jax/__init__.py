@@ -12,6 +12,7 @@ def _is_command() -> bool:
 
 
 if _is_command():  # whose imports take seconds
-    from gspo_jax import signals
+    from gspo_jax import commands, signals
 
+    commands.answer_help(sys.orig_argv[sys.orig_argv.index("-m") + 1].removeprefix("gspo_jax."), sys.argv[1:])
     signals.end_command()

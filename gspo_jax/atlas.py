@@ -23,7 +23,8 @@ import numpy as np
 
 from gspo_jax.objectives import Objective, catalogue, make
 from gspo_jax.objectives.surrogates import Batch
-from gspo_jax.reporting.drawing import GREY, Head, Parser, mix, picture
+from gspo_jax.parser import Parser
+from gspo_jax.reporting.drawing import GREY, Head, mix, picture
 from gspo_jax.reporting.looks import Look, looks
 from gspo_jax.types import UserError
 

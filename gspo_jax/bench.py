@@ -39,14 +39,14 @@ from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import calibration, hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import rates as rates_lib
-from gspo_jax.reporting.drawing import Parser
+from gspo_jax.parser import Parser, make_parser
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.training.experience import Rewards
 from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
-from gspo_jax.workload import DTYPES, Workload, flops
+from gspo_jax.workload import Workload, flops
 
 PARTS = ("sample", "score", "update")
 """Parts of an iteration, in order."""
@@ -211,31 +211,10 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def parser() -> Parser:
-    """Build the command-line parser, with the defaults of `Workload`."""
-    parser = Parser("python -m gspo_jax.bench", str(__doc__).partition("\n\n")[0])
+    """The command-line parser, with the defaults of `Workload`."""
+    parser = make_parser("bench")
     defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder of the model")
-    for name, meaning in {
-        "prompts": "prompts per iteration",
-        "group": "responses per prompt",
-        "prompt_length": "tokens per prompt",
-        "new_tokens": "maximum tokens per response",
-        "minibatches": "updates per iteration",
-        "repeats": "measured iterations",
-        "warmup": "iterations before the measured ones; the first one compiles",
-        "devices": "devices to use; simulated where jax runs on CPU",
-    }.items():
-        default = defaults[name]
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning}; default {default}")
-    lengths = "of responses, such as uniform:16:128 or lognormal:64:0.8; default --new_tokens"
-    parser.add_argument("--lengths", metavar="KIND", help=lengths)
-    parser.add_argument("--slots", type=int, metavar="N", help="responses decoded at a time; by default all")
-    parser.add_argument("--row_tokens", type=int, metavar="N", help="tokens of a packed row; by default as in a run")
-    parser.add_argument("--dtype", default=defaults["dtype"], help=f"compute dtype: {' or '.join(DTYPES)}")
-    parser.add_argument("--mesh", metavar="AXIS:SIZE,…", help="such as fsdp:-1,expert:2; -1: the rest of the devices")
-    parser.add_argument("--compile", default="ahead", help="ahead, in a separate process, or here; default ahead")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure the devices instead, and write their rates here")
-    parser.add_argument("--json", metavar="FILE", help="also write the same facts as JSON")
+    parser.set_defaults(**{name: value for name, value in defaults.items() if value is not dataclasses.MISSING})
     return parser
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gspo_jax import exits, foreign, references, shell, signals, storage
+from gspo_jax import commands, exits, foreign, references, shell, signals, storage
 from gspo_jax.config import benchmark
 from gspo_jax.parallel import compilation, processes
+from gspo_jax.setup import same
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
 from gspo_jax.types import Diverged, UserError
 
@@ -35,29 +37,45 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """Options of glibc's `mallopt`, from malloc.h."""
 
 
-def run(main: Main, *, default: ConfigDict | None = None) -> None:
-    """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the entry point's own flags, then call `main(config)`.
+def run(main: Main, name: str, *, default: ConfigDict | None = None) -> None:
+    """Parse `--config=FILE[:arg]`, `--config.a.b=value` and the flags of the command `name`, then call `main(config)`.
 
     `default` is the config used if `--config` is missing; without a default, a missing `--config` is an error.
     """
-    _run(lambda: _start(main, default), needs_config=default is None)
+    _run(lambda: _start(main, default), name, needs_config=default is None)
 
 
-def run_alone(main: Callable[[ConfigDict], int]) -> None:
+def run_alone(main: Callable[[ConfigDict], int], name: str) -> None:
     """As `run`, for a command that computes nothing itself; the program ends with the exit code that `main` returns.
 
     No device is touched, no cache made, and no other process of a run met.
     """
-    _run(lambda: _called(main, flags.FLAGS.config), needs_config=True)
+    _run(lambda: _called(main, flags.FLAGS.config), name, needs_config=True)
 
 
-def _run(start: Callable[[], int | None], *, needs_config: bool) -> None:
+def define(name: str) -> None:
+    """Define the flags of a command of commands.py."""
+    for flag in commands.COMMANDS[name].flags:
+        if flag.kind is list:
+            flags.DEFINE_list(flag.name, [], flag.help)
+        elif flag.repeated:
+            flags.DEFINE_multi_string(flag.name, [], flag.help)
+        elif flag.kind is bool:
+            flags.DEFINE_bool(flag.name, flag.default, flag.help)
+        elif flag.kind is int:
+            flags.DEFINE_integer(flag.name, flag.default, flag.help, None if flag.low is None else int(flag.low))
+        elif flag.kind is float:
+            flags.DEFINE_float(flag.name, flag.default, flag.help, flag.low, flag.high)
+        else:
+            flags.DEFINE_string(flag.name, flag.default, flag.help, required=flag.required)
+
+
+def _run(start: Callable[[], int | None], name: str, *, needs_config: bool) -> None:
+    define(name)
     logging.use_absl_handler()  # takes away one that an import has made for sys.stderr, which is wrapped next
     shell.keep_streams()
     signals.in_order()
     references.refuse_exits()
-    config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:arg]; --config.a.b=value changes a field.")
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # so that --help shows it
     app.run(
         lambda _: _guarded(start),
         flags_parser=lambda argv: _guarded(lambda: _parse(argv, flags.FLAGS, needs_config=needs_config)),
@@ -65,13 +83,13 @@ def _run(start: Callable[[], int | None], *, needs_config: bool) -> None:
 
 
 def read_config(words: Sequence[str]) -> ConfigDict:
-    """Return the config that the flags `--config=FILE[:arg]` and `--config.a.b=value` make, with its fields checked.
+    """Return the config that `--config=FILE[:arg]`, or `--workdir=RUN`, and `--config.a.b=value` make, checked.
 
     Raises:
       UserError: as the command with these flags.
     """
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    flags.DEFINE_string("workdir", None, "", flag_values=values)
     _parse(["", *words], values, needs_config=True)
     check_fields(values.config)
     return values.config
@@ -248,20 +266,31 @@ def _workdir() -> str:
 
 
 def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> list[str]:
-    """Parse the command line into `values`; return what is no flag."""
-    uses_config = needs_config or any(word.startswith(("--config", "-config")) for word in argv)
-    config, added = ConfigDict(), dict[str, str]()
-    if uses_config and "--help" not in argv and "--helpfull" not in argv:
+    """Parse the command line into `values`, which get a `config`, None if the command has none; return no flags.
+
+    Without `--config`, it is the config of the run in `--workdir`, of which only what may change can be changed.
+    """
+    given = any(word.startswith(("--config", "-config")) for word in argv)
+    workdir = None if _last(argv, "config") else _last(argv, "workdir")
+    kept = same.of_folder(workdir) if workdir and (needs_config or given) and Path(workdir).is_dir() else None
+    config, added = kept, dict[str, str]()
+    if config is None and (needs_config or given):
         config = load_config(config_flag(argv))
-        argv, added = _take_added(argv, config)
+    if config is not None:
+        argv, added = _take_added(_without_config(argv), config)
         check_overrides(argv, config)
+    saved = None if kept is None else kept.to_dict()
     command, sys.argv = sys.argv, argv  # ml_collections looks for overrides there
     try:
+        if config is None:
+            flags.DEFINE_string("config", None, "", flag_values=values)
+        else:
+            config_flags.DEFINE_config_dict("config", config, flag_values=values)
         rest = values(argv)
     except flags.IllegalFlagValueError as error:
-        raise UserError(_wrong_value(str(error), config, values)) from None
+        raise UserError(_wrong_value(str(error), config or ConfigDict(), values)) from None
     except flags.UnrecognizedFlagError as error:
-        raise UserError(_unknown_flag(error.flagname, config, values)) from None
+        raise UserError(_unknown_flag(error.flagname, config or ConfigDict(), values)) from None
     except flags.Error as error:
         raise UserError(str(error)) from None
     finally:
@@ -269,7 +298,27 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> 
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     _add(added, values.config)
+    if saved is not None and workdir is not None:
+        same.check_same_run(values.config, saved, workdir)
     return rest
+
+
+def _last(argv: Sequence[str], flag: str) -> str | None:
+    """The last value of a flag on a command line, with one dash or two; None if it is not given."""
+    given = [word.partition("=")[2] for word in argv if word.startswith((f"--{flag}=", f"-{flag}="))]
+    given += [after for word, after in itertools.pairwise(argv) if word in (f"--{flag}", f"-{flag}")]
+    return given[-1] if given else None
+
+
+def _without_config(argv: list[str]) -> list[str]:
+    """The words of a command line but `--config=FILE`."""
+    kept, words = [], iter(argv)
+    for word in words:
+        if word in ("--config", "-config"):
+            next(words, None)
+        elif not word.startswith(("--config=", "-config=")):
+            kept.append(word)
+    return kept
 
 
 def _take_added(argv: list[str], config: ConfigDict) -> tuple[list[str], dict[str, str]]:
@@ -354,11 +403,10 @@ def config_words(argv: Sequence[str]) -> list[str]:
 
 def config_flag(argv: Sequence[str]) -> str:
     """Return the value of the last `--config`, with one dash or two, as absl does."""
-    given = [word.partition("=")[2] for word in argv if word.startswith(("--config=", "-config="))]
-    given += [after for word, after in itertools.pairwise(argv) if word in ("--config", "-config")]
-    if not given:
+    given = _last(argv, "config")
+    if given is None:
         raise UserError("--config is missing; for example --config=configs/tiny.py")
-    return given[-1]
+    return given
 
 
 def load_config(value: str) -> ConfigDict:
@@ -386,17 +434,31 @@ def sweep_function(value: str) -> Callable[[], Any] | None:
     return _function(value, "get_sweep")
 
 
+def own_configs() -> dict[str, Path]:
+    """Return the configs that come with gspo_jax, by name."""
+    source = Path(__file__).resolve().parents[1]
+    folder = Path(sysconfig.get_path("data")) / "share" / "gspo_jax" / "configs"
+    if (source / "pyproject.toml").is_file():
+        folder = source / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.py"))}
+
+
+def own_config(name: str) -> Path | None:
+    """Return the file of a config that comes with gspo_jax; None if there is none, or something here has that name."""
+    return None if Path(name).exists() else own_configs().get(name)
+
+
 def _function(value: str, function: str) -> Callable[[], Any] | None:
     """Return a function of `FILE.py[:arg]`, to be called without the argument; None if the file does not define it."""
     name, colon, arg = value.partition(":")
-    path = Path(name)
+    path = own_config(name) or Path(name)
     if name and path.is_dir():
         raise UserError(f"config {name!r} is a folder; give a .py file in it")
     if path.is_file() and path.suffix != ".py":
         raise UserError(f"config {value!r} is not a .py file; give one, such as configs/tiny.py")
     if not path.is_file():
         beside = [str(p) for p in path.parent.glob("*.py") if p.is_file()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), beside, n=1)
+        near = difflib.get_close_matches(str(path), [*beside, *own_configs()], n=1)
         raise UserError(f"config {value!r} not found; " + (f"did you mean {near[0]}?" if near else "give a .py file"))
 
     def call() -> Any:

@@ -250,5 +250,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Folder to write the model to.", required=True)
-    cli.run(main)
+    cli.run(main, "coldstart")

@@ -66,10 +66,10 @@ def base() -> ConfigDict:
     config.data.task = ""  # "gsm8k", "jsonl", one of `functions`, or a generated one (data/generated.py)
     # gsm8k, jsonl: folder with files of training and of held-out rows, named as on a hub, or a prepared TFDS directory.
     config.data.folder = ""
-    # jsonl: instead of a folder, a file or folder of training rows and one of held-out rows: JSON Lines, JSON, CSV or
-    # Parquet; "data/train" is all of data/train-00000-of-00002.parquet and the others.
+    # jsonl: instead of a folder, a file or folder of training rows: JSON Lines, JSON, CSV or Parquet; "data/train" is
+    # all of data/train-00000-of-00002.parquet and the others.
     config.data.train = ""
-    config.data.test = ""
+    config.data.test = ""  # jsonl: the held-out rows, likewise
     # jsonl, conversations and examples: field of the prompt, by its whole name or with dots into objects; empty:
     # `question`, `prompt` or `messages`, whichever a row has.
     config.data.prompt = ""
@@ -208,11 +208,14 @@ def on_gsm8k(published: str = "") -> ConfigDict:
 
 
 def adamw(*, learning_rate: float, schedule: str, warmup_updates: int) -> ConfigDict:
-    """Return an AdamW section; after a linear warm-up, `schedule` is "constant" or "cosine" (to zero at the end)."""
-    config = ConfigDict({"learning_rate": learning_rate, "schedule": schedule, "warmup_updates": warmup_updates})
-    config.b1 = 0.9
-    config.b2 = 0.95
-    config.weight_decay = 0.0
+    """Return an AdamW section."""
+    config = ConfigDict()
+    config.learning_rate = learning_rate  # after the warm-up
+    config.schedule = schedule  # "constant", or "cosine", which falls to zero at the end of the run
+    config.warmup_updates = warmup_updates  # updates in which the learning rate rises linearly
+    config.b1 = 0.9  # decay of the mean of gradients
+    config.b2 = 0.95  # decay of the mean of their squares
+    config.weight_decay = 0.0  # times the learning rate, the share of a parameter that an update takes off
     # Parameters that are not decayed: "norm", "bias" and "router", perhaps also "embed" and "head"; (): decay them all.
     config.no_decay = ("norm", "bias", "router")
     config.max_grad_norm = 1.0  # global norm at which gradients are clipped

@@ -26,7 +26,7 @@ from gspo_jax.data.tokenizer import FILES, Tokenizer
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.reporting.drawing import Parser
+from gspo_jax.parser import make_parser
 from gspo_jax.reporting.writers import fields_of, read_config
 from gspo_jax.setup import policy
 from gspo_jax.storage import CHECKPOINTS, RunFolder
@@ -159,14 +159,8 @@ def _one_device() -> jax.sharding.Mesh:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = Parser("python -m gspo_jax.convert", str(__doc__).partition("\n\n")[0])
-    parser.add_argument("--from", dest="source", type=Path, required=True, metavar="FOLDER", help="folder to convert")
-    parser.add_argument("--to", dest="target", type=Path, required=True, metavar="FOLDER", help="new folder to write")
-    parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; by default the source's")
-    parser.add_argument("--merge", action="store_true", help="add a run's adapters to the weights of its model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the same facts as JSON")
     try:
-        given = parser.parse_args(arguments)
+        given = make_parser("convert").parse_args(arguments)
         cli.check_facts_file(given.json)
         cli.check_output_folder(given.target, flag="to")
         storage.find(given.target, flag="--to")

@@ -349,6 +349,4 @@ def main(config: ConfigDict) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder to check: a local folder or gs://BUCKET/RUN.")
-    flags.DEFINE_string("json", None, "Also write the findings to this file.")
-    cli.run(main, default=base())
+    cli.run(main, "doctor", default=base())

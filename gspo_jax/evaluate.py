@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 from ml_collections import ConfigDict
 
 from gspo_jax import benchmark, cli, engine
-from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.data.pipeline import EvalBatches
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
@@ -173,9 +172,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("benchmark", None, f"{', '.join(BENCHMARKS)}, or a file of rows; the held-out prompts without.")
-    flags.DEFINE_string("data", None, "Folder or file of the benchmark.")
-    flags.DEFINE_integer("samples", 8, "Responses to every problem of the benchmark.", lower_bound=1)
-    flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN.", required=True)
-    flags.DEFINE_string("json", None, "Also write the result to this file.")
-    cli.run(main)
+    cli.run(main, "evaluate")

@@ -234,7 +234,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN.", required=True)
-    flags.DEFINE_string("updates", "1,2,4,16", "Numbers of updates after which to measure.")
-    flags.DEFINE_string("out", "noise", "Folder for noise.json and the pictures.")
-    cli.run(main)
+    cli.run(main, "noise")

@@ -297,18 +297,4 @@ def main(config: ConfigDict) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("topology", None, "Slice to compile for, such as v5p:4x4x4 or v6e:8x8.", required=True)
-    flags.DEFINE_integer("slices", 1, "Number of such slices, joined by the data-center network.", lower_bound=1)
-    flags.DEFINE_list("programs", [], f"Plan only these, of {', '.join(programs.NAMES)}.")
-    flags.DEFINE_string("json", None, "Also write the facts to this file.")
-    flags.DEFINE_string("dump", None, "Keep each program's compiled text in this folder, as PROGRAM.hlo.")
-    flags.DEFINE_bool("cycles", False, "Also print the executed times beside the compiler's estimates of cycles.")
-    flags.DEFINE_string("rates", None, "Rates of the chip, as written by gspo_jax.bench --calibrate; without, assumed.")
-    flags.DEFINE_string(
-        "lengths", None, "Project a whole iteration for these lengths of responses: lognormal:4096:0.8."
-    )
-    flags.DEFINE_bool("tune", False, "With --lengths: search for the settings with the least projected iteration.")
-    flags.DEFINE_float("headroom", 0.08, "With --tune: part of a chip's memory to leave free.", 0.0, 0.9)
-    flags.DEFINE_string("figure", None, "With --lengths: draw the iteration to this PNG file.")
-    flags.DEFINE_string("cache", "", "Folder of compiled programs; empty: ~/.cache/gspo_jax/plan.")
-    cli.run(main)
+    cli.run(main, "plan")

@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_jax.parser import make_parser
 from gspo_jax.reporting import pages, paired
-from gspo_jax.reporting.drawing import Parser
-from gspo_jax.reporting.panels import PANELS, choose
+from gspo_jax.reporting.panels import choose
 from gspo_jax.reporting.pictures import PAGE, PHONE, draw
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.reporting.runs import facts, group_runs, load_run
@@ -92,22 +92,10 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def parser() -> Parser:
-    """Build the command-line parser."""
-    parser = Parser("python -m gspo_jax.report", str(__doc__).partition("\n\n")[2])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (the --workdir of train)")
-    parser.add_argument("--panels", choices=tuple(PANELS), default="training", help="page to show: %(choices)s")
-    parser.add_argument("--baseline", metavar="RUN", help="one of these, by default the first: compare with its group")
-    parser.add_argument("--out", metavar="DIR", help="folder for the report; RUN/report by default for a single run")
-    parser.add_argument("--table", metavar="FILE", help="also write a markdown table with a row per group of runs")
-    parser.add_argument("--json", metavar="FILE", help="also write the same facts as JSON")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
-        given = parser().parse_args(arguments)
+        given = make_parser("report").parse_args(arguments)
         made = report(given.runs, out=given.out, table=given.table, panels=given.panels, baseline=given.baseline)
         if given.json is not None:
             _write(Path(given.json), json.dumps(made, indent=2) + "\n")

@@ -22,7 +22,7 @@ import numpy as np
 from gspo_jax import cli, foreign, references, storage
 from gspo_jax.data import files, rows
 from gspo_jax.parallel import processes
-from gspo_jax.reporting.drawing import Parser
+from gspo_jax.parser import make_parser
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.rewards.scorer import Row, Scorer
 from gspo_jax.types import UserError
@@ -40,19 +40,6 @@ class Line(NamedTuple):
     row: Row
     wrong: str
     """Defect of its reference; "" if there is none."""
-
-
-def parser() -> Parser:
-    """Build the command-line parser."""
-    parser = Parser("python -m gspo_jax.score", str(__doc__).partition("\n\n")[0])
-    parser.add_argument("--reward", required=True, metavar="NAME,…", help="rewards: names, or file.py:function")
-    parser.add_argument("--in", dest="source", type=Path, required=True, metavar="FILE", help="completions, JSON Lines")
-    parser.add_argument("--out", dest="target", type=Path, required=True, metavar="FILE", help="file to write")
-    parser.add_argument("--timeout_s", type=float, default=2.0, metavar="S", help="seconds per completion; default 2")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes for isolated rewards; default all cores")
-    parser.add_argument("--unsafe", action="store_true", help="run programs without a sandbox")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed as JSON")
-    return parser
 
 
 def score(
@@ -153,7 +140,7 @@ def _finite(written: str) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
-        given = parser().parse_args(arguments)
+        given = make_parser("score").parse_args(arguments)
         cli.check_facts_file(given.json)
         cli.check_facts_file(given.target, flag="out")
         workers = processes.own_cores() if given.workers is None else given.workers

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gspo_jax.parser import make_parser
 from gspo_jax.reporting.dots import draw_rows
-from gspo_jax.reporting.drawing import GREY, Head, Parser, label_ends, picture
+from gspo_jax.reporting.drawing import GREY, Head, label_ends, picture
 from gspo_jax.reporting.paired import Estimate, difference, find, in_markdown
 from gspo_jax.reporting.runs import Group, group_runs, load_run
 from gspo_jax.reporting.survival import Course, course, surviving
@@ -150,19 +151,10 @@ def _forest(axes: "Axes", arms: Sequence[Arm], name: str) -> None:
     draw_rows(axes, rows, names=LABELS - 0.15)
 
 
-def parser() -> Parser:
-    """Build the command-line parser."""
-    parser = Parser("python -m gspo_jax.survival", str(__doc__).partition("\n\n")[2])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (the --workdir of train)")
-    parser.add_argument("--baseline", required=True, metavar="RUN", help="one of these; differences are from its group")
-    parser.add_argument("--out", default="survival", metavar="DIR", help="folder for the files; %(default)s by default")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
-        given = parser().parse_args(arguments)
+        given = make_parser("survival").parse_args(arguments)
         unique = list({Path(folder).resolve(): folder for folder in given.runs}.values())
         arms = compare(group_runs([load_run(folder) for folder in unique]), given.baseline)
         out = Path(given.out)

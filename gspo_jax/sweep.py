@@ -127,11 +127,4 @@ def main(config: ConfigDict) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_multi_string(
-        "sweep", [], "FIELD=VALUE,VALUE…: train with each value; several --sweep: with each combination."
-    )
-    flags.DEFINE_string("seeds", None, "How many seeds, counted from the config's, or which: 0,2,5.")
-    flags.DEFINE_string("runs", None, "Folder of the runs and their report; runs/NAME-sweep by default.")
-    flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1)
-    flags.DEFINE_bool("dry-run", False, "Only print the commands.")
-    cli.run_alone(main)
+    cli.run_alone(main, "sweep")

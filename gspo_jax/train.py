@@ -72,10 +72,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder, or gs://BUCKET/RUN; a run in it is resumed.", required=True)
-    flags.DEFINE_bool("start_over", False, "Begin again if the run's checkpoints are gone or damaged.")
-    flags.DEFINE_integer("check_for", None, "Only check the config, for so many devices; 0: for any number.", 0)
-    flags.DEFINE_string(
-        "json", None, "Also write first and last evaluation, and counts of compiled programs, to this file."
-    )
-    cli.run(main)
+    cli.run(main, "train")

@@ -12,6 +12,7 @@ its own named the phase, and the run ended with the same bits as the undisturbed
 import argparse
 import json
 import os
+import signal as signal_lib
 import sys
 import tempfile
 from pathlib import Path
@@ -72,13 +73,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--signal", action="append", help="TERM by default; INTx2: SIGINT twice; may be given again")
     parser.add_argument("--launcher", action="store_true")
+    parser.add_argument("--processes", type=int, action="append", help="1 and 2 by default; may be given again")
     given, facts = parser.parse_args(), []
+    for ignored in (signal_lib.SIGINT, signal_lib.SIGHUP):  # by nohup, or a shell that starts this in its background
+        signal_lib.signal(ignored, signal_lib.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="gspo_jax-stops-") as name:
         folder = Path(name)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
         data = folder / "data"
         launchers = copy_of_launchers(folder / "repository") if given.launcher else None
-        for count in (1, 2):
+        for count in given.processes or (1, 2):
             whole = folder / f"whole-{count}"
             run_processes(count, "-m", "gspo_jax.train", *field_run(whole, data, iterations=ITERATIONS))
             for signal in given.signal or ["TERM"]:

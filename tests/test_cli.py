@@ -12,9 +12,10 @@ import pytest
 from gspo_jax import cli
 from gspo_jax.config import benchmark
 from gspo_jax.reporting.writers import write_config
-from gspo_jax.run.resume import check_folder, check_same_run
+from gspo_jax.run.resume import check_folder
 from gspo_jax.setup import learning
 from gspo_jax.setup.checks import check, check_elsewhere
+from gspo_jax.setup.same import check_same_run
 from gspo_jax.storage import RunFolder, check_place
 from gspo_jax.train import train
 from gspo_jax.types import UserError

@@ -22,8 +22,9 @@ from gspo_jax.data import tasks
 from gspo_jax.data.contents import changes
 from gspo_jax.reporting.writers import read_config
 from gspo_jax.run import resume
-from gspo_jax.run.resume import changed_since, check_same_run
+from gspo_jax.run.resume import changed_since
 from gspo_jax.setup import inputs
+from gspo_jax.setup.same import check_same_run
 from gspo_jax.train import train
 from gspo_jax.training.checkpoint import describe
 from gspo_jax.types import UserError

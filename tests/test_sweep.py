@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, exits, sweep
 from gspo_jax.reporting.writers import write_config, write_saved
-from gspo_jax.run.resume import MAY_CHANGE
+from gspo_jax.setup.same import MAY_CHANGE
 from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import Children, describe, exit_code
 from gspo_jax.types import UserError

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax import foreign
+from gspo_jax.parser import Parser
 from gspo_jax.planning.show import cycles_table, markdown_table
-from gspo_jax.reporting.drawing import Parser
 from gspo_jax.types import UserError
 
 Plan = Mapping[str, Any]

@@ -4,13 +4,11 @@ The contents of pictures are up to report.py, atlas.py and scaling.py. matplotli
 drawn.
 """
 
-import argparse
-import difflib
 import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gspo_jax.types import UserError
 
@@ -172,18 +170,3 @@ def _lowest_label(block: Sequence[float], gap: float) -> float:
     """Return the height of a block's lowest label: the block is centred on its lines, but stays inside the axes."""
     span = gap * (len(block) - 1)
     return max(0.0, min(sum(block) / len(block) - span / 2, 1.0 - gap / 2 - span))
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises a UserError on a mistake, naming the nearest option if one is mistyped."""
-
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UserError, where argparse would print the usage and exit."""
-        options = [option for action in self._actions for option in action.option_strings]
-        words = [word.partition("=")[0].rstrip(",:") for word in message.split() if word.startswith("-")]
-        mistyped = [word for word in words if word not in options]
-        near = [match for word in mistyped for match in difflib.get_close_matches(word, options, n=1)]
-        raise UserError(message + (f"; did you mean {near[0]}?" if near else ""))

@@ -6,7 +6,6 @@ What own functions read by themselves is not compared, nor is the machine.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,42 +15,21 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from gspo_jax.config import base
 from gspo_jax.data.contents import changes
 from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
 from gspo_jax.reporting.writers import fields_of, read_config, read_saved
 from gspo_jax.rollout.episodes import Episodes
-from gspo_jax.setup import fields, inputs, keys, learning, policy
+from gspo_jax.setup import inputs, keys, policy
 from gspo_jax.setup.inputs import FUNCTION
 from gspo_jax.setup.policy import field_of
+from gspo_jax.setup.same import check_same_run
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.training.state import TrainState
 from gspo_jax.types import UserError
 from gspo_jax.versions import versions
-
-MAY_CHANGE = (
-    "iterations",
-    "eval.",
-    "log.",
-    "checkpoint.",
-    "scoring.",
-    "data.data_dir",
-    "cpu_devices",
-    "processes.",
-    "mesh.",
-    "sampling.slots",
-    "model.dispatch",
-    "model.remat",
-    "training.row_tokens",
-    "training.max_skipped",
-    "training.logprob_chunk",
-)
-"""Config fields, by prefix, that may differ between a checkpoint and the run that resumes from it: they do not change a
-run's numbers, except by rounding. `iterations` may not where a learning rate falls over all of them.
-"""
 
 COMPARED = {
     "inputs": "digests of its files",
@@ -198,37 +176,6 @@ def check_folder(config: ConfigDict, files: RunFolder) -> None:
         check_same_run(config, fields_of(saved), files.name)
 
 
-def check_same_run(
-    config: ConfigDict, saved: Mapping[str, Any], workdir: str | Path, *, flag: str = "--workdir"
-) -> None:
-    """Raise a UserError if the config differs from the checkpoint's in a field outside `MAY_CHANGE`.
-
-    `iterations` may not change either where a learning rate falls over all of them. `flag` is the one with which the
-    user chooses the folder.
-    """
-    defaults, ours, theirs = (_flat(each) for each in (base().to_dict(), config.to_dict(), saved))
-    for name in sorted(defaults.keys() ^ theirs.keys()):
-        if not fields.is_open(name):
-            has = "has" if name in theirs else "lacks"
-            raise UserError(
-                f"the run in {workdir} was saved by another version of gspo_jax, whose config {has} {name}; go on with "
-                f"that version, or start another run with another {flag}"
-            )
-    for name in sorted(ours.keys() | theirs.keys()):
-        if not name.startswith(MAY_CHANGE) and ours.get(name) != theirs.get(name):
-            raise UserError(
-                f"{name} is {ours.get(name)!r} here and {theirs.get(name)!r} in the run in {workdir}; "
-                f"set it back, or start another run with another {flag}"
-            )
-    falling = learning.falling(config)
-    if falling and ours["iterations"] != theirs["iterations"]:
-        raise UserError(
-            f"iterations is {ours['iterations']} here and {theirs['iterations']} in the run in {workdir}, over which "
-            f"its learning rate falls to 0 ({falling[0]} is 'cosine'); set it back, or start another run with another "
-            f"{flag}, such as from these weights (python -m gspo_jax.convert --from={workdir} --to=FOLDER)"
-        )
-
-
 def _without_weights(read: Mapping[str, str]) -> dict[str, str]:
     """The digests of what is there before weights are: another shape of these is told leaf by leaf."""
     return {name: one for name, one in read.items() if name not in (_REFERENCE, inputs.SHAPE)}
@@ -279,11 +226,3 @@ def changed_since(
             "those of a run that was not stopped"
         )
     return found
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as dotted names with plain JSON values."""
-    flat: dict[str, Any] = {}
-    for key, value in json.loads(json.dumps(tree)).items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -36,6 +36,7 @@ from gspo_jax.run.stragglers import slowest
 from gspo_jax.setup import data, keys, learning, policy, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
+from gspo_jax.setup.same import MAY_CHANGE
 from gspo_jax.storage import BENCHMARKS, PUBLISH_S, RunFolder, check_place, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
 from gspo_jax.training.experience import Rewards
@@ -430,7 +431,7 @@ def open_run(config: ConfigDict, place: str | Path, *, start_over: bool = False)
         folder = policy.initial_folder(config, files.local)
         tokenizer = None
         if phases.saved is None and not config.model.folder:
-            coldstart.check_reuse(config, folder, may_change=resume.MAY_CHANGE)
+            coldstart.check_reuse(config, folder, may_change=MAY_CHANGE)
         if config.model.folder or folder.exists():
             model, tokenizer = policy.read_folder(config, folder)
         records = {split: data.load_records(config, split) for split in ("train", "test")}

@@ -1,0 +1,76 @@
+"""Lists the config's fields: default, range, and what each means, as gspo_jax/config.py says it.
+
+gspo-jax fields sampling
+"""
+
+import fnmatch
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from ml_collections import ConfigDict
+
+from gspo_jax import config as config_lib
+from gspo_jax.parser import make_parser
+from gspo_jax.setup.fields import RANGES, at, names
+from gspo_jax.types import UserError, choices
+
+_LINE = re.compile(r"\s+config\.([\w.]+)(?: = |\.update\()(.*)")
+_PART = re.compile(r"(.*?)\s*(?:# (.*))?$")
+
+
+def meanings(function: Callable[..., ConfigDict]) -> dict[str, str]:
+    """Return what the comments of a function that makes a config say of its fields and sections, by dotted name.
+
+    A comment stands behind the field or in whole lines above it.
+    """
+    found, above = {}, []
+    for line in inspect.getsource(function).splitlines():
+        if comment := re.match(r"\s+# (.*)", line):
+            above.append(comment[1])
+        elif field := _LINE.match(line):
+            part = _PART.match(field[2])
+            beside = [part[2]] if part and part[2] else []
+            found[field[1]] = " ".join([*above, *beside]) or found.get(field[1], "")
+            above = []
+        else:
+            above = []
+    return found
+
+
+def described(pattern: str = "") -> str:
+    """Return a paragraph for each field whose name has the pattern in it, or matches it if it has a `*`.
+
+    Raises:
+      UserError: no field's name does.
+    """
+    config, said = config_lib.base(), meanings(config_lib.base)
+    for section in ("optimizer", "coldstart.optimizer", "critic.optimizer"):
+        said |= {f"{section}.{name}": says for name, says in meanings(config_lib.adamw).items()}
+    every = list(names(config))
+    chosen = [name for name in every if fnmatch.fnmatch(name, pattern) or ("*" not in pattern and pattern in name)]
+    if not chosen:
+        raise UserError(f"no field of the config has {pattern!r} in its name; {choices(pattern, every[:0] or every)}")
+    return "\n".join(_paragraph(name, at(config, name), said) for name in chosen)
+
+
+def _paragraph(name: str, default: object, said: dict[str, str]) -> str:
+    allowed = f"   {RANGES[name].words}" if name in RANGES else ""
+    section = name.rpartition(".")[0]
+    says = said.get(name) or said.get(section, "")
+    return f"{name} = {default!r}{allowed}" + (f"\n    {says}" if says else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        print(described(make_parser("fields").parse_args(arguments).pattern or ""))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
