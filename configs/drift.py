@@ -22,7 +22,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from gspo_jax.config import adamw, base
-from gspo_jax.types import Comparison, UserError
+from gspo_jax.errors import UserError
+from gspo_jax.types import Comparison
 
 TINY = runpy.run_path(str(Path(__file__).with_name("tiny.py")))
 """The module configs/tiny.py, loaded by path: `configs/` is not importable from other directories."""

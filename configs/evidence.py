@@ -22,7 +22,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from gspo_jax.types import Comparison, UserError
+from gspo_jax.errors import UserError
+from gspo_jax.types import Comparison
 
 STEPS = {
     "screen": ("", 20),

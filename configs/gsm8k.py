@@ -13,7 +13,7 @@ laptop.
 from ml_collections import ConfigDict
 
 from gspo_jax.config import on_gsm8k
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:

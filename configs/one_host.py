@@ -33,8 +33,8 @@ Not all of these fit: run `plan` first. Qwen3-30B-A3B with `full` does not, nor 
 from ml_collections import ConfigDict
 
 from gspo_jax.config import on_gsm8k
+from gspo_jax.errors import UserError, choices
 from gspo_jax.models.published import find
-from gspo_jax.types import UserError, choices
 
 DEFAULT = "Qwen3-30B-A3B"
 MODELS = (DEFAULT, "OLMoE-1B-7B-0924", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")

@@ -25,7 +25,7 @@ docs/plan.md has the details. Nothing has been measured on a real TPU, and no ac
 from ml_collections import ConfigDict
 
 from gspo_jax.config import on_gsm8k
-from gspo_jax.types import UserError, choices
+from gspo_jax.errors import UserError, choices
 
 
 def get_config(arg: str = "") -> ConfigDict:

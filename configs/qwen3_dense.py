@@ -14,7 +14,7 @@ their maximum length executes for 22 ms. Nothing has been measured on a real TPU
 from ml_collections import ConfigDict
 
 from gspo_jax.config import on_gsm8k
-from gspo_jax.types import UserError, choices
+from gspo_jax.errors import UserError, choices
 
 SIZES = ("0.6B", "1.7B", "4B", "8B")
 

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from gspo_jax.types import Comparison, UserError
+from gspo_jax.errors import UserError
+from gspo_jax.types import Comparison
 
 VARIANTS = {
     "gspo": ("gspo", "none"),

@@ -21,7 +21,7 @@ the work pays off. Arguments, joined by commas, change the run:
 from ml_collections import ConfigDict
 
 from gspo_jax.config import adamw, base
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:

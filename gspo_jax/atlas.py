@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import Objective, catalogue, make
 from gspo_jax.objectives.surrogates import Batch
 from gspo_jax.parser import Parser
 from gspo_jax.reporting.drawing import GREY, Head, mix, picture
 from gspo_jax.reporting.looks import Look, looks
-from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -35,6 +35,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from gspo_jax import cli, engine
+from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import calibration, hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
@@ -45,7 +46,7 @@ from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
 from gspo_jax.training.experience import Rewards
-from gspo_jax.types import Prompts, SamplerStats, UserError, Weights
+from gspo_jax.types import Prompts, SamplerStats, Weights
 from gspo_jax.workload import Workload, flops
 
 PARTS = ("sample", "score", "update")

@@ -25,10 +25,10 @@ from ml_collections import ConfigDict, config_flags
 
 from gspo_jax import commands, exits, foreign, references, shell, signals, storage
 from gspo_jax.config import benchmark
+from gspo_jax.errors import Diverged, UserError
 from gspo_jax.parallel import compilation, processes
 from gspo_jax.setup import same
 from gspo_jax.setup.fields import NAMED, TYPES, at, check_fields, names, no_field
-from gspo_jax.types import Diverged, UserError
 
 Main = Callable[[ConfigDict], int | None]
 """A command; the program ends with the exit code that it returns, 0 for None."""

@@ -30,6 +30,7 @@ from gspo_jax.data.pipeline import worked_batches
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.config_json import read_json
@@ -44,7 +45,7 @@ from gspo_jax.training import state as state_lib
 from gspo_jax.training.layout import Layout, deal, fold_rows
 from gspo_jax.training.scoring import Scoring, score
 from gspo_jax.training.state import Learner, make_optimizer
-from gspo_jax.types import Packing, Responses, UserError, Weights
+from gspo_jax.types import Packing, Responses, Weights
 
 MADE_BY = "made_by.json"
 """File of a cold start's folder that says what it was made by."""

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from gspo_jax.commands import COMMANDS
+from gspo_jax.errors import UserError
 from gspo_jax.parser import make_parser
-from gspo_jax.types import UserError
 
 _BASH = """_gspo_jax() {
   local word=${COMP_WORDS[COMP_CWORD]} words

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, foreign, storage
 from gspo_jax.data.tokenizer import FILES, Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, int8, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
@@ -31,7 +32,7 @@ from gspo_jax.reporting.writers import fields_of, read_config
 from gspo_jax.setup import policy
 from gspo_jax.storage import CHECKPOINTS, RunFolder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 
 DTYPES = ("float32", "bfloat16")
 

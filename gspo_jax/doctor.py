@@ -28,13 +28,13 @@ from rich.console import Console
 
 from gspo_jax import cli, storage
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.kernels import backend
 from gspo_jax.parallel import compilation
 from gspo_jax.parallel.processes import PARENT, cores
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import model_config
-from gspo_jax.types import UserError
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 TRAINER = "gspo_jax.train"

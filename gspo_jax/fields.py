@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from gspo_jax import config as config_lib
+from gspo_jax.errors import UserError, choices
 from gspo_jax.parser import make_parser
 from gspo_jax.setup.fields import RANGES, at, names
-from gspo_jax.types import UserError, choices
 
 _LINE = re.compile(r"\s+config\.([\w.]+)(?: = |\.update\()(.*)")
 _PART = re.compile(r"(.*?)\s*(?:# (.*))?$")

@@ -10,7 +10,7 @@ import re
 import stat
 from pathlib import Path
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",

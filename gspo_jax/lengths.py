@@ -11,7 +11,7 @@ import math
 import numpy as np
 from jaxtyping import Int
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 KINDS = ("uniform", "lognormal")
 """Names of the distributions."""

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 from gspo_jax import cli, engine, estimates, noise_figure
 from gspo_jax.data.tokenizer import Tokenizer, decode_responses
 from gspo_jax.engine import Engine
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.shaping import fill_failures
@@ -35,7 +36,7 @@ from gspo_jax.storage import RunFolder, open_folder
 from gspo_jax.training.checkpoint import load_newest
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import Experience, OldPolicy, Packing, Rollout, RouterRecord, UserError, Weights
+from gspo_jax.types import Experience, OldPolicy, Packing, Rollout, RouterRecord, Weights
 
 POSITIONS = 8
 """Parts of a response by position."""

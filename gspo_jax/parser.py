@@ -5,7 +5,7 @@ import difflib
 from typing import Any, NoReturn
 
 from gspo_jax import commands
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):

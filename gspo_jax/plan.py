@@ -32,6 +32,7 @@ from rich.console import Console
 
 from gspo_jax import cli
 from gspo_jax import engine as engine_lib
+from gspo_jax.errors import UserError, choices
 from gspo_jax.kernels import backend
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
@@ -49,7 +50,6 @@ from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
-from gspo_jax.types import UserError, choices
 
 Piece = tuple[jax.stages.Traced, Future[Compiled]]
 """A traced program, and what its compilation returns."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from gspo_jax.errors import UserError
 from gspo_jax.parser import make_parser
 from gspo_jax.reporting import pages, paired
 from gspo_jax.reporting.panels import choose
@@ -26,7 +27,6 @@ from gspo_jax.reporting.pictures import PAGE, PHONE, draw
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.reporting.runs import facts, group_runs, load_run
 from gspo_jax.storage import check_contents
-from gspo_jax.types import UserError
 
 LAYOUTS = {"report.png": PAGE, "report-narrow.png": PHONE}
 """The pictures of a report."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_jax import foreign
+from gspo_jax.errors import UserError
 from gspo_jax.parser import Parser
 from gspo_jax.reporting.drawing import INK, PALETTE, Head, picture
-from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,11 +21,11 @@ import numpy as np
 
 from gspo_jax import cli, foreign, references, storage
 from gspo_jax.data import files, rows
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.parser import make_parser
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.rewards.scorer import Row, Scorer
-from gspo_jax.types import UserError
 
 _AT_A_TIME = 256
 """Rows that are scored before they are written."""

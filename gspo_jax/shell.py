@@ -7,7 +7,7 @@ import resource
 import sys
 from typing import Any, TextIO
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 MIN_FILES = 256
 """Open files that a run needs at least."""

@@ -27,8 +27,8 @@ from etils.epath import gpath
 from jax.experimental import multihost_utils
 
 from gspo_jax import foreign
+from gspo_jax.errors import UserError
 from gspo_jax.limited import quoted
-from gspo_jax.types import UserError
 
 AnyPath: TypeAlias = Path | epath.Path
 """Path on the local disk or in a bucket."""

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gspo_jax.errors import UserError
 from gspo_jax.parser import make_parser
 from gspo_jax.reporting.dots import draw_rows
 from gspo_jax.reporting.drawing import GREY, Head, label_ends, picture
 from gspo_jax.reporting.paired import Estimate, difference, find, in_markdown
 from gspo_jax.reporting.runs import Group, group_runs, load_run
 from gspo_jax.reporting.survival import Course, course, surviving
-from gspo_jax.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

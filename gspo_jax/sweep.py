@@ -20,11 +20,11 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, exits, report, signals
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.drawing import check_matplotlib
 from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import Children, commands, describe, exit_code
-from gspo_jax.types import UserError
 
 TABLE = "results.md"
 """File of a report with the table."""

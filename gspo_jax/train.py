@@ -14,10 +14,10 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from gspo_jax import cli
+from gspo_jax.errors import StopRequested
 from gspo_jax.parallel.compilation import CompileCounter
 from gspo_jax.run.session import open_run
 from gspo_jax.setup.checks import check_elsewhere
-from gspo_jax.types import StopRequested
 
 
 def train(config: ConfigDict, workdir: str | Path, *, start_over: bool = False) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import huggingface
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.setup.meshes import check_sizes
-from gspo_jax.types import UserError
 
 DTYPES = ("float32", "bfloat16")
 

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from gspo_jax import cli
 from gspo_jax.data.pipeline import Batches, PromptBatch, prompt_batches
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import StopRequested
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.training import checkpoint
-from gspo_jax.types import StopRequested
 
 B = 16
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 2, "tensor": 4}, {"tensor": 8}]

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax import cli
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.train import train
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"

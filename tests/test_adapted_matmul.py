@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels import adapted_matmul, adapted_matmul_tpu, grouped_matmul_tpu
 from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.kernels.grouped_matmul import Scaled
-from gspo_jax.types import UserError
 from tests.test_grouped_matmul_tpu import kernels
 from tests.tiny import mostly_slow
 

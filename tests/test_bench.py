@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from gspo_jax import bench, workload
+from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.parallel import calibration, rates
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 from tests.tiny import CONFIG
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

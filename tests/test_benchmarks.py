@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from gspo_jax.data import benchmarks
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import code
-from gspo_jax.types import UserError
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

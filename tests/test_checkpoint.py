@@ -17,6 +17,7 @@ import pytest
 from absl import logging
 
 from gspo_jax.config import base
+from gspo_jax.errors import Diverged, UserError
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.reporting.writers import write_saved
@@ -32,7 +33,7 @@ from gspo_jax.training.checkpoint import (
     steps,
 )
 from gspo_jax.training.state import make_optimizer, new_state, state_shardings
-from gspo_jax.types import Diverged, UserError, Weights
+from gspo_jax.types import Weights
 from tests.tiny import CONFIG, params, place
 
 OPTIMIZER, _ = make_optimizer(

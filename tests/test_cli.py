@@ -11,6 +11,7 @@ import pytest
 
 from gspo_jax import cli
 from gspo_jax.config import benchmark
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import write_config
 from gspo_jax.run.resume import check_folder
 from gspo_jax.setup import learning
@@ -18,7 +19,6 @@ from gspo_jax.setup.checks import check, check_elsewhere
 from gspo_jax.setup.same import check_same_run
 from gspo_jax.storage import RunFolder, check_place
 from gspo_jax.train import train
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs/tiny.py")

@@ -16,12 +16,13 @@ from safetensors.numpy import load_file
 from gspo_jax import convert
 from gspo_jax.config import base
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import write_config
 from gspo_jax.setup import learning
 from gspo_jax.training.checkpoint import Checkpointer
 from gspo_jax.training.state import new_state
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -11,7 +11,7 @@ import tokenizers
 from gspo_jax.data import pipeline, tasks
 from gspo_jax.data.records import CorruptRecord, Part, Records
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 S = 8
 

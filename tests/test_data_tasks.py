@@ -20,8 +20,8 @@ import tensorflow_datasets as tfds
 from gspo_jax.data import generated, tasks
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import blocks
-from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
 GENERATED = [(task, level) for task in ("arithmetic", "countdown") for level in ("easy", "medium", "hard")]

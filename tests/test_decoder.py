@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.parallel import hosts
 from gspo_jax.parallel import mesh as mesh_lib
@@ -21,7 +22,7 @@ from gspo_jax.rollout.polled import PolledDecode
 from gspo_jax.rollout.prefixes import Prefix, pack
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
-from gspo_jax.types import Prompts, UserError, Weights
+from gspo_jax.types import Prompts, Weights
 from tests.alone import Alone
 from tests.tiny import CONFIG, EIGHT, mesh_id, mostly_slow, params, place, prompts, weights
 

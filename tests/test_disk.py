@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from gspo_jax import cli
+from gspo_jax.errors import UserError
 from gspo_jax.evaluate import evaluate_folder
 from gspo_jax.storage import check_folder, fault, open_folder
 from gspo_jax.train import train
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs/tiny.py:runlocal")

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import dispatch as dispatch_lib
 from gspo_jax.models.dispatch import DISPATCHES, exchange
 from gspo_jax.models.experts import ExpertKernels, room_for
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 from tests.tiny import leaf_errors, mesh_id, mostly_slow
 
 B, T, D, E, F, K = 8, 4, 12, 8, 6, 2

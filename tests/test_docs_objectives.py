@@ -16,10 +16,10 @@ from ml_collections import ConfigDict
 
 from gspo_jax import atlas, cli, objectives, report
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import advantages, catalogue, surrogates
 from gspo_jax.setup import data, learning
 from gspo_jax.setup.checks import check
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
 DOC = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")

@@ -17,12 +17,12 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, references
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, transformer
 from gspo_jax.reporting.writers import read_config, read_metrics, read_samples
 from gspo_jax.setup import data, sampling
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import at
-from gspo_jax.types import UserError
 from tests.trainings import parse
 
 ROOT = Path(__file__).parents[1]

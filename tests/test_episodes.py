@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.errors import StopRequested
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.decoder import response_keys
@@ -14,7 +15,7 @@ from gspo_jax.rollout.prefixes import bucket
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.training.scoring import Scoring, score
-from gspo_jax.types import Prompts, StopRequested, Weights
+from gspo_jax.types import Prompts, Weights
 from tests.alone import Alone
 from tests.tiny import CONFIG, params, place, prompts, weights
 

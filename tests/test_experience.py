@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import objectives
+from gspo_jax.errors import StopRequested
 from gspo_jax.objectives.advantages import gae, group_centered, group_steps, group_zscore, leave_one_out
 from gspo_jax.objectives.mismatch import make_correction
 from gspo_jax.parallel import mesh as mesh_lib
@@ -22,7 +23,7 @@ from gspo_jax.run.rounds import Rounds
 from gspo_jax.run.scored import Responses, Round, Scored
 from gspo_jax.run.shaping import Filter, Shaping
 from gspo_jax.training.experience import Rewards, make_experience
-from gspo_jax.types import OldPolicy, Rollout, StopRequested
+from gspo_jax.types import OldPolicy, Rollout
 
 B, T, G = 4, 5, 2
 LENGTHS = np.array([5, 3, 1, 4])

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, objectives, references
 from gspo_jax import config as config_lib
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.rewards import steps
 from gspo_jax.routing import decomposition
@@ -29,7 +30,6 @@ from gspo_jax.setup.data import load_records
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.policy import make_policy, read_folder
 from gspo_jax.train import train
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
 ADDER, COUNTER = (ROOT / "tests" / "golden" / name for name in ("adder", "counter"))

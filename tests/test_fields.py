@@ -11,10 +11,10 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.fields import RANGES, at, names
-from gspo_jax.types import UserError
 
 TINY = str(Path(__file__).parent.parent / "configs/tiny.py")
 PLAIN, STEPS = (cli.load_config(TINY + arg).to_dict() for arg in ("", ":steps"))

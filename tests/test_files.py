@@ -14,8 +14,8 @@ from gspo_jax import coldstart
 from gspo_jax.config import source
 from gspo_jax.data import benchmarks, files, pipeline, rows, tasks
 from gspo_jax.data.rows import Source
+from gspo_jax.errors import UserError
 from gspo_jax.setup import data as setup_data
-from gspo_jax.types import UserError
 
 BOM, ROW = b"\xef\xbb\xbf", b'{"question": "1+1=", "answer": "2"}'
 READ = {"question": "1+1=", "answer": "2"}

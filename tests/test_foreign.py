@@ -18,6 +18,7 @@ from etils.epath import gpath
 from gspo_jax import convert, foreign, score, storage
 from gspo_jax.data import benchmarks, contents, files, prepared
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, peft
 from gspo_jax.models.lora import Adapters
 from gspo_jax.planning import tables
@@ -25,7 +26,6 @@ from gspo_jax.reporting.writers import read_config, read_metrics, read_samples, 
 from gspo_jax.setup import inputs
 from gspo_jax.training import checkpoint
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from gspo_jax.types import UserError
 from tests.pods import ROOT
 from tests.tiny import CONFIG
 

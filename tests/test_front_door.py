@@ -9,12 +9,12 @@ import pytest
 
 from gspo_jax import cli, commands, completion, fields
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.parser import make_parser
 from gspo_jax.planning import programs
 from gspo_jax.reporting.panels import PANELS
 from gspo_jax.reporting.writers import write_config
 from gspo_jax.setup.fields import names
-from gspo_jax.types import UserError
 from tests.pods import ROOT
 
 

@@ -9,9 +9,9 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, references
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.setup import data, functions, learning
 from gspo_jax.setup.checks import check
-from gspo_jax.types import UserError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

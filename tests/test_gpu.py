@@ -19,13 +19,13 @@ from jax._src.cudnn import fused_attention_stablehlo  # jax asks it for cuDNN's 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from gspo_jax import cli, engine
+from gspo_jax.errors import UserError
 from gspo_jax.kernels import backend
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import programs
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule
-from gspo_jax.types import UserError
 from tests.test_packed_attention import draw, spans_of, with_gradients
 
 FORWARD, BACKWARD = "__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels import grouped_matmul_tpu, row_sums_tpu, visits_tpu
-from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8}

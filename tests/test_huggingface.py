@@ -17,11 +17,11 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, tensors
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 from tests.tiny import MIXED, mixed_family, params  # noqa: F401
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from gspo_jax import cli, plan
+from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.planning import iteration, sampling, timeline
 from gspo_jax.planning.iteration import Rate, Rows, Run
 from gspo_jax.planning.sampling import Decoder, Step
 from gspo_jax.planning.show import show_iteration
 from gspo_jax.training.packing import Packer
-from gspo_jax.types import UserError
 from tests import stepwise
 from tests.tiny import mostly_slow
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from gspo_jax import exits
+from gspo_jax.errors import UserError
 from gspo_jax.run import lease
 from gspo_jax.run.lease import Holder, acquire, hold
 from gspo_jax.storage import LEASE, open_folder
-from gspo_jax.types import UserError
 from tests.pods import ROOT
 from tests.test_storage import bucket, storage  # noqa: F401  fixtures
 
@@ -23,7 +23,7 @@ RUN = """
 import logging, sys, time
 from pathlib import Path
 from gspo_jax.run import lease
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 workdir, machine, seconds, expires_s = sys.argv[1:]
 lease.RENEWED_S, lease.EXPIRES_S = 0.2, float(expires_s)
 logging.getLogger("gcsfs").setLevel("ERROR")  # it warns of the emulator at every call, until the pipe is full

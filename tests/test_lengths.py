@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
-from gspo_jax.types import UserError
 
 
 def draw(text, *, limit, count=200_000, seed=0):

@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, engine
+from gspo_jax.errors import UserError
 from gspo_jax.kernels import grouped_matmul
 from gspo_jax.models import huggingface, lora, transformer
 from gspo_jax.models.config import ModelConfig, by_path, dotted
@@ -21,7 +22,7 @@ from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup import policy
 from gspo_jax.setup.meshes import make_meshes
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 from tests.tiny import CONFIG, leaf_errors, params
 
 DENSE = dataclasses.replace(CONFIG, num_experts=0, experts_per_token=0, moe_intermediate_size=0)

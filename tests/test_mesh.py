@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import transformer
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 from tests.tiny import CONFIG
 
 

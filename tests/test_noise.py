@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from gspo_jax import engine, estimates, noise, noise_figure
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import read_metrics
 from gspo_jax.routing import decomposition
 from gspo_jax.routing.decomposition import LogRatios, Moments
 from gspo_jax.train import train
-from gspo_jax.types import UserError
 from tests.test_family import ADDER, settings
 
 MASK = np.array([[True, True, False], [True, True, True], [False, False, False], [True, False, False]])

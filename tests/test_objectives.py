@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gspo_jax import objectives
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.surrogates import Batch
-from gspo_jax.types import UserError
 
 OLD = jnp.log(jnp.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]))
 # Token ratios 1.5, 0.5 and 1.1 in every row; the rows have 3, 2, 1 and 0 tokens.

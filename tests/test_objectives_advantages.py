@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import advantages
-from gspo_jax.types import UserError
 from tests import oracles
 
 gae = jax.jit(advantages.gae, static_argnames=("gamma", "lam", "whiten"))

@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import objectives
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
-from gspo_jax.types import UserError
 from tests import oracles
 from tests.oracles import Hyper
 from tests.tiny import mostly_slow

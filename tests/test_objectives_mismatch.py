@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import mismatch
 from gspo_jax.objectives.mismatch import icepop, make_correction, sequence_mask, tis
-from gspo_jax.types import UserError
 
 # Ratios ρ by row; row 1 has a hole, row 2 no token, row 3 agrees.
 RHO = np.array([[1.5, 3.0, 0.25], [0.9, 9.0, 1.1], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import regularizers
-from gspo_jax.types import UserError
 from tests import oracles
 
 kl = jax.jit(regularizers.kl, static_argnames="estimator")

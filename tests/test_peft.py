@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, lora, patterns, peft, transformer
 from gspo_jax.models.lora import Adapters
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 from tests.tiny import mostly_slow
 
 GOLDEN = Path(__file__).parent / "golden"

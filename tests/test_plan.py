@@ -12,6 +12,7 @@ import pytest
 
 from gspo_jax import cli, plan
 from gspo_jax.engine import build
+from gspo_jax.errors import UserError
 from gspo_jax.models import flops, published
 from gspo_jax.models.published import find
 from gspo_jax.parallel import costs, hlo, rates, topology
@@ -24,7 +25,6 @@ from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import model_config
-from gspo_jax.types import UserError
 from tests import ahead
 
 RECIPE = "configs/qwen3_30b_a3b.py"

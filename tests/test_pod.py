@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from gspo_jax import exits
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.reporting.writers import read_samples
 from gspo_jax.run.stragglers import describe
-from gspo_jax.types import UserError
 from tests import pod_agreement
 from tests.pods import (
     ROOT,

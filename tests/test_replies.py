@@ -6,11 +6,11 @@ import pytest
 
 from gspo_jax import sandbox
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import replies
 from gspo_jax.rewards.replies import BROKEN, MAX_CHARACTERS, NO_OUTPUT, Replies
 from gspo_jax.sandbox import Verdict
 from gspo_jax.setup.sampling import on_tokens
-from gspo_jax.types import StopRequested, UserError
 from tests.pods import ROOT
 
 ADDER = ROOT / "tests" / "golden" / "adder"

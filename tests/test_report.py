@@ -14,10 +14,10 @@ import pytest
 
 from gspo_jax import report
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import catalogue
 from gspo_jax.reporting import drawing, pages, panels, pictures, runs
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, write_config
-from gspo_jax.types import UserError
 from tests.tiny import mostly_slow
 
 

@@ -20,6 +20,7 @@ from gspo_jax.config import base, benchmark
 from gspo_jax.convert import convert
 from gspo_jax.data import tasks
 from gspo_jax.data.contents import changes
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import read_config
 from gspo_jax.run import resume
 from gspo_jax.run.resume import changed_since
@@ -27,7 +28,6 @@ from gspo_jax.setup import inputs
 from gspo_jax.setup.same import check_same_run
 from gspo_jax.train import train
 from gspo_jax.training.checkpoint import describe
-from gspo_jax.types import UserError
 from gspo_jax.versions import versions
 from tests.pods import ROOT, Pod, assert_same_bits, rows_of, run_processes, state_of, train_flags, wait_for
 

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli
 from gspo_jax.data import benchmarks
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import code
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.sandbox import Sandbox, Verdict, box
@@ -18,7 +19,6 @@ from gspo_jax.sandbox.inside.choose import choose
 from gspo_jax.sandbox.inside.compare import same
 from gspo_jax.sandbox.inside.values import Unsendable, encode
 from gspo_jax.setup.checks import check
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"

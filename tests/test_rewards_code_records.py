@@ -11,10 +11,10 @@ from ml_collections import ConfigDict
 from gspo_jax import cli, score
 from gspo_jax.benchmark import Benchmark
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import scorer
 from gspo_jax.rewards.code_records import defect
 from gspo_jax.setup import data
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
 CHECK = "def check(input, expected, output):\n    return True"

@@ -2,8 +2,8 @@
 
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import environments
-from gspo_jax.types import UserError
 
 RECORD = {"question": "22 from 3 5 7:", "numbers": "3 5 7", "target": "22"}
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from gspo_jax import signals
+from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards.scorer import Scorer, attempt
-from gspo_jax.types import StopRequested, UserError
 from tests.pods import ROOT
 
 TIMEOUT_S = 2.0

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_jax.errors import UserError
 from gspo_jax.rewards import shaping
-from gspo_jax.types import UserError
 
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 

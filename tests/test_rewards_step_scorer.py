@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.rewards.step_scorer import StepScorer, place_step_rewards
-from gspo_jax.types import UserError
 
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 

@@ -5,9 +5,9 @@ Each row is judged in the real sandbox: 1, 0, or None where the test can't be ju
 
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.sandbox import Sandbox
-from gspo_jax.types import UserError
 
 TIMEOUT_S = 10.0
 FUNCTIONS = [

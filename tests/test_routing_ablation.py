@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gspo_jax import cli
+from gspo_jax.errors import UserError
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.learning import make_objective
 from gspo_jax.sweeping.plan import comparisons, make_plan
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = ("gspo", "grpo", "grpo_r2", "grpo_r3", "rspo", "gmpo")

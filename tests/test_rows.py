@@ -16,9 +16,9 @@ from gspo_jax.data import rows, tasks
 from gspo_jax.data.pipeline import PLAIN, PromptStyle, conversation, prompt_batches, prompt_text
 from gspo_jax.data.rows import Source
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.setup import data as setup_data
 from gspo_jax.setup.checks import check
-from gspo_jax.types import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "Add."}

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.rollout.decoder import response_keys
 from gspo_jax.rollout.sampling import SamplingParams, draw, truncate
-from gspo_jax.types import UserError
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05]))
 

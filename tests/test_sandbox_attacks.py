@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gspo_jax.errors import UserError
 from gspo_jax.sandbox import Request, Sandbox
-from gspo_jax.types import UserError
 
 pytestmark = pytest.mark.faults
 

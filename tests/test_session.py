@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart
 from gspo_jax.config import base
+from gspo_jax.errors import Diverged, StopRequested
 from gspo_jax.run import phases as phases_lib
 from gspo_jax.run.phases import open_phases
 from gspo_jax.run.session import Run
 from gspo_jax.storage import RunFolder
 from gspo_jax.train import train
-from gspo_jax.types import Diverged, StopRequested
 from tests.pods import ROOT, stopped
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from gspo_jax import cli, shell
 from gspo_jax.data import tasks
+from gspo_jax.errors import UserError
 from gspo_jax.limited import quoted
 from gspo_jax.parallel import compilation
-from gspo_jax.types import UserError
 from tests.pods import ROOT, field_run, rows_of
 
 

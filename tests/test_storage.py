@@ -16,11 +16,11 @@ import pytest
 from etils import epath
 
 from gspo_jax import storage as storage_lib
+from gspo_jax.errors import UserError
 from gspo_jax.parallel.compilation import SealedCache
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_metrics
 from gspo_jax.storage import RunFolder, find, open_folder
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from gspo_jax.types import UserError
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,9 +16,9 @@ from gspo_jax.data import rows
 from gspo_jax.data.pipeline import PLAIN, PromptStyle, worked_batches
 from gspo_jax.data.supervised import assistant_turns, worked_answers
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 from tests.test_rows import ASSISTANT, SYSTEM, USER, write
 
 

@@ -15,11 +15,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, exits, sweep
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import write_config, write_saved
 from gspo_jax.setup.same import MAY_CHANGE
 from gspo_jax.sweeping.plan import Page, Run, comparisons, find_folder, make_plan
 from gspo_jax.sweeping.processes import Children, describe, exit_code
-from gspo_jax.types import UserError
 from tests.pods import ROOT, assert_same_bits, rows_of, run_processes, wait_for
 
 TINY = f"--config={ROOT / 'configs/tiny.py'}:runlocal"

@@ -15,7 +15,7 @@ import tokenizers
 
 from gspo_jax.data import backend, chat, pipeline, tokenizer
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 TEXTS = [f"{a}+{b}=? {a + b} #### {a + b}" for a in range(40) for b in range(40)] + ["the cat and the hat"] * 9
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
 from gspo_jax.models.dispatch import exchange
 from gspo_jax.models.experts import ExpertKernels
@@ -24,7 +25,6 @@ from gspo_jax.models.moe import route
 from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import topology
-from gspo_jax.types import UserError
 from tests import ahead
 
 EXPERTS, K, D, F = 128, 8, 2048, 768

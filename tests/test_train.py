@@ -12,13 +12,13 @@ from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart, evaluate
 from gspo_jax.data.tokenizer import EOS, Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface
 from gspo_jax.reporting.writers import read_metrics, read_samples
 from gspo_jax.run.log import response_metrics
 from gspo_jax.run.session import Run
 from gspo_jax.setup import policy, sampling
 from gspo_jax.train import train
-from gspo_jax.types import UserError
 from tests.pods import assert_same_bits, assert_same_metrics
 from tests.tiny import CONFIG, params
 

@@ -5,6 +5,7 @@ from rich.console import Console
 
 from gspo_jax import cli
 from gspo_jax.engine import build
+from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.parallel import topology
 from gspo_jax.parallel.mesh import make_mesh, reshaped
@@ -16,7 +17,6 @@ from gspo_jax.planning.show import show_try
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes
-from gspo_jax.types import UserError
 
 LIMIT = 960
 

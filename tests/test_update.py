@@ -17,6 +17,7 @@ from flax import nnx
 
 from gspo_jax import objectives
 from gspo_jax.config import adamw
+from gspo_jax.errors import UserError
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import lora, transformer
 from gspo_jax.models.config import by_path
@@ -39,7 +40,7 @@ from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring, make_old_policy, score, values
 from gspo_jax.training.state import CriticRule, TrainState, make_optimizer, new_state, state_shardings
 from gspo_jax.training.update import Penalties, make_blame, make_gradient, make_update
-from gspo_jax.types import Experience, OldPolicy, Packing, Rollout, RouterRecord, UserError, Weights
+from gspo_jax.types import Experience, OldPolicy, Packing, Rollout, RouterRecord, Weights
 from tests.alone import Alone
 from tests.tiny import CONFIG, EIGHT, leaf_errors, mesh_id, mostly_slow, packed, params, responses, weights
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from gspo_jax import cli
+from gspo_jax.errors import UserError
 from gspo_jax.reporting import weights_and_biases
 from gspo_jax.reporting.weights_and_biases import WeightsAndBiases, connect
 from gspo_jax.reporting.writers import MetricsWriter, read_metrics
 from gspo_jax.setup.checks import check
-from gspo_jax.types import UserError
 
 
 @pytest.mark.slow

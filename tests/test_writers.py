@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from gspo_jax.errors import UserError
 from gspo_jax.reporting import writers
 from gspo_jax.reporting.writers import MetricsWriter, SamplesWriter, read_config, read_metrics, read_samples
-from gspo_jax.types import UserError
 from gspo_jax.versions import versions
 
 

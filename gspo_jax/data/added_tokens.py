@@ -12,8 +12,8 @@ from typing import Any
 import tokenizers
 from absl import logging
 
+from gspo_jax.errors import UserError
 from gspo_jax.models.config_json import read_if_any, token_id
-from gspo_jax.types import UserError
 
 SETTINGS = "tokenizer_config.json"
 _MAP, _ADDED, _DECODER = "special_tokens_map.json", "added_tokens.json", "added_tokens_decoder"

@@ -15,7 +15,7 @@ import tokenizers
 
 from gspo_jax import limited
 from gspo_jax.data.growth import PARTS
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 MOST_OF_A_TOKEN = 1 << 14
 """Characters that may become of one token that is decoded; those of known tokenizers have up to a thousand."""

@@ -20,7 +20,7 @@ from gspo_jax import foreign
 from gspo_jax.data import files, rows
 from gspo_jax.data.files import Defect
 from gspo_jax.data.records import Record, Records
-from gspo_jax.types import UserError, choices
+from gspo_jax.errors import UserError, choices
 
 MOST_BYTES = 1 << 29
 """Bytes of a problem's hidden tests when they are unpacked; more is refused."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from gspo_jax import limited
 from gspo_jax.data.templates import REMEDY
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 Message = Mapping[str, str]
 """One turn of a conversation: `role` and `content`."""

@@ -26,7 +26,7 @@ from gspo_jax import foreign, limited
 from gspo_jax.data import prepared
 from gspo_jax.data.records import CorruptRecord
 from gspo_jax.data.written import widen, widen_as, widened
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 FORMATS = ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz"
 """Ends of the names of files that are read."""

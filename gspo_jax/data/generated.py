@@ -20,7 +20,7 @@ from absl import logging
 from google.protobuf import json_format
 
 from gspo_jax.data.records import Record
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 _MAX_TRIES = 200
 """Consecutive draws without a new problem after which a difficulty counts as exhausted."""

@@ -24,7 +24,8 @@ from gspo_jax.data.chat import Message
 from gspo_jax.data.contents import FieldDigests, changes
 from gspo_jax.data.records import VERBATIM, CorruptRecord, Part, Record, Records
 from gspo_jax.data.tokenizer import GUARD, Tokenizer
-from gspo_jax.types import Prompts, UserError
+from gspo_jax.errors import UserError
+from gspo_jax.types import Prompts
 
 Defects = Callable[[Record], str]
 """Returns what makes a record unusable, in words under which it is counted; "" if nothing does."""

@@ -18,7 +18,7 @@ from tensorflow_datasets.core.proto.feature_generated_pb2 import Feature  # pyri
 
 from gspo_jax import foreign
 from gspo_jax.data.records import Record, Records
-from gspo_jax.types import UserError, choices
+from gspo_jax.errors import UserError, choices
 
 INFO_FILE, FEATURES_FILE = "dataset_info.json", "features.json"
 

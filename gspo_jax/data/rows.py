@@ -21,7 +21,7 @@ from absl import logging
 from gspo_jax.data.files import Defect, Row, read
 from gspo_jax.data.records import VERBATIM, Part, Record, Records
 from gspo_jax.data.written import number_text
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 PROMPTS = "question", "prompt", "messages"
 """Fields that may hold the prompt; a row has one of them, unless `Source.prompt` names its field."""

@@ -15,7 +15,7 @@ from gspo_jax.data.files import Defect
 from gspo_jax.data.pipeline import PromptStyle, conversation, guard, prompt_text
 from gspo_jax.data.records import Record, Records
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 
 def assistant_turns(source: Sequence[Record], tokenizer: Tokenizer, style: PromptStyle) -> Records:

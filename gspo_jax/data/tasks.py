@@ -15,7 +15,7 @@ from typing import Any
 from gspo_jax import foreign
 from gspo_jax.data import files, generated, prepared, rows
 from gspo_jax.data.records import Record, Records
-from gspo_jax.types import UserError, choices
+from gspo_jax.errors import UserError, choices
 
 INSTRUCTIONS = {
     "arithmetic": "",

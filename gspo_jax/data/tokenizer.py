@@ -26,8 +26,8 @@ from gspo_jax.data import backend as backends
 from gspo_jax.data.added_tokens import SETTINGS, text_of
 from gspo_jax.data.chat import Message, Rejected
 from gspo_jax.data.templates import CLOCK
+from gspo_jax.errors import UserError
 from gspo_jax.models.config_json import CONFIG, read_if_any, token_id, token_ids
-from gspo_jax.types import UserError
 
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Special tokens of a trained tokenizer, with ids 0, 1 and 2."""

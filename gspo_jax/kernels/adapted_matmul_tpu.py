@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.kernels.grouped_matmul_tpu import Thin, thin_columns
 from gspo_jax.kernels.visits_tpu import VMEM, accumulate, row_tile, schedule, taken
-from gspo_jax.types import UserError
 
 
 def _kernel(group: Any, tile: Any, first: Any, end: Any, rows: Any, *refs: Any, n: int) -> None:

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 MIN_CAPABILITY = 8.0
 """Compute capability of the oldest GPUs, Ampere, with bfloat16 arithmetic and cuDNN's attention."""

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import unchecked
 from gspo_jax.kernels.visits_tpu import LANES, VMEM, accumulate, for_parts, row_tile, schedule, taken
-from gspo_jax.types import UserError
 
 
 class Thin(NamedTuple):

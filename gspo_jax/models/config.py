@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax import foreign
+from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.types import UserError
 
 CONFIG = "config.json"
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import platform
 from gspo_jax.models.experts import (
     ExpertKernels,
@@ -34,7 +35,6 @@ from gspo_jax.models.experts import (
 )
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.parallel.mesh import AXES, BATCH_AXES, expert_axes, has_mesh, manual_axes, varying, without_axes
-from gspo_jax.types import UserError
 
 Dispatch = Literal["gather", "ragged_all_to_all"]
 """The way tokens reach their experts."""

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from gspo_jax.errors import UserError
 from gspo_jax.models import families, int8
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import CONFIG, ConfigJson, Path, read_json
@@ -31,7 +32,6 @@ from gspo_jax.models.matrices import SCALE
 from gspo_jax.models.tensors import INDEX, WEIGHTS, Checkpoint, Rule
 from gspo_jax.models.transformer import Base, Transformer, abstract
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspo_jax.errors import UserError, choices
 from gspo_jax.kernels.adapted_matmul import LowRank
 from gspo_jax.models.config import ModelConfig, by_path, dotted, parameter
 from gspo_jax.models.matrices import ADAPTER
-from gspo_jax.types import UserError, choices
 
 TARGETS = {
     "q_proj": "attention.q",

@@ -25,12 +25,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import foreign, limited
+from gspo_jax.errors import UserError
 from gspo_jax.models import families, lora, patterns, transformer
 from gspo_jax.models.config import ModelConfig, by_path, dotted
 from gspo_jax.models.config_json import Path, read_json
 from gspo_jax.models.lora import Adapters
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MODEL = "base_model.model."

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from gspo_jax.errors import UserError, choices
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.families import FAMILIES
-from gspo_jax.types import UserError, choices
 
 MODELS = {name: config for family in FAMILIES.values() for name, config in family.PUBLISHED.items()}
 """Shapes of every family, by name."""

@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from gspo_jax import foreign
+from gspo_jax.errors import UserError
 from gspo_jax.models import int8
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.config_json import CONFIG, read_json
-from gspo_jax.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[\w .+-]+\.safetensors")

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from gspo_jax.errors import UserError, choices, nearest
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.catalogue import *  # noqa: F403  (a new objective is listed in catalogue.__all__ and only there)
 from gspo_jax.objectives.checks import build, check_tokens
 from gspo_jax.objectives.objective import Critic, Objective
 from gspo_jax.objectives.surrogates import Batch, log_ratio, row_mean, widen
-from gspo_jax.types import UserError, choices, nearest
 
 __all__ = ["ClipSums", "Critic", "Info", "Objective", "clip_fractions", "clip_sums", "loss", "make"]
 __all__ += catalogue.__all__

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from gspo_jax.errors import UserError
 from gspo_jax.objectives.advantages import group_centered, group_zscore, leave_one_out
 from gspo_jax.objectives.checks import check_choice, check_fraction, check_not_negative, check_offsets, check_positive
 from gspo_jax.objectives.objective import Critic, Objective
@@ -32,7 +33,6 @@ from gspo_jax.objectives.surrogates import (
     token_mean,
     weighted_score,
 )
-from gspo_jax.types import UserError
 
 __all__ = [
     "cispo",

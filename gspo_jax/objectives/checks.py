@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from jaxtyping import Array
 
-from gspo_jax.types import UserError, choices
+from gspo_jax.errors import UserError, choices
 
 Built = TypeVar("Built")
 

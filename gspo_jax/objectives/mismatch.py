@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from gspo_jax.errors import UserError
 from gspo_jax.objectives.checks import build, check_positive, check_tokens
 from gspo_jax.objectives.surrogates import log_ratio, row_mean
-from gspo_jax.types import UserError
 
 __all__ = ["icepop", "sequence_mask", "tis"]
 

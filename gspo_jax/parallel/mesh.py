@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "tensor")
 

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax import exits, limited, signals
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 """Environment variables that tell a process of the others."""

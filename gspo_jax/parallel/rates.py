@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax import foreign
+from gspo_jax.errors import UserError
 from gspo_jax.parallel.topology import CHIPS
-from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel.mesh import make_mesh
-from gspo_jax.types import UserError, choices
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",

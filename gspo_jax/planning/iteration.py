@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.decode_attention_tpu import block_columns
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.cache import segments
@@ -25,7 +26,6 @@ from gspo_jax.planning import sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout import prefixes as prefixes_lib
 from gspo_jax.training.packing import Packer
-from gspo_jax.types import UserError
 
 PHASES = ("reshard", "prefill", "decode", "reward", "score", "update")
 """Phases of an iteration, in order."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax import foreign
+from gspo_jax.errors import UserError
 from gspo_jax.parser import Parser
 from gspo_jax.planning.show import cycles_table, markdown_table
-from gspo_jax.types import UserError
 
 Plan = Mapping[str, Any]
 PARTS = ("attention", "grouped_matmul", "matmul", "memory", "collectives", "latency")

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.cache import segments
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.planning import iteration, programs, sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.setup.fields import at
-from gspo_jax.types import UserError
 
 Planner = Callable[[ConfigDict, Sequence[str]], tuple[dict[str, Any], Setting]]
 """(config, names of programs) -> their facts by name, and the setting that they are for."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from gspo_jax import estimates
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.runs import Group, Run, final, results
-from gspo_jax.types import UserError
 
 MANY = 5
 """Above this number of comparisons a reader is told that some leave out 0 by chance."""

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.looks import Look, looks
 from gspo_jax.reporting.writers import METRICS_FILE, fields_of, read_config, read_metrics
-from gspo_jax.types import UserError
 
 IGNORED_FIELDS = ("seed", "workdir")
 """Config fields, by the last part of their name, in which runs of one group may differ."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.runs import Group, collapse, curve, tail_mean
-from gspo_jax.types import UserError
 
 
 @dataclass(frozen=True)

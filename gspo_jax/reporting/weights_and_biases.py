@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 ID_FILE = "wandb-id"
 """File with the id under which Weights & Biases knows the run, so that a resumed run goes on there."""

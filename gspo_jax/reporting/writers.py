@@ -20,7 +20,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from gspo_jax import foreign, storage
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 from gspo_jax.versions import versions
 
 METRICS_FILE = "metrics.jsonl"

@@ -6,10 +6,10 @@ from typing import Any
 
 from absl import logging
 
+from gspo_jax.errors import StopRequested, UserError
 from gspo_jax.rewards import environments
 from gspo_jax.rewards.scorer import LOOK_S, unless_stopped, zip_rows
 from gspo_jax.sandbox import Request, Sandbox, Verdict
-from gspo_jax.types import StopRequested, UserError
 
 MAX_CHARACTERS = 1000
 """Characters of a program's output in a reply; the middle of a longer one is left out."""

@@ -21,6 +21,7 @@ from absl import logging
 from jaxtyping import Bool, Float
 
 from gspo_jax import references, signals
+from gspo_jax.errors import StopRequested, UserError, choices
 from gspo_jax.parallel import hosts
 from gspo_jax.rewards import code, code_records
 from gspo_jax.rewards.certain import DECIDERS
@@ -28,7 +29,6 @@ from gspo_jax.rewards.pool import Outcome, Pool, to_outcome
 from gspo_jax.rewards.scores import MOST
 from gspo_jax.sandbox import Request, Sandbox, Verdict
 from gspo_jax.thoughts import answer_part
-from gspo_jax.types import StopRequested, UserError, choices
 
 Row = tuple[str, str, dict[str, Any]]
 """(prompt, completion, record): the arguments of every reward function."""

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 
 def overlong(lengths: Int[np.ndarray, " B"], *, limit: int, cache: int) -> Float[np.ndarray, " B"]:

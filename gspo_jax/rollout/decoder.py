@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.kv import each
 from gspo_jax.kernels.packed_attention import Spans
 from gspo_jax.models import moe
@@ -33,7 +34,7 @@ from gspo_jax.rollout.precision import Precision, rounded
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw
 from gspo_jax.rollout.shard import Decoded, advance, begin, finish, make_loop, shrink
-from gspo_jax.types import Prompts, RouterRecord, UserError, Weights
+from gspo_jax.types import Prompts, RouterRecord, Weights
 
 ROWS = PartitionSpec(mesh_lib.BATCH_AXES)
 

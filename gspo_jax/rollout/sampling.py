@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.logprobs import log_softmax_at
-from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ import psutil
 from absl import logging
 
 from gspo_jax import exits, signals
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.storage import LEASE, AnyPath, check_folder, explained, find
-from gspo_jax.types import UserError
 
 RENEWED_S = 5.0
 """Seconds between two renewals of a lease."""

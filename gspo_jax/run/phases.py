@@ -12,11 +12,11 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from gspo_jax import exits, signals
+from gspo_jax.errors import StopRequested
 from gspo_jax.parallel import processes
 from gspo_jax.parallel.preemption import Preemption
 from gspo_jax.reporting.writers import write_finished, write_stopped
 from gspo_jax.storage import STACKS, RunFolder, unused
-from gspo_jax.types import StopRequested
 
 ENDED = "GSPO_JAX_ENDED"
 """Environment variable that names a second folder for `finished.json` and `stopped.json`, into which every process

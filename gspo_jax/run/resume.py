@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from gspo_jax.data.contents import changes
 from gspo_jax.data.pipeline import Batches, PromptBatch
 from gspo_jax.engine import Engine
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import fields_of, read_config, read_saved
 from gspo_jax.rollout.episodes import Episodes
 from gspo_jax.setup import inputs, keys, policy
@@ -28,7 +29,6 @@ from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import AllDamaged, Restored, restore, set_all_aside
 from gspo_jax.training.digest import digest_tree
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import UserError
 from gspo_jax.versions import versions
 
 COMPARED = {

@@ -17,6 +17,7 @@ from gspo_jax.data.pipeline import Batches, EvalBatches, PromptBatch
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.engine import Engine
+from gspo_jax.errors import Diverged, StopRequested
 from gspo_jax.objectives import Objective
 from gspo_jax.parallel import hosts, processes
 from gspo_jax.reporting.writers import write_saved
@@ -42,7 +43,7 @@ from gspo_jax.training.checkpoint import Checkpointer, named_leaves, steps
 from gspo_jax.training.experience import Rewards
 from gspo_jax.training.metrics import Metrics
 from gspo_jax.training.state import TrainState
-from gspo_jax.types import Diverged, EpisodeBatch, Experience, OldPolicy, Prompts, StopRequested, Weights
+from gspo_jax.types import EpisodeBatch, Experience, OldPolicy, Prompts, Weights
 from gspo_jax.versions import versions
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gspo_jax.errors import UserError
 from gspo_jax.sandbox.box import Box, BoxFailed, check_bubblewrap
-from gspo_jax.types import UserError
 
 __all__ = ["Request", "Sandbox", "Verdict", "check_bubblewrap"]
 

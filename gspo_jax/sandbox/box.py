@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.types import UserError
+from gspo_jax.errors import UserError
 
 _INSIDE = Path(__file__).parent / "inside"
 _START = "import sys; sys.path.insert(0, {folder!r}); from inside.judge import main; main()"

@@ -11,6 +11,7 @@ from gspo_jax import foreign, sandbox
 from gspo_jax.data import files, tasks
 from gspo_jax.data.benchmarks import BENCHMARKS
 from gspo_jax.data.templates import CLOCK
+from gspo_jax.errors import UserError, choices
 from gspo_jax.models import lora, peft, published, transformer
 from gspo_jax.models.cache import CACHE_DTYPES
 from gspo_jax.models.config import ModelConfig
@@ -24,7 +25,6 @@ from gspo_jax.routing.replay import REPLAYS
 from gspo_jax.setup import data, functions, learning, meshes, policy, sampling
 from gspo_jax.setup.fields import FRACTION, INT32, at, check_fields
 from gspo_jax.training.state import make_optimizer
-from gspo_jax.types import UserError, choices
 
 ARGUMENTS = "prompt", "completion", "record"
 """Arguments of rewards, step rewards and environments."""

@@ -18,12 +18,12 @@ from gspo_jax.data.pipeline import (
 from gspo_jax.data.records import Record
 from gspo_jax.data.rows import Source
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.parallel import processes
 from gspo_jax.rewards import code, code_records
 from gspo_jax.rewards.scorer import Scorer
 from gspo_jax.rewards.step_scorer import StepScorer
 from gspo_jax.setup import functions
-from gspo_jax.types import UserError
 
 Scores = Callable[[str, Record], bool]
 """Whether a reward function, by its name, scores completions for a record; by default its source says so."""

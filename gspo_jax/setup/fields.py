@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from gspo_jax import objectives
 from gspo_jax.config import base, benchmark, source
 from gspo_jax.data.tokenizer import EOS, PAD, TURN
+from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.objectives import mismatch
-from gspo_jax.types import UserError
 
 INT32 = 2**31 - 1
 """Largest size: arrays on devices are indexed, and updates counted, with int32."""

@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 
 from gspo_jax import objectives, references
 from gspo_jax.data import tasks
+from gspo_jax.errors import UserError
 from gspo_jax.objectives import mismatch
 from gspo_jax.rewards import code, environments, functions, steps
-from gspo_jax.types import UserError
 
 Function = Callable[..., Any]
 

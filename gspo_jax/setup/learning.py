@@ -9,6 +9,7 @@ import optax
 from ml_collections import ConfigDict
 
 from gspo_jax import objectives
+from gspo_jax.errors import UserError
 from gspo_jax.models import critic as critic_lib
 from gspo_jax.models import flops
 from gspo_jax.models.config import ModelConfig
@@ -21,7 +22,6 @@ from gspo_jax.training.packing import Packer
 from gspo_jax.training.scoring import Scoring
 from gspo_jax.training.state import CriticRule, make_optimizer
 from gspo_jax.training.update import Penalties
-from gspo_jax.types import UserError
 
 
 def make_objective(config: ConfigDict) -> Objective:

@@ -8,12 +8,12 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from gspo_jax.errors import UserError
 from gspo_jax.kernels.backend import check_dtype
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.dispatch import check_dispatch
 from gspo_jax.parallel import mesh as mesh_lib
 from gspo_jax.parallel import processes
-from gspo_jax.types import UserError
 
 
 @dataclasses.dataclass(frozen=True)

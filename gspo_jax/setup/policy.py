@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from gspo_jax import storage
 from gspo_jax.data.tokenizer import Tokenizer, check_vocabulary
+from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, lora, peft, transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.matrices import ADAPTER
@@ -24,7 +25,7 @@ from gspo_jax.setup import keys, sampling
 from gspo_jax.storage import RunFolder
 from gspo_jax.training.checkpoint import load_newest
 from gspo_jax.training.digest import digest_tree
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 
 _LAYER = ("num_layers", "hidden_size")
 _SHAPED_BY = {

@@ -8,9 +8,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gspo_jax.config import base
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.writers import fields_of, read_config
 from gspo_jax.setup import fields, learning
-from gspo_jax.types import UserError
 
 MAY_CHANGE = (
     "iterations",

@@ -8,13 +8,13 @@ from ml_collections import ConfigDict
 
 from gspo_jax.data.records import Record
 from gspo_jax.data.tokenizer import Tokenizer
+from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.rewards.replies import Replies
 from gspo_jax.rollout.episodes import Buffer, Episodes, Player, Reply
 from gspo_jax.rollout.sampler import Sampler
 from gspo_jax.rollout.sampling import SamplingParams, StopRule
 from gspo_jax.setup import data, functions
-from gspo_jax.types import UserError
 
 
 def make_sampling(config: ConfigDict) -> SamplingParams:

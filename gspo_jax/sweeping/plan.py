@@ -11,13 +11,14 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gspo_jax import cli, coldstart
+from gspo_jax.errors import UserError
 from gspo_jax.reporting.panels import PANELS
 from gspo_jax.reporting.writers import METRICS_FILE, fields_of, read_config, read_saved
 from gspo_jax.setup.checks import check_elsewhere
 from gspo_jax.setup.fields import at, check_value
 from gspo_jax.setup.policy import model_config
 from gspo_jax.setup.same import check_same_run
-from gspo_jax.types import Comparison, UserError
+from gspo_jax.types import Comparison
 
 NAMED_BY_VALUE = ("name", "replay")
 """Fields, by the last part of their name, whose value alone stands in the name of a run that differs in several."""

@@ -24,11 +24,11 @@ from orbax.checkpoint import utils as ocp_utils
 from orbax.checkpoint import v1 as ocp
 
 from gspo_jax import storage
+from gspo_jax.errors import Diverged, UserError
 from gspo_jax.limited import quoted
 from gspo_jax.parallel import hosts
 from gspo_jax.storage import AnyPath
 from gspo_jax.training.digest import Digest, digests
-from gspo_jax.types import Diverged, UserError
 
 Tree = TypeVar("Tree")
 Check = Callable[[Mapping[str, Any]], None]

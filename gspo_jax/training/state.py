@@ -11,9 +11,10 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from gspo_jax.errors import UserError
 from gspo_jax.models.critic import Critic, first_params
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.types import UserError, Weights
+from gspo_jax.types import Weights
 
 NO_DECAY = "norm", "bias", "router", "embed", "head"
 """Words in the paths of parameters that can be left out of weight decay."""

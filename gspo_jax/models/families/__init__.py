@@ -9,11 +9,11 @@ are published. Modules that several families share are one level up. To add a fa
 from collections.abc import Container
 from typing import Any, Protocol, runtime_checkable
 
+from gspo_jax.errors import UserError, choices
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import ConfigJson
 from gspo_jax.models.families import olmoe, qwen3
 from gspo_jax.models.tensors import Rule
-from gspo_jax.types import UserError, choices
 
 
 @runtime_checkable
