@@ -52,4 +52,4 @@ for field in model.remat=full model.remat=offload training.logprob_chunk=16384 t
   choices+=("$runs/$field.json")
   plan "$field" qwen3_30b_a3b.py v5p:4x4x4 --programs=update --config."$field"
 done
-run .venv/bin/python -m gspo_jax.planning.tables "$page" --recipes "${recipes[@]}" --choices "${choices[@]}"
+run .venv/bin/python docs/draw/plan_tables.py "$page" --recipes "${recipes[@]}" --choices "${choices[@]}"

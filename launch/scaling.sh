@@ -33,4 +33,4 @@ for slice in 16:2x2x4 64:4x4x4 256:4x8x8 1024:8x8x16; do
   run .venv/bin/python -m gspo_jax.plan --config="configs/qwen3_30b_a3b.py:$chips" --topology="v5p:${slice#*:}" --programs=update \
     --json="$runs/$chips.json" ${fields[@]+"${fields[@]}"}
 done
-run .venv/bin/python -m gspo_jax.scaling "${plans[@]}" --out="$out"
+run .venv/bin/python docs/draw/scaling.py "${plans[@]}" --out="$out"

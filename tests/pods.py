@@ -1,6 +1,7 @@
 """Helpers to run several processes on one machine and to compare the runs' metrics."""
 
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -122,6 +124,16 @@ def run_faulty(fault: str, words: list[str], *, count: int = 1) -> tuple[list[in
     with Pod(count, "-m", "tests.faulty", fault, *words) as pod:
         said = pod.finish()
     return [process.returncode for process in pod.processes], "\n".join(said)
+
+
+def drawer(name: str) -> Any:
+    """Load the module docs/draw/NAME.py, which draws pages of the documentation."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "draw" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 def copy_of_launchers(root: Path) -> Path:

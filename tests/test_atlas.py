@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from gspo_jax import atlas, objectives
+from gspo_jax import objectives
 from gspo_jax.objectives import catalogue
 from gspo_jax.objectives.surrogates import Batch, Surrogate
 from gspo_jax.reporting import drawing
 from gspo_jax.reporting.looks import OBJECTIVES
+from tests.pods import drawer
+
+atlas = drawer("atlas")
 
 E2 = math.exp(2)
 SOFT = 4 * E2 / (1 + E2) ** 2

@@ -21,12 +21,11 @@ from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.errors import UserError
 from gspo_jax.models import huggingface, peft
 from gspo_jax.models.lora import Adapters
-from gspo_jax.planning import tables
 from gspo_jax.reporting.writers import read_config, read_metrics, read_samples, read_saved
 from gspo_jax.setup import inputs
 from gspo_jax.training import checkpoint
 from gspo_jax.training.checkpoint import Checkpointer, load_newest
-from tests.pods import ROOT
+from tests.pods import ROOT, drawer
 from tests.tiny import CONFIG
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -108,7 +107,7 @@ def test_what_is_no_file_of_the_folder_is_refused_before_it_is_opened(tmp_path, 
 def test_files_that_a_user_names_are_files(tmp_path, kind):
     path = tmp_path / "x.jsonl"
     OTHERS[kind][0](path)
-    readers = [lambda: list(score._read(path)), lambda: tables.read(str(path))]
+    readers = [lambda: list(score._read(path)), lambda: drawer("plan_tables").read(str(path))]
     for read in readers + [lambda: list(files.read(str(path), "train"))] * (kind != "folder"):
         with pytest.raises(UserError, match=OTHERS[kind][1]):
             read()

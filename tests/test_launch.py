@@ -251,7 +251,7 @@ def test_scaling_plans_every_slice_and_draws_them(copy):
         for chips, sides in ((16, "2x2x4"), (64, "4x4x4"), (256, "4x8x8"), (1024, "8x8x16"))
     ]
     assert all("--programs=update" in plan and "--config.model.remat=full" in plan for plan in plans)
-    assert drawn == "-m gspo_jax.scaling a/16.json a/64.json a/256.json a/1024.json --out=b"
+    assert drawn == "docs/draw/scaling.py a/16.json a/64.json a/256.json a/1024.json --out=b"
 
 
 def test_a_flag_that_scaling_does_not_take(copy):
@@ -268,7 +268,7 @@ def test_plans_of_every_recipe_and_choice_become_tables(copy):
     assert all(plan.startswith("-m gspo_jax.plan --config=configs/qwen3_") for plan in plans)
     made = [plan.rpartition("--json=")[2] for plan in plans]
     assert len(set(made)) == 12 and sum("--programs=update --config." in plan for plan in plans) == 5
-    assert tables == f"-m gspo_jax.planning.tables b.md --recipes {' '.join(made[:7])} --choices {' '.join(made[7:])}"
+    assert tables == f"docs/draw/plan_tables.py b.md --recipes {' '.join(made[:7])} --choices {' '.join(made[7:])}"
     done = _bash(copy, 'bash launch/plans.sh "$@"', "--out=b")
     assert done.returncode == 2 and done.stderr.startswith("error: unexpected --out=b; use --runs=")
 

@@ -18,7 +18,7 @@ from gspo_jax.models.published import find
 from gspo_jax.parallel import costs, hlo, rates, topology
 from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
-from gspo_jax.planning import cycles, executed, memory, tables
+from gspo_jax.planning import cycles, executed, memory
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import cycles_table
 from gspo_jax.rollout.sampling import StopRule
@@ -26,6 +26,9 @@ from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import Meshes
 from gspo_jax.setup.policy import model_config
 from tests import ahead
+from tests.pods import drawer
+
+tables = drawer("plan_tables")
 
 RECIPE = "configs/qwen3_30b_a3b.py"
 

@@ -6,7 +6,9 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.text import Text
 
-from gspo_jax import scaling
+from tests.pods import drawer
+
+scaling = drawer("scaling")
 
 
 def plan(chips: int, **facts) -> dict:

@@ -1,6 +1,6 @@
 """The atlas of gates: gain and gradient weight of every objective against the importance ratio, in one figure.
 
-    python -m gspo_jax.atlas [--out=docs/objectives]
+    python docs/draw/atlas.py [--out=docs/objectives]
 
 Draws `atlas.png`, and `atlas-narrow.png` for phones, with one panel per objective at its defaults, in the colour that
 it has in every figure: the gain above, the gradient weight (the factor on Â·∇log π) below, for Â = +1 and Â = −1.
@@ -238,7 +238,7 @@ def _settings(objective: Objective) -> str:
 
 def parser() -> Parser:
     """Build the command-line parser."""
-    parser = Parser("python -m gspo_jax.atlas", str(__doc__).rpartition("\n\n")[2])
+    parser = Parser("python docs/draw/atlas.py", str(__doc__).rpartition("\n\n")[2])
     parser.add_argument("--out", metavar="DIR", default="docs/objectives", help="folder for the two pictures")
     return parser
 

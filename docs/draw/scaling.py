@@ -1,6 +1,6 @@
 """Weak scaling from plans: flops, traffic, memory and time per chip on slices of several sizes, in one figure.
 
-    python -m gspo_jax.scaling PLAN PLAN … [--program=update] [--out=docs/scaling]
+    python docs/draw/scaling.py PLAN PLAN … [--program=update] [--out=docs/scaling]
 
 Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`; all should have the same work per chip. Writes
 `scaling.png`, `scaling-narrow.png` for phones and the table `scaling.md`. Times are ahead-of-time projections, not
@@ -184,7 +184,7 @@ def _times(axes: "Axes", points: Sequence[Point]) -> None:
 
 def parser() -> Parser:
     """Build the command-line parser."""
-    parser = Parser("python -m gspo_jax.scaling", str(__doc__).rpartition("\n\n")[2])
+    parser = Parser("python docs/draw/scaling.py", str(__doc__).rpartition("\n\n")[2])
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="file written by plan --json")
     parser.add_argument("--program", default="update", help="program of the plans to show")
     parser.add_argument("--out", metavar="DIR", default="docs/scaling", help="folder for the pictures and scaling.md")

@@ -1,6 +1,6 @@
 """The tables of docs/plan.md, written from plans into the page, each between `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python -m gspo_jax.planning.tables docs/plan.md --recipes PLAN PLAN … --choices PLAN …
+    python docs/draw/plan_tables.py docs/plan.md --recipes PLAN PLAN … --choices PLAN …
 
 Each PLAN is a file written by `python -m gspo_jax.plan --json=PLAN`. The first recipe is also shown in full.
 `bash launch/plans.sh` makes all plans and then runs this.
@@ -136,7 +136,7 @@ def read(path: str) -> Plan:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = Parser("python -m gspo_jax.planning.tables", str(__doc__).partition("\n\n")[0])
+    parser = Parser("python docs/draw/plan_tables.py", str(__doc__).partition("\n\n")[0])
     parser.add_argument("page", metavar="PAGE", help="page with the tables, such as docs/plan.md")
     parser.add_argument("--recipes", nargs="+", metavar="PLAN", required=True, help="plans of recipes, one a line")
     parser.add_argument("--choices", nargs="*", metavar="PLAN", default=[], help="the first with fields changed")
