@@ -7,7 +7,7 @@ Runs the engine's programs as `train` does, with random rewards drawn on the hos
 Each time is compared with a floor: the flops that no implementation of the part can avoid, at the matmul speed measured
 on this machine in the same process. Data, reward functions, checkpoints and metrics files are left out.
 
-`--calibrate=FILE` measures the attached devices instead (parallel/calibration.py) and writes the rates that `plan`
+`--calibrate=FILE` measures the attached devices instead (planning/calibration.py) and writes the rates that `plan`
 takes by `--rates=FILE`.
 
 A separate process compiles the programs into a cache first, so that the compiler's memory, the larger part on CPU, is
@@ -37,10 +37,11 @@ from rich.console import Console
 from gspo_jax import cli, engine
 from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel import calibration, hosts, processes
+from gspo_jax.parallel import hosts, processes
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel import rates as rates_lib
 from gspo_jax.parser import Parser, make_parser
+from gspo_jax.planning import calibration
+from gspo_jax.planning import rates as rates_lib
 from gspo_jax.reporting.progress import make_table
 from gspo_jax.setup import keys
 from gspo_jax.setup.meshes import make_meshes

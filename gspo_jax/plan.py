@@ -5,8 +5,8 @@
         [--lengths=lognormal:4096:0.8 [--figure=FILE.png] [--tune]]
 
 Runs on any machine with libtpu, without a TPU. The programs are the engine's, as `train` runs them. Figures are read
-off the compiled programs (parallel/costs.py) and the compiler's memory analysis; times are bounds, what is executed
-(planning/executed.py, at the rates of parallel/rates.py), and a projection calibrated on published v5p results: an
+off the compiled programs (planning/costs.py) and the compiler's memory analysis; times are bounds, what is executed
+(planning/executed.py, at the rates of planning/rates.py), and a projection calibrated on published v5p results: an
 ahead-of-time estimate, not a measurement. Compiled programs are cached by content, so a second plan takes seconds.
 
 With `--lengths`, the time of a whole iteration is projected too, for responses with lengths drawn from a distribution
@@ -36,16 +36,16 @@ from gspo_jax.errors import UserError, choices
 from gspo_jax.kernels import backend
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel import compilation, jaxpr, processes, topology
-from gspo_jax.parallel import costs as costs_lib
-from gspo_jax.parallel import rates as rates_lib
-from gspo_jax.parallel.ahead import Compiled, compile_ahead
-from gspo_jax.parallel.topology import CHIPS
-from gspo_jax.planning import cycles, executed, iteration, memory, programs
+from gspo_jax.parallel import compilation, processes
+from gspo_jax.planning import costs as costs_lib
+from gspo_jax.planning import cycles, executed, iteration, jaxpr, memory, programs, topology
+from gspo_jax.planning import rates as rates_lib
+from gspo_jax.planning.ahead import Compiled, compile_ahead
 from gspo_jax.planning.figures import figures, warnings
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import show_cycles, show_header, show_iteration, show_program, show_try
 from gspo_jax.planning.timeline import draw
+from gspo_jax.planning.topology import CHIPS
 from gspo_jax.planning.tune import Search
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes

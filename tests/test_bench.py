@@ -15,8 +15,8 @@ import pytest
 from gspo_jax import bench, workload
 from gspo_jax.errors import UserError
 from gspo_jax.models.config import ModelConfig
-from gspo_jax.parallel import calibration, rates
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import calibration, rates
 from tests.tiny import CONFIG
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

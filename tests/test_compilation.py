@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache
 
-from gspo_jax.parallel import ahead, compilation
+from gspo_jax.parallel import compilation
 from gspo_jax.parallel.compilation import CompileCounter
+from gspo_jax.planning import ahead
 from tests.pods import ROOT, assert_same_bits, train_flags
 
 COMPILE = """

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspo_jax.parallel import costs as costs_lib
-from gspo_jax.parallel import hlo, jaxpr
+from gspo_jax.kernels.scopes import RARELY, at_most
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import costs as costs_lib
+from gspo_jax.planning import jaxpr
 
 
 def compiled(f, *arguments):
@@ -66,7 +67,7 @@ def test_a_loop_that_depends_on_data_counts_once_or_as_its_scope_says():
     assert turn.flops == once
 
     def told(*arguments):
-        with jax.named_scope(hlo.at_most(6)):
+        with jax.named_scope(at_most(6)):
             return until(*arguments)
 
     module = compiled(told, *arguments)
@@ -103,7 +104,7 @@ def test_a_traced_product_inside_shard_map_stands_for_one_on_each_shard():
 def test_a_branch_for_rare_cases_is_not_counted():
     def f(x, w, n):
         def rarely():
-            with jax.named_scope(hlo.RARELY):
+            with jax.named_scope(RARELY):
                 return (x @ w) @ w
 
         return jax.lax.cond(n > 0, rarely, lambda: x @ w)
@@ -115,7 +116,7 @@ def test_a_branch_for_rare_cases_is_not_counted():
 
 def test_nor_is_a_loop_for_rare_cases():
     def f(x, w, n):
-        with jax.named_scope(hlo.RARELY):
+        with jax.named_scope(RARELY):
             y = jax.lax.fori_loop(0, n, lambda _, y: y @ w, x)
         return y @ w
 

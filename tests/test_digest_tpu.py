@@ -11,7 +11,7 @@ import pytest
 
 from gspo_jax import cli
 from gspo_jax import engine as engine_lib
-from gspo_jax.parallel import costs, topology
+from gspo_jax.planning import costs, topology
 from gspo_jax.setup.checks import check
 from gspo_jax.setup.meshes import make_meshes
 from gspo_jax.setup.sampling import make_stop_rule

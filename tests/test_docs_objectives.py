@@ -81,7 +81,9 @@ def _commands() -> list[list[str]]:
     """Return every command in a bash block or in backticks, without the interpreter: [module or script, flag …]."""
     shown = [command for block in _blocks("bash") for command in block.replace("\\\n", " ").splitlines()]
     shown += re.findall(r"`((?:bash|python|\.venv/bin/python) [^`]*)`", DOC)
-    return [shlex.split(re.sub(r"^(\.venv/bin/)?python (-m )?|^bash ", "", command), comments=True) for command in shown]
+    return [
+        shlex.split(re.sub(r"^(\.venv/bin/)?python (-m )?|^bash ", "", command), comments=True) for command in shown
+    ]
 
 
 @pytest.fixture

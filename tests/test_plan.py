@@ -15,10 +15,9 @@ from gspo_jax.engine import build
 from gspo_jax.errors import UserError
 from gspo_jax.models import flops, published
 from gspo_jax.models.published import find
-from gspo_jax.parallel import costs, hlo, rates, topology
-from gspo_jax.parallel.ahead import Buffer
 from gspo_jax.parallel.mesh import make_mesh
-from gspo_jax.planning import cycles, executed, memory
+from gspo_jax.planning import costs, cycles, executed, hlo, memory, rates, topology
+from gspo_jax.planning.ahead import Buffer
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import cycles_table
 from gspo_jax.rollout.sampling import StopRule

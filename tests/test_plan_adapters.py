@@ -15,10 +15,10 @@ from gspo_jax import cli, plan
 from gspo_jax.engine import build
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.published import find
-from gspo_jax.parallel import hlo, jaxpr, processes, rates, topology
-from gspo_jax.parallel.ahead import Buffer, Compiled, compile_ahead
+from gspo_jax.parallel import processes
 from gspo_jax.parallel.mesh import make_mesh
-from gspo_jax.planning import memory, programs
+from gspo_jax.planning import hlo, jaxpr, memory, programs, rates, topology
+from gspo_jax.planning.ahead import Buffer, Compiled, compile_ahead
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout.sampling import StopRule
 from gspo_jax.setup.checks import check

@@ -1,6 +1,6 @@
 """The TPU compiler accepts the mixture-of-experts layer, forward and backward; kernels work only on the chosen pairs.
 
-Compiled ahead of time for a slice that is not attached (gspo_jax/parallel/topology.py), each in its own process because
+Compiled ahead of time for a slice that is not attached (gspo_jax/planning/topology.py), each in its own process because
 libtpu reads its environment only once. To print the figures of one dispatch:
 
     JAX_PLATFORMS=cpu python -m tests.test_tpu_compile gather
@@ -22,9 +22,9 @@ from gspo_jax.models.dispatch import exchange
 from gspo_jax.models.experts import ExpertKernels
 from gspo_jax.models.matrices import Matrix
 from gspo_jax.models.moe import route
-from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel import topology
+from gspo_jax.planning import costs as costs_lib
+from gspo_jax.planning import topology
 from tests import ahead
 
 EXPERTS, K, D, F = 128, 8, 2048, 768

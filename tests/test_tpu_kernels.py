@@ -23,7 +23,7 @@ from gspo_jax.kernels.packed_attention import Spans, packed_attention
 from gspo_jax.models.attention import attend_causal
 from gspo_jax.models.transformer import REMATS
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel import topology
+from gspo_jax.planning import topology
 from tests import ahead
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128

@@ -7,10 +7,9 @@ from gspo_jax import cli
 from gspo_jax.engine import build
 from gspo_jax.errors import UserError
 from gspo_jax.lengths import Lengths
-from gspo_jax.parallel import topology
 from gspo_jax.parallel.mesh import make_mesh, reshaped
-from gspo_jax.parallel.rates import assumed
-from gspo_jax.planning import tune
+from gspo_jax.planning import topology, tune
+from gspo_jax.planning.rates import assumed
 from gspo_jax.planning.sampling import Step
 from gspo_jax.planning.setting import Setting
 from gspo_jax.planning.show import show_try

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gspo_jax.kernels import attention_tpu, decode_attention_tpu
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.kv import KV, each, parts, take
-from gspo_jax.parallel.hlo import at_most
+from gspo_jax.kernels.scopes import at_most
 
 _MASKED = -1e30
 """Masked score; finite, so that the softmax of a row without a visible key (padding) is finite instead of NaN."""

@@ -17,8 +17,8 @@ from gspo_jax.kernels.adapted_matmul import adapted_matmuls
 from gspo_jax.kernels.backend import platform
 from gspo_jax.kernels.grouped_matmul import Scaled
 from gspo_jax.kernels.row_sums_tpu import ByTarget, by_target, row_sums
+from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models.matrices import Matrix
-from gspo_jax.parallel import hlo
 
 Tree = TypeVar("Tree")
 
@@ -235,7 +235,7 @@ def _in_parts(leaves: list[Array], pairs: _Pairs, layer: Array | None, tree: Any
 
 def _others(pairs: _Pairs, room: int, more: Callable[[Array, Tree], Tree], state: Tree) -> Tree:
     """state = more(first, state) for each part but the first."""
-    with jax.named_scope(hlo.RARELY):
+    with jax.named_scope(RARELY):
         parts = (pairs.sizes.sum() + room - 1) // room
         return jax.lax.fori_loop(1, parts, lambda i, state: more(i * room, state), state)
 

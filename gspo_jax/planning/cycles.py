@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gspo_jax.parallel.costs import Cost, Costs
+from gspo_jax.planning.costs import Cost, Costs
 from gspo_jax.planning.memory import shortened
 from gspo_jax.planning.setting import Setting
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from gspo_jax.kernels import attention_tpu, packed_attention_tpu, visits_tpu
 from gspo_jax.kernels.row_sums_tpu import ROW_SUMS
-from gspo_jax.parallel.costs import Cost, Costs, KernelCall, Kernels, Work
-from gspo_jax.parallel.rates import Rates
+from gspo_jax.planning.costs import Cost, Costs, KernelCall, Kernels, Work
+from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
 
 GROUPED: tuple[str, ...] = ("grouped_matmul", "grouped_outer")

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from gspo_jax.parallel import costs as costs_lib
-from gspo_jax.parallel.rates import Rates
+from gspo_jax.planning import costs as costs_lib
 from gspo_jax.planning import executed
 from gspo_jax.planning.memory import shortened
+from gspo_jax.planning.rates import Rates
 from gspo_jax.planning.setting import Setting
 
 AGREEMENT = 0.02

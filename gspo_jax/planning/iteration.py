@@ -20,8 +20,8 @@ from gspo_jax.errors import UserError
 from gspo_jax.kernels.decode_attention_tpu import block_columns
 from gspo_jax.lengths import Lengths
 from gspo_jax.models.cache import segments
-from gspo_jax.parallel import costs as costs_lib
 from gspo_jax.parallel import mesh as mesh_lib
+from gspo_jax.planning import costs as costs_lib
 from gspo_jax.planning import sampling
 from gspo_jax.planning.setting import Setting
 from gspo_jax.rollout import prefixes as prefixes_lib

@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
-from gspo_jax.parallel import hlo
-from gspo_jax.parallel.ahead import Buffer, Compiled
-from gspo_jax.planning import programs
+from gspo_jax.planning import hlo, programs
+from gspo_jax.planning.ahead import Buffer, Compiled
 from gspo_jax.planning.setting import Setting
 
 PARAMETERS, OPTIMIZER, FROZEN, REFERENCE = "parameters", "optimizer", "frozen weights", "reference"

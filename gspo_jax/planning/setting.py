@@ -15,9 +15,9 @@ from gspo_jax.models import flops as flops_lib
 from gspo_jax.models import transformer
 from gspo_jax.models.config import ModelConfig
 from gspo_jax.models.experts import room_for
-from gspo_jax.parallel.rates import Rates
-from gspo_jax.parallel.topology import Chip
 from gspo_jax.planning import programs
+from gspo_jax.planning.rates import Rates
+from gspo_jax.planning.topology import Chip
 from gspo_jax.training.packing import full_row, turns_at_full_length
 
 

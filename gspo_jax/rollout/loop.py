@@ -37,11 +37,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from gspo_jax.kernels.kv import KV
+from gspo_jax.kernels.scopes import RARELY
 from gspo_jax.models import moe
 from gspo_jax.models.cache import Cache, Slots, empty_ring, keep_slots, write_prefix
 from gspo_jax.models.transformer import Transformer
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel.hlo import RARELY
 from gspo_jax.parallel.mesh import constrain
 from gspo_jax.rollout.prefixes import PackedPrefix
 from gspo_jax.rollout.sampling import SamplingParams, StopRule, draw

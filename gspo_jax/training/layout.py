@@ -16,9 +16,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, Shaped
 
 from gspo_jax.kernels.packed_attention import Spans
+from gspo_jax.kernels.scopes import at_most
 from gspo_jax.models.moe import Routing
 from gspo_jax.models.transformer import Output, Remat, Transformer
-from gspo_jax.parallel.hlo import at_most
 from gspo_jax.parallel.rows import by_batch_shard, shards, take_rows
 from gspo_jax.training.packing import Packing, turns_at_full_length
 from gspo_jax.types import Responses

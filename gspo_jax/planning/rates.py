@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_jax import foreign
 from gspo_jax.errors import UserError
-from gspo_jax.parallel.topology import CHIPS
+from gspo_jax.planning.topology import CHIPS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from gspo_jax.kernels.scopes import AT_MOST, RARELY
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 """Bits per element of the types whose names do not state them."""
 
@@ -25,18 +27,6 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-
-AT_MOST = r"at_most_(\d+)"
-"""Pattern of the scope names made by `at_most`."""
-
-
-def at_most(trips: int) -> str:
-    """Scope name (`jax.named_scope`) that declares the maximum trip count of a loop whose trips depend on data."""
-    return f"at_most_{trips}"
-
-
-RARELY = "rarely"
-"""Scope name of a branch that is taken, or a loop that turns, so rarely that costs ignore it."""
 
 SCALARS = 6
 """Memory space of the scalar unit."""

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gspo_jax.parallel.hlo import COLLECTIVES, SCALARS, Array, Module, Operation, Run, convolution_flops
-from gspo_jax.parallel.rates import Rates
+from gspo_jax.planning.hlo import COLLECTIVES, SCALARS, Array, Module, Operation, Run, convolution_flops
+from gspo_jax.planning.rates import Rates
 
 _NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "iota"),

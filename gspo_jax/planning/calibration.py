@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspo_jax.errors import UserError
 from gspo_jax.parallel import mesh as mesh_lib
-from gspo_jax.parallel.rates import Rates, assumed
-from gspo_jax.parallel.topology import CHIPS, KINDS
+from gspo_jax.planning.rates import Rates, assumed
+from gspo_jax.planning.topology import CHIPS, KINDS
 
 SIDES = {"cpu": (512, 1024, 2048), "accelerator": (2048, 4096, 8192)}
 """Sides of the square matrices that the matmul speed is measured with, by kind of device."""

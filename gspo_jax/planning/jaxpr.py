@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gspo_jax.parallel.hlo import AT_MOST, RARELY
+from gspo_jax.kernels.scopes import AT_MOST, RARELY
 
 
 def product_flops(jaxpr: Any, devices: int = 1, *, filled: Mapping[str, float] | None = None) -> float:
