@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gspo_jax.errors import UserError
+from gspo_jax.errors import UserError, choices
 from gspo_jax.parallel import mesh as mesh_lib
+
+FAMILIES: dict[str, Any] = {}
+"""Every family, by the name of its file; `models/families` fills it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +65,9 @@ class ModelConfig:
         Raises:
           UserError: no family has this name.
         """
-        from gspo_jax.models import families  # here, because every family's file imports this one
-
-        return families.of(self).stacks(self)
+        if self.family not in FAMILIES:
+            raise UserError(f"unknown model family {self.family!r}; {choices(self.family, FAMILIES)}")
+        return FAMILIES[self.family].stacks(self)
 
     @property
     def routed_layers(self) -> int:

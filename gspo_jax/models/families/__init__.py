@@ -9,7 +9,7 @@ are published. Modules that several families share are one level up. To add a fa
 from collections.abc import Container
 from typing import Any, Protocol, runtime_checkable
 
-from gspo_jax.errors import UserError, choices
+from gspo_jax.models import config as config_lib
 from gspo_jax.models.config import ModelConfig, Stack
 from gspo_jax.models.config_json import ConfigJson
 from gspo_jax.models.families import olmoe, qwen3
@@ -52,15 +52,13 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Family] = {"olmoe": olmoe, "qwen3": qwen3}
-"""Every family, by the name of its file."""
+FAMILIES: dict[str, Family] = config_lib.FAMILIES
+FAMILIES |= {"olmoe": olmoe, "qwen3": qwen3}
 
 MODEL_TYPES = {model_type: family for family in FAMILIES.values() for model_type in family.MODEL_TYPES}
 """The family of each `model_type` of Hugging Face."""
 
 
 def of(config: ModelConfig) -> Family:
-    """Return the family of a model; raise a UserError if it is unknown."""
-    if config.family not in FAMILIES:
-        raise UserError(f"unknown model family {config.family!r}; {choices(config.family, FAMILIES)}")
+    """Return the family of a model."""
     return FAMILIES[config.family]
