@@ -194,7 +194,7 @@ def main(config):
 
 for name in ("workdir", "breaks", "mends"):
     flags.DEFINE_string(name, "", "")
-cli.run(main, default=base())
+cli.run(main, "doctor", default=base())
 """
 
 

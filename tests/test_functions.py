@@ -267,7 +267,8 @@ def test_flags_add_names_to_a_config():
 
 def test_a_command_keeps_the_flags_that_add_names():
     """They reach the config, and the command that a run tells its user to repeat is whole."""
-    script = "import sys; from gspo_jax import cli; cli.run(lambda config: print(config.rewards.brief, *sys.argv[1:]))"
+    shows = "lambda config: print(config.rewards.brief, *sys.argv[1:])"
+    script = f"import sys; from gspo_jax import cli; cli.run({shows}, 'doctor')"
     flags = ["--config=configs/tiny.py:runlocal", "--config.functions.brief=examples/reward.py:brief"]
     flags += ["--config.rewards.brief=0.1", "--config.seed=3"]
     said = subprocess.run([sys.executable, "-c", script, *flags], stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -42,7 +42,7 @@ import absl.logging
 from gspo_jax import cli
 from gspo_jax.config import base
 assert logging.root.handlers
-cli.run(lambda config: absl.logging.warning("once"), default=base())
+cli.run(lambda config: absl.logging.warning("once"), "doctor", default=base())
 """
 
 
