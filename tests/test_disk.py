@@ -192,7 +192,7 @@ def main(config):
         again.close()
         print(found.step, steps(folder))
 
-for name in ("workdir", "breaks", "mends"):
+for name in ("breaks", "mends"):
     flags.DEFINE_string(name, "", "")
 cli.run(main, "doctor", default=base())
 """
