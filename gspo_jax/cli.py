@@ -271,7 +271,7 @@ def _parse(argv: list[str], values: flags.FlagValues, *, needs_config: bool) -> 
     Without `--config`, it is the config of the run in `--workdir`, of which only what may change can be changed.
     """
     given = any(word.startswith(("--config", "-config")) for word in argv)
-    workdir = None if _last(argv, "config") else _last(argv, "workdir")
+    workdir = None if _last(argv, "config") is not None else _last(argv, "workdir")
     kept = same.of_folder(workdir) if workdir and (needs_config or given) and Path(workdir).is_dir() else None
     config, added = kept, dict[str, str]()
     if config is None and (needs_config or given):
@@ -445,7 +445,8 @@ def own_configs() -> dict[str, Path]:
 
 def own_config(name: str) -> Path | None:
     """Return the file of a config that comes with gspo_jax; None if there is none, or something here has that name."""
-    return None if Path(name).exists() else own_configs().get(name)
+    found = own_configs().get(name)
+    return None if found is None or Path(name).exists() else found
 
 
 def _function(value: str, function: str) -> Callable[[], Any] | None:

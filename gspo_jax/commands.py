@@ -21,7 +21,7 @@ class Flag(NamedTuple):
     default: Any = None
     """Value if the flag is left out."""
     metavar: str = "X"
-    """What stands for the value in help."""
+    """Placeholder of the value in help."""
     required: bool = False
     """Whether the flag must be given."""
     repeated: bool = False
@@ -44,7 +44,7 @@ class Command(NamedTuple):
     group: str
     """Heading in the list of commands."""
     says: str
-    """What it does, in one sentence."""
+    """One sentence on its purpose."""
     examples: tuple[str, str, str]
     """Arguments that work as they stand, from a folder with the runs that they name."""
     flags: tuple[Flag, ...] = ()
@@ -287,7 +287,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def overview() -> str:
-    """What `gspo-jax --help` prints."""
+    """Return the list of commands that `gspo-jax --help` prints."""
     lines = ["usage: gspo-jax COMMAND [flags …]", "", "Group sequence policy optimization for mixtures of experts."]
     group = ""
     for name, command in COMMANDS.items():
@@ -299,7 +299,7 @@ def overview() -> str:
 
 
 def described(name: str) -> str:
-    """What `gspo-jax NAME --help` prints."""
+    """Return the flags and examples that `gspo-jax NAME --help` prints."""
     command = COMMANDS[name]
     config = {"required": "--config=FILE[:arg] ", "optional": "[--config=FILE[:arg]] "}.get(command.config, "")
     lines = [f"usage: gspo-jax {name} {config}{_usage(command)}".rstrip(), "", *_wrapped(command.says)]

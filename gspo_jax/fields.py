@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from gspo_jax import config as config_lib
-from gspo_jax.errors import UserError, choices
+from gspo_jax.errors import UserError, nearest
 from gspo_jax.parser import make_parser
 from gspo_jax.setup.fields import RANGES, at, names
 
@@ -51,7 +51,9 @@ def described(pattern: str = "") -> str:
     every = list(names(config))
     chosen = [name for name in every if fnmatch.fnmatch(name, pattern) or ("*" not in pattern and pattern in name)]
     if not chosen:
-        raise UserError(f"no field of the config has {pattern!r} in its name; {choices(pattern, every[:0] or every)}")
+        near = nearest(pattern, every) or nearest(pattern, {name.rpartition(".")[2] for name in every})
+        hint = f"did you mean {near!r}?" if near else "gspo-jax fields lists all of them"
+        raise UserError(f"no field of the config has {pattern!r} in its name; {hint}")
     return "\n".join(_paragraph(name, at(config, name), said) for name in chosen)
 
 

@@ -136,7 +136,7 @@ class Experience:
     correction: Float[Array, "B T"] | None = None
     """Weight of each token that corrects for the mismatch between sampler and trainer; None without a correction."""
     packing: Packing | None = None
-    """Rows that compute the responses; None: each in rows of its own, padded to the full length."""
+    """Rows that compute the responses; None before the batch is packed."""
 
     @property
     def routes(self) -> RouterRecord:

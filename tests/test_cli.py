@@ -321,7 +321,7 @@ def test_a_run_may_go_on_with_another_dispatch():
 
 @pytest.mark.parametrize("section", ["routing", "objective.gspo", "rewards"])
 def test_a_run_of_another_version_is_refused(section):
-    """Whose config has other fields; sections that a user may fill differ by their values."""
+    """A config with other fields is of another version; sections that a user may fill differ by their values."""
     config = cli.load_config(TINY)
     saved = config.to_dict()
     check_same_run(config, saved, Path("runs/tiny"))

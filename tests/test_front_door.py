@@ -77,7 +77,9 @@ def test_fields_are_listed_with_what_config_py_says(capsys):
     silent = [part for part in listed.split("\n") if " = " in part and not part.startswith(" ")]
     assert len(silent) == len(list(names(base())))
     assert fields.main(["poll"]) == 2
-    assert "no field of the config has 'poll' in its name" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("has 'poll' in its name; gspo-jax fields lists all of them\n")
+    assert fields.main(["learning_rat_"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean 'learning_rate'?\n")
 
 
 def test_every_field_of_its_own_has_a_meaning():
