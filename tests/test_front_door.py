@@ -79,7 +79,7 @@ def test_fields_are_listed_with_what_config_py_says(capsys):
     assert fields.main(["poll"]) == 2
     assert capsys.readouterr().err.endswith("has 'poll' in its name; gspo-jax fields lists all of them\n")
     assert fields.main(["learning_rat_"]) == 2
-    assert capsys.readouterr().err.endswith("did you mean 'learning_rate'?\n")
+    assert capsys.readouterr().err.endswith("did you mean 'optimizer.learning_rate'?\n")
 
 
 def test_every_field_of_its_own_has_a_meaning():
